@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test gpu-test coverage soak layouts torture chaos faults upgrade attack sanitize lint format docs demo disagg bench man deb check-deb check-service check-helm build check-install clean clean-cache
+.PHONY: help serve run check test gpu-test coverage soak layouts torture chaos faults rl-loop upgrade attack sanitize lint format docs demo disagg bench man deb check-deb check-service check-helm build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -25,8 +25,9 @@ test: ## everything: style, types, a real install, all tests; PYTEST_ARGS="-k pr
 coverage: ## the lines of kvstore, kvstore_client, kvstore_serving and kvstore_cli that the tests run, servers included
 	@exec scripts/run.sh full scripts/coverage.sh $(PYTEST_ARGS)
 
-gpu-test: ## the tests of the copies to and from a CUDA device, and their benchmark: PYTHON= an interpreter with torch for CUDA
-	@exec scripts/gpu_test.sh $(PYTEST_ARGS)
+gpu-test: ## all that needs a GPU, tests and benchmarks (docs/gpu.md): PYTHON= an interpreter with torch for CUDA, ARGS="--only swap"
+	@scripts/gpu_wheels.sh build/gpu/wheels
+	@exec scripts/on_gpu.sh --wheels build/gpu/wheels --out build/gpu/results $(ARGS)
 
 soak: ## engines while the store fails, fills, drains or loses its disk, nine kinds: KVSTORE_SOAK_S=300 seconds each, KVSTORE_SOAK_SEED=, PYTEST_ARGS="-k disk"
 	@KVSTORE_SOAK_S=$${KVSTORE_SOAK_S:-300} scripts/run.sh full python -m pytest -m soak -rP $(PYTEST_ARGS)
@@ -49,6 +50,9 @@ chaos: ## clusters while things go wrong (needs root): every scenario, then KVST
 faults: ## hand-overs while engines, store, links or proxy fail: KVSTORE_FAULTS=500 of them, of KVSTORE_FAULTS_SEED=
 	@KVSTORE_FAULTS=$${KVSTORE_FAULTS:-500} scripts/run.sh full python -m pytest -s tests/engine/test_hand_over_faults.py \
 		tests/engine/test_proxy_faults.py
+
+rl-loop: ## engines whose weights change, which are reset, restarted and purged at random: KVSTORE_RL_LOOPS=200 of KVSTORE_RL_SEED=
+	@KVSTORE_RL_LOOPS=$${KVSTORE_RL_LOOPS:-200} scripts/run.sh full python -m pytest -s tests/engine/test_rl_loop.py
 
 upgrade: ## a cluster of the last release (tests/data), upgraded node by node while clients of both releases work
 	@KVSTORE_UPGRADE=full scripts/run.sh test python -m pytest -s tests/upgrade

@@ -1,13 +1,40 @@
 """Builds the one extension module, ``kvstore._cext``, from the Cython sources in ``cext/``.
 
 No flag here depends on the building machine's CPU: instruction sets beyond the baseline are chosen at run time.
+
+The eviction policies are the files in ``cext/policies`` that have a class of ``Policy``; a policy is named as its file.
+They are listed for Cython in ``cext/policies/all.pxi``, and for the settings in ``kvstore/_policies.py``, because the
+supervisor does not load the extension.
 """
 
+import re
 from glob import glob
+from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
+
+def list_policies() -> None:
+    """Write the two lists."""
+    folder = Path("cext/policies")
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.pxi"))}
+    classes = {name: re.findall(r"^cdef class (\w+)\(Policy\):", text, re.MULTILINE) for name, text in texts.items()}
+    policies = {name: found[0] for name, found in classes.items() if found}
+    includes = "".join(f'include "{name}.pxi"\n' for name in policies)
+    table = ", ".join(f'"{name}": {policy}' for name, policy in policies.items())
+    _write(folder / "all.pxi", f"# Written by setup.py.\n\n{includes}\ncdef dict _POLICIES = {{{table}}}\n")
+    doc = '"""The names of the eviction policies. Written by setup.py."""'
+    _write(Path("kvstore/_policies.py"), f"{doc}\n\nPOLICIES: tuple[str, ...] = {tuple(policies)}\n")
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file unless it is like that: a newer one would have everything built again."""
+    if not file.exists() or file.read_text(encoding="utf-8") != text:
+        file.write_text(text, encoding="utf-8")
+
+
+list_policies()
 setup(
     ext_modules=cythonize(
         [

@@ -3,8 +3,12 @@ extension built (`scripts/run.sh full true` in each).
 
 Each checkout runs its own server and its own client, in processes of their own. Both live for the whole run and take
 turns call by call, in an order shuffled anew for each round, so that what disturbs the machine disturbs both. The ratio
-of a round is NEW's seconds over OLD's; the median of the ratios is reported. Exit status 1 when a median is above
-`--at-most`. Bytes that are read are compared with what was written, after the clock has stopped.
+of a round is NEW's seconds over OLD's; the median of the ratios is reported, with its confidence interval of 95 % from
+order statistics, which assumes no distribution. Exit status 1 when a median is above `--at-most`. Bytes that are read
+are compared with what was written, after the clock has stopped.
+
+With `--engine-tokens N`, each side has a vLLM engine as well, which loads a prompt of N tokens from its server before
+the first token; what it answers is compared with the answer that it computed.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import contextlib
 import inspect
 import json
+import math
 import os
 import random
 import re
@@ -37,6 +42,7 @@ LARGE_CALL: Final = 64
 SMALL_CALL: Final = 1024
 LOOKUP_KEYS: Final = 512
 LOOKUPS: Final = 200
+ENGINE_OUTPUT: Final = 8  # tokens
 READY: Final = re.compile(r"kvstore-server ready (tcp://\S+)")
 
 
@@ -58,7 +64,9 @@ def _operations(endpoint: str) -> dict[str, Callable[[], float]]:
         out = np.zeros_like(source)
         namespace = Namespace(model=f"compare {name}", dtype="bfloat16", block_tokens=16, block_bytes=size)
         # Over TCP on both sides. A checkout from before there was shared memory has no option for that.
-        options = {"shared_memory": False} if "shared_memory" in inspect.signature(KVStoreClient).parameters else {}
+        options: dict[str, Any] = (
+            {"shared_memory": False} if "shared_memory" in inspect.signature(KVStoreClient).parameters else {}
+        )
         client = KVStoreClient(endpoint, namespace, timeout_s=60.0, **options)
         spans = [slice(at, min(at + per_call, count)) for at in range(0, count, per_call)]
 
@@ -107,18 +115,50 @@ def _operations(endpoint: str) -> dict[str, Callable[[], float]]:
     return operations
 
 
-def side(endpoint: str) -> None:
+def _load_in_engine(endpoint: str, tokens: int, stack: contextlib.ExitStack) -> Callable[[], float]:
+    """-> an operation: the seconds to the first token of a prompt that the engine has only in the store."""
+    from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, full_blocks
+    from benchmarks.remote_kv_cache.engines import Engine, Store
+
+    model = ENGINE_MODELS["mid"]
+    [prompt] = model.prompts(0, 1, tokens)
+    engine = Engine(
+        model,
+        {"endpoint": endpoint, "cpu_bytes": 0},
+        enable_prefix_caching=False,
+        max_model_len=tokens + 2 * ENGINE_OUTPUT,
+        kv_cache_memory_bytes=(full_blocks(tokens) + 4) * model.block_bytes + (64 << 20),
+    )
+    store = stack.enter_context(Store(endpoint))
+    stack.enter_context(engine)
+    before = store.created()
+    [computed] = engine.generate([prompt], ENGINE_OUTPUT).answers
+    store.wait_created(before + full_blocks(tokens))
+
+    def load() -> float:
+        [loaded] = engine.generate([prompt], ENGINE_OUTPUT).answers
+        assert loaded.cached_tokens >= tokens - 64, f"{loaded.cached_tokens} of {tokens} tokens came from the store"
+        assert loaded.token_ids == computed.token_ids, "the engine answers otherwise than it has computed"
+        return float(loaded.first_token_s)
+
+    return load
+
+
+def side(endpoint: str, engine_tokens: int) -> None:
     """The client process: runs the operation that each line of standard input names, and prints its seconds."""
-    operations = _operations(endpoint)
-    print(json.dumps(list(operations)), flush=True)
-    for line in sys.stdin:
-        print(operations[line.strip()](), flush=True)
+    with contextlib.ExitStack() as stack:
+        operations = _operations(endpoint)
+        if engine_tokens:
+            operations[f"load {engine_tokens} tokens"] = _load_in_engine(endpoint, engine_tokens, stack)
+        print(json.dumps(list(operations)), flush=True)
+        for line in sys.stdin:
+            print(operations[line.strip()](), flush=True)
 
 
 class Side:
     """One checkout, with a server and a client process of its own."""
 
-    def __init__(self, tree: Path, log: IO[str], stack: contextlib.ExitStack) -> None:
+    def __init__(self, tree: Path, engine_tokens: int, log: IO[str], stack: contextlib.ExitStack) -> None:
         environment = {**os.environ, "PYTHONPATH": str(tree)}
         command = [sys.executable, "-m", "kvstore", "--port", "0", "--memory", "2GiB"]
         server = self._start(command, environment, log, stack)
@@ -126,7 +166,13 @@ class Side:
         ready = READY.match(server.stdout.readline())
         if ready is None:
             raise SystemExit(f"error: the server of {tree} did not start; is its extension built?")
-        command = [sys.executable, __file__, "--side", ready[1]]  # this file, with the checkout's own packages
+        command = [
+            sys.executable,
+            __file__,
+            "--side",
+            ready[1],
+            str(engine_tokens),
+        ]  # this file, with the checkout's own packages
         self._client = self._start(command, environment, log, stack)
         assert self._client.stdout is not None
         self.operations: list[str] = json.loads(self._client.stdout.readline())
@@ -157,20 +203,31 @@ class Side:
 
 
 @contextlib.contextmanager
-def sides(old: Path, new: Path) -> Iterator[tuple[Side, Side]]:
+def sides(old: Path, new: Path, engine_tokens: int) -> Iterator[tuple[Side, Side]]:
     """Both checkouts, running while the body runs."""
     with tempfile.TemporaryFile("w+") as log, contextlib.ExitStack() as stack:
         try:
-            yield Side(old, log, stack), Side(new, log, stack)
+            yield Side(old, engine_tokens, log, stack), Side(new, engine_tokens, log, stack)
         except (ValueError, json.JSONDecodeError, AssertionError):
             log.seek(0)
             print(log.read()[-4000:], file=sys.stderr)
             raise
 
 
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """-> the narrowest pair of order statistics, equally far from both ends, that encloses the median of what `values`
+    (at least 6) were drawn from with a probability of 95 % or more."""
+    ordered, count = sorted(values), len(values)
+    outside, rank = 2 / 2**count, 0  # the probability that all values lie on one side of the median
+    while outside + 2 * math.comb(count, rank + 1) / 2**count <= 0.05:
+        rank += 1
+        outside += 2 * math.comb(count, rank) / 2**count
+    return ordered[rank], ordered[-1 - rank]
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--side"]:
-        side(sys.argv[2])
+        side(sys.argv[2], int(sys.argv[3]))
         return 0
     from benchmarks.remote_kv_cache.rig import busy_share, load_average
 
@@ -179,13 +236,16 @@ def main() -> int:
     )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="at least 6; default: 15")
+    parser.add_argument("--engine-tokens", type=int, default=0, help="of the prompt that engines load; default: none")
     parser.add_argument("--at-most", type=float, default=1.03, help="the largest ratio that is fine; default: 1.03")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    if options.rounds < 6:
+        parser.error(f"--rounds {options.rounds}: expected at least 6; fewer have no confidence interval of 95 %")
     load, busy = load_average(), busy_share()
     seconds: dict[str, tuple[list[float], list[float]]] = {}
-    with sides(options.old.resolve(), options.new.resolve()) as (old, new):
+    with sides(options.old.resolve(), options.new.resolve(), options.engine_tokens) as (old, new):
         for number in range(options.rounds + 1):  # the first warms up
             draw = random.Random(number)
             for operation in old.operations:  # a read stands after what it reads
@@ -195,11 +255,19 @@ def main() -> int:
                 if number:
                     for which, kept in enumerate(seconds.setdefault(operation, ([], []))):
                         kept.append(taken[which])
-    table = Table("operation", "old, ms", "new, ms", "new ÷ old, median", "min … max", title=f"{options.rounds} rounds")
-    slower, ratios = [], {}
+    table = Table(
+        "operation",
+        "old, ms",
+        "new, ms",
+        "new ÷ old, median",
+        "95 % of it",
+        "min … max",
+        title=f"{options.rounds} rounds",
+    )
+    slower, ratios, intervals = [], {}, {}
     for operation, (olds, news) in seconds.items():
         each = [mine / theirs for theirs, mine in zip(olds, news, strict=True)]
-        ratios[operation] = median(each)
+        ratios[operation], intervals[operation] = median(each), median_interval(each)
         if ratios[operation] > options.at_most:
             slower.append(operation)
         table.add_row(
@@ -207,13 +275,15 @@ def main() -> int:
             f"{median(olds) * 1e3:.3f}",
             f"{median(news) * 1e3:.3f}",
             f"{ratios[operation]:.3f}",
+            "{:.3f} … {:.3f}".format(*intervals[operation]),
             f"{min(each):.2f} … {max(each):.2f}",
         )
-    Console(width=110).print(table)
+    Console(width=120).print(table)
     print(f"load average before: {load}, busy before: {busy}")
     if options.json is not None:
         found = {
             "ratios": ratios,
+            "intervals": intervals,
             "seconds": seconds,
             "rounds": options.rounds,
             "load": {"average": load, "busy": busy},

@@ -1,7 +1,7 @@
 """Charts and tables from the committed results, and from nothing else: `python -m benchmarks.draw`.
 
 Reads benchmarks/results/*.json, writes docs/charts/*.svg, and replaces what stands between `<!-- begin:NAME -->` and
-`<!-- end:NAME -->` in docs/benchmarks.md and docs/planning.md. What was not measured says so.
+`<!-- end:NAME -->` in the documents that have such tables. What was not measured says so.
 """
 
 from __future__ import annotations
@@ -13,32 +13,51 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from benchmarks.cluster_sim.charts import CLUSTER_CHARTS
 from benchmarks.cluster_sim.tables import CLUSTER_TABLES
+from benchmarks.eviction.charts import EVICTION_CHARTS
 from benchmarks.eviction.tables import EVICTION_TABLES
+from benchmarks.gpu.charts import GPU_CHARTS
+from benchmarks.gpu.tables import GPU_OVERVIEWS, GPU_TABLES
+from benchmarks.kv_pipeline.charts import PIPELINE_CHARTS
 from benchmarks.kv_pipeline.claims import PIPELINE_CLAIMS
 from benchmarks.kv_pipeline.tables import PIPELINE_COMPUTED, PIPELINE_TABLES
-from benchmarks.ledger import claims_table, missed_table, rig_table
+from benchmarks.persistence_kv_cache.charts import PERSISTENCE_CHARTS
 from benchmarks.persistence_kv_cache.claims import PERSISTENCE_CLAIMS
 from benchmarks.persistence_kv_cache.tables import PERSISTENCE_TABLES
+from benchmarks.planning.charts import PLANNING_CHARTS
 from benchmarks.planning.claims import PLANNING_CLAIMS
-from benchmarks.planning.tables import PLANNING_COMPUTED, PLANNING_TABLES
+from benchmarks.planning.tables import PLANNING_COMPUTED, PLANNING_OVERVIEWS, PLANNING_TABLES
+from benchmarks.remote_kv_cache.charts import REMOTE_CHARTS
 from benchmarks.remote_kv_cache.claims import REMOTE_CLAIMS
+from benchmarks.remote_kv_cache.engine_charts import ENGINE_CHARTS
 from benchmarks.remote_kv_cache.engine_tables import ENGINE_TABLES
-from benchmarks.remote_kv_cache.security_claims import SECURITY_CLAIMS
+from benchmarks.remote_kv_cache.published import PUBLISHED_TABLES
 from benchmarks.remote_kv_cache.tables import REMOTE_TABLES
+from benchmarks.render.ledger import claims_table, missed_table, rig_table
 from benchmarks.results_reader import Results, read_results
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-DOCUMENTS: Final = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "planning.md")
-CLAIMS: Final = (*REMOTE_CLAIMS, *SECURITY_CLAIMS, *PERSISTENCE_CLAIMS, *PLANNING_CLAIMS, *PIPELINE_CLAIMS)
-LEDGER: Final = {
-    "claims": lambda results: claims_table(CLAIMS, results),
-    "missed": lambda results: missed_table(CLAIMS, results),
-    "rig": rig_table,
-}
+DOCUMENTS: Final = tuple(ROOT / "docs" / name for name in ("benchmarks.md", "planning.md", "gpu.md", "published.md"))
+CLAIMS: Final = (*REMOTE_CLAIMS, *PERSISTENCE_CLAIMS, *PLANNING_CLAIMS, *PIPELINE_CLAIMS)
+# Tables of whatever results there are.
+OVERVIEWS: Final = (
+    GPU_OVERVIEWS
+    | PLANNING_OVERVIEWS
+    | PUBLISHED_TABLES
+    | {
+        "claims": lambda results: claims_table(CLAIMS, results),
+        "missed": lambda results: missed_table(CLAIMS, results),
+        "rig": rig_table,
+    }
+)
 TABLES: Final = (
     REMOTE_TABLES | ENGINE_TABLES | EVICTION_TABLES | PERSISTENCE_TABLES | CLUSTER_TABLES | PLANNING_TABLES
-    | PIPELINE_TABLES
+    | PIPELINE_TABLES | GPU_TABLES
+)  # fmt: skip
+CHARTS: Final = (
+    REMOTE_CHARTS | ENGINE_CHARTS | EVICTION_CHARTS | PERSISTENCE_CHARTS | CLUSTER_CHARTS | PLANNING_CHARTS
+    | PIPELINE_CHARTS | GPU_CHARTS
 )  # fmt: skip
 COMPUTED: Final = PLANNING_COMPUTED | PIPELINE_COMPUTED
 _MARKED: Final = re.compile(r"(<!-- begin:(\w+) -->\n).*?(<!-- end:\2 -->)", re.DOTALL)
@@ -48,36 +67,21 @@ def fill(document: str, results: Results) -> str:
     """The document with its tables made again. Raises `KeyError` for a marker without a table."""
 
     def table(match: re.Match[str]) -> str:
-        if match[2] in LEDGER:
-            return f"{match[1]}{LEDGER[match[2]](results)}\n{match[3]}"
-        if match[2] in COMPUTED:
-            return f"{match[1]}{COMPUTED[match[2]]()}\n{match[3]}"
-        needed, make = TABLES[match[2]]
-        return f"{match[1]}{make(results) if needed in results else 'Not measured yet.'}\n{match[3]}"
+        name = match[2]
+        made = COMPUTED[name]() if name in COMPUTED else (OVERVIEWS.get(name) or TABLES[name])(results)
+        return f"{match[1]}{made}\n{match[3]}"
 
     return _MARKED.sub(table, document)
 
 
 def draw_charts(results: Results, folder: Path) -> list[Path]:
-    """Write all charts. -> the files written."""
-    from benchmarks.cluster_sim.charts import CLUSTER_CHARTS
-    from benchmarks.eviction.charts import EVICTION_CHARTS
-    from benchmarks.kv_pipeline.charts import PIPELINE_CHARTS
-    from benchmarks.persistence_kv_cache.charts import PERSISTENCE_CHARTS
-    from benchmarks.planning.charts import PLANNING_CHARTS
-    from benchmarks.remote_kv_cache.charts import REMOTE_CHARTS
-    from benchmarks.remote_kv_cache.engine_charts import ENGINE_CHARTS
-
+    """Write all charts of what was measured. -> the files written."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    everything = (
-        REMOTE_CHARTS | ENGINE_CHARTS | EVICTION_CHARTS | PERSISTENCE_CHARTS | CLUSTER_CHARTS | PLANNING_CHARTS
-        | PIPELINE_CHARTS
-    )  # fmt: skip
-    for name, (needed, make) in everything.items():
-        if needed in results:
-            path = folder / f"{name}.svg"
-            make(results, path)
+    for name, chart in CHARTS.items():
+        path = folder / f"{name}.svg"
+        if chart.needs in results:
+            chart(results, path)
             written.append(path)
     return written
 

@@ -132,12 +132,13 @@ class Result:
 Results = dict[str, Result]
 
 
-def parameters_of(results: Results, benchmark: str, group: str) -> list[dict[str, Any]]:
+def parameters_of(result: Result, group: str) -> list[dict[str, Any]]:
     """-> the parameters of the cases of one kind."""
-    return [case.parameters for case in results[benchmark].group(group)]
+    return [case.parameters for case in result.group(group)]
 
 
 def read_results(folder: Path) -> Results:
-    """All results in a folder, by benchmark."""
-    files = sorted(folder.glob("*.json"))
-    return {file.stem: Result(json.loads(file.read_text())) for file in files}
+    """All results in a folder, by benchmark; those of a GPU machine, in its folder `gpu`, as `gpu_` and their step."""
+    files = {file.stem: file for file in sorted(folder.glob("*.json"))}
+    files |= {f"gpu_{file.stem}": file for file in sorted(folder.glob("gpu/*.json"))}
+    return {name: Result(json.loads(file.read_text())) for name, file in files.items()}

@@ -19,6 +19,7 @@ from typing import Final, Literal
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measures import measured_by
 from benchmarks.remote_kv_cache.processes import ROOT, environment
 from benchmarks.remote_kv_cache.rig import commit
 
@@ -57,7 +58,10 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_server", 9),
     Entry(f"{REMOTE}.test_shared_memory", 6),
     Entry(f"{REMOTE}.test_small_blocks", 2),
+    Entry(f"{REMOTE}.test_processor_time", 2),
     Entry(f"{REMOTE}.test_clients", 6),
+    Entry(f"{REMOTE}.test_many_clients", 2),
+    Entry(f"{REMOTE}.test_cores", 7),
     Entry(f"{REMOTE}.test_connections", 2),
     Entry(f"{REMOTE}.test_nixl", 1),
     Entry(f"{REMOTE}.test_logins", 3),
@@ -112,10 +116,11 @@ def measured(entry: Entry, folder: Path | None) -> dict[str, object]:
     return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
-def is_current(entry: Entry, folder: Path | None, now: dict[str, str] | None) -> bool:
+def is_current(entry: Entry, folder: Path | None) -> bool:
     """Whether its result is complete and of the present commit."""
     result = measured(entry, folder)
-    return bool(result) and now is not None and result["commit"] == now and not result["quick"]
+    whole = bool(result) and not result["quick"] and result.get("complete", True)
+    return whole and result["commit"] is not None and result["commit"] == commit(measured_by(entry.module))
 
 
 def seconds_of(entry: Entry, folder: Path | None, quick: bool) -> float:
@@ -168,12 +173,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = RESULTS
     if options.trace is not None and not options.trace.is_file():
         parser.error(f"--trace {options.trace}: there is no such file")
-    now = commit()
     chosen = [
         entry
         for entry in BENCHMARKS
         if (entry.name in options.only if options.only else options.engines or not entry.engine)
-        and not (options.resume and is_current(entry, folder, now))
+        and not (options.resume and is_current(entry, folder))
     ]
     lacking = [entry.name for entry in chosen if entry.trace == "must" and options.trace is None]
     chosen = [entry for entry in chosen if entry.name not in lacking]

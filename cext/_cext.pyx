@@ -2,8 +2,8 @@
 
 One extension module. ``arguments.pxi``: takes and checks the arguments of callers. ``hashing.pxi``: xxh3 checksums
 and prefix hash chains. ``copying.pxi``: gather and scatter of blocks. ``sharing.pxi``: blocks between processes of one
-host. ``sockets.pxi``, ``landing.pxi``, ``receiving.pxi``, ``sending.pxi``, ``streaming.pxi``: blocks from and to
-sockets. ``disk.pxi``: blocks to and from a segment file. ``placement.pxi``: which shard owns a key. ``index/``: a
+host. ``reusable.pxi``: memory for what is read. ``sockets.pxi``, ``landing.pxi``, ``receiving.pxi``, ``sending.pxi``,
+``streaming.pxi``: blocks from and to sockets. ``disk.pxi``: blocks to and from a segment file. ``placement.pxi``: which shard owns a key. ``index/``: a
 namespace's index, key -> slot; ``policies/``: which blocks are evicted first. Every loop over block bytes runs with the
 GIL released.
 """
@@ -11,6 +11,7 @@ include "arguments.pxi"
 include "hashing.pxi"
 include "copying.pxi"
 include "sharing.pxi"
+include "reusable.pxi"
 include "sockets.pxi"
 include "landing.pxi"
 include "receiving.pxi"

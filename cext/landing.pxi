@@ -19,8 +19,19 @@ cdef struct Packed:
     const uint8_t *end
 
 
+cdef inline bint _take_number(Packed *p, int width, uint64_t *value) noexcept nogil:
+    """Take the bytes of a number, the highest first."""
+    cdef int i
+    if p.end - p.at < width:
+        return False
+    value[0] = 0
+    for i in range(width):
+        value[0] = (value[0] << 8) | p.at[i]
+    p.at += width
+    return True
+
+
 cdef bint _take_uint(Packed *p, uint64_t *value) noexcept nogil:
-    cdef int size, i
     cdef uint8_t kind
     if p.at >= p.end:
         return False
@@ -31,33 +42,19 @@ cdef bint _take_uint(Packed *p, uint64_t *value) noexcept nogil:
         return True
     if kind < 0xCC or kind > 0xCF:
         return False
-    size = 1 << (kind - 0xCC)
-    if p.end - p.at < size:
-        return False
-    value[0] = 0
-    for i in range(size):
-        value[0] = (value[0] << 8) | p.at[i]
-    p.at += size
-    return True
+    return _take_number(p, 1 << (kind - 0xCC), value)
 
 
 cdef bint _take_bin(Packed *p, const uint8_t **data, Py_ssize_t *size) noexcept nogil:
-    cdef int width, i
     cdef uint8_t kind
-    cdef uint64_t length = 0
+    cdef uint64_t length
     if p.at >= p.end:
         return False
     kind = p.at[0]
     if kind < 0xC4 or kind > 0xC6:
         return False
-    width = 1 << (kind - 0xC4)
     p.at += 1
-    if p.end - p.at < width:
-        return False
-    for i in range(width):
-        length = (length << 8) | p.at[i]
-    p.at += width
-    if length > <uint64_t>(p.end - p.at):
+    if not _take_number(p, 1 << (kind - 0xC4), &length) or length > <uint64_t>(p.end - p.at):
         return False
     data[0] = p.at
     size[0] = <Py_ssize_t>length
@@ -65,31 +62,101 @@ cdef bint _take_bin(Packed *p, const uint8_t **data, Py_ssize_t *size) noexcept 
     return True
 
 
-cdef bint _read_part(const uint8_t *data, Py_ssize_t size, PartHeader *part) noexcept nogil:
-    """Whether this is the header of a PART that has payload or is the last. Any other header is for the sink."""
-    cdef Packed p
-    cdef uint64_t tag
-    cdef const uint8_t *other
-    cdef Py_ssize_t positions_size, sums_size, other_size
-    cdef int fields, i
-    p.at, p.end = data, data + size
-    if size < 2 or data[0] & 0xF0 != 0x90:
+cdef bint _skip(Packed *p) noexcept nogil:
+    """Pass over one value, with all that is in it."""
+    cdef uint64_t left = 1, size, inside
+    cdef int width
+    cdef uint8_t kind
+    while left:
+        left -= 1
+        if p.at >= p.end:
+            return False
+        kind = p.at[0]
+        p.at += 1
+        size, inside, width = 0, 0, 0
+        if kind == 0xC1:
+            return False
+        if kind < 0x80 or kind >= 0xE0 or 0xC0 <= kind <= 0xC3:
+            continue  # a small number, nil or a bool
+        elif kind < 0x90:
+            inside = 2 * (kind & 0x0F)
+        elif kind < 0xA0:
+            inside = kind & 0x0F
+        elif kind < 0xC0:
+            size = kind & 0x1F
+        elif kind <= 0xC9:
+            width = 1 << ((kind - 0xC4) % 3)  # bin and ext
+        elif kind <= 0xCB:
+            size = 4 << (kind - 0xCA)
+        elif kind <= 0xD3:
+            size = 1 << (kind & 3)
+        elif kind <= 0xD8:
+            size = 1 + (1 << (kind - 0xD4))
+        elif kind <= 0xDB:
+            width = 1 << (kind - 0xD9)
+        else:
+            width = 2 << (kind & 1)
+        if width:
+            if not _take_number(p, width, &size):
+                return False
+            if kind >= 0xDC:
+                inside, size = size << (kind >= 0xDE), 0
+            elif 0xC7 <= kind <= 0xC9:
+                size += 1  # the type of the ext
+        if size > <uint64_t>(p.end - p.at) or inside > <uint64_t>(p.end - p.at):
+            return False
+        p.at += size
+        left += inside
+    return True
+
+
+cdef bint _take_array(Packed *p, uint64_t *fields) noexcept nogil:
+    cdef uint8_t kind
+    if p.at >= p.end:
         return False
-    fields = data[0] & 0x0F
+    kind = p.at[0]
     p.at += 1
-    if fields != 10 or not _take_uint(&p, &tag) or tag != PART_TAG or not _take_uint(&p, &part.id):
+    if kind & 0xF0 == 0x90:
+        fields[0] = kind & 0x0F
+        return True
+    if kind & 0xFE != 0xDC:
         return False
-    if not _take_bin(&p, &part.positions, &positions_size) or not _take_bin(&p, &part.sums, &sums_size):
+    return _take_number(p, 2 << (kind & 1), fields)
+
+
+cdef bint _read_part(const uint8_t *data, Py_ssize_t size, PartHeader *part) noexcept nogil:
+    """Whether this is the header of a PART that has payload or is the last. Any other header is for the sink.
+
+    As in `kvstore.wire.messages`, later fields may be missing, and those of a later release may follow.
+    """
+    cdef Packed p
+    cdef uint64_t fields, field, tag
+    cdef const uint8_t *other
+    cdef uint64_t *counts[3]
+    cdef Py_ssize_t positions_size, sums_size, other_size
+    p.at, p.end = data, data + size
+    if not _take_array(&p, &fields) or fields < 5 or not _take_uint(&p, &tag) or tag != PART_TAG:
+        return False
+    if not (_take_uint(&p, &part.id) and _take_bin(&p, &part.positions, &positions_size)
+            and _take_bin(&p, &part.sums, &sums_size)):
         return False
     if p.at >= p.end or p.at[0] & 0xFE != 0xC2:
         return False
     part.last = p.at[0] == 0xC3
     p.at += 1
-    if not (_take_uint(&p, &part.hit) and _take_uint(&p, &part.miss) and _take_uint(&p, &part.following)):
-        return False
-    for i in range(2):  # attributes and references
-        if not _take_bin(&p, &other, &other_size) or other_size:
+    part.hit = part.miss = part.following = 0
+    counts[0], counts[1], counts[2] = &part.hit, &part.miss, &part.following
+    field = 5
+    while field < fields:
+        if field < 8:
+            if not _take_uint(&p, counts[field - 5]):
+                return False
+        elif field < PART_FIELDS:  # attributes and references
+            if not _take_bin(&p, &other, &other_size) or other_size:
+                return False
+        elif not _skip(&p):
             return False
+        field += 1
     part.count = positions_size // 4
     return positions_size % 4 == 0 and sums_size == 8 * part.count and p.at == p.end
 

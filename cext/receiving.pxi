@@ -16,6 +16,7 @@ cdef enum Stop:
     INTERRUPTED
     DESCRIPTORS
     FRAME  # a frame begins for which the sink must be asked
+    MESSAGE  # a small message has come whole
     ENDED  # the frame of the sink is complete
     LANDED  # the last part of a GET is complete
     PAID  # the last frame of a payload is complete, or its message has ended
@@ -35,6 +36,8 @@ cdef class Receiver:
     One thread at a time; ``land`` and ``forget`` may be called by others meanwhile, ``forget`` only while none is in
     ``receive``. It keeps references to the sink's views until their frame is complete.
 
+    A message of one or two frames that has come whole, and is small, is given to ``message`` of its sink, if it has one.
+
     ``on_descriptors``: called with a list of the descriptors that came with bytes, which it owns from then on; None:
     the socket carries none.
     ``paused``: the sink did not want to go on. Frames that have arrived wait in the buffer, and poll does not tell of
@@ -43,16 +46,21 @@ cdef class Receiver:
     """
 
     cdef object sock, sink, on_descriptors
+    cdef object on_message  # the sink's `message`; None: it takes all frames one by one
+    cdef bint takes_messages
     cdef readonly bint paused
     cdef readonly uint64_t received
     cdef char *buffer
     cdef Py_ssize_t start, end
     cdef bint unparsed  # bytes in the buffer have not been looked at
+    cdef bint told  # the sink was, in this `receive`
+    cdef bint short  # the last read brought less than there was room for: no more had arrived
     cdef bint has_descriptors
     cdef int fds[253]
     cdef int fd_count
     cdef int errno_
     cdef int low_water
+    cdef Py_ssize_t coming  # bytes that were certain to come when `arm` was called, less those that have come since
     # The frame that is arriving:
     cdef bint in_frame, more, is_command
     cdef bint begins  # the next frame begins a message
@@ -62,6 +70,7 @@ cdef class Receiver:
     cdef Py_ssize_t left  # bytes still to come
     cdef uint64_t size  # of the frame
     cdef Py_ssize_t head  # of its head
+    cdef Py_ssize_t second_head, second_size  # of the second frame of a message that has come whole; 0: it has one frame
     cdef int flags
     cdef _Buffers views  # the sink's memory for it
     cdef Py_buffer *view_table  # of `views`
@@ -83,6 +92,8 @@ cdef class Receiver:
 
     def __cinit__(self, sock, sink, on_descriptors=None):
         self.sock, self.sink, self.on_descriptors = sock, sink, on_descriptors
+        self.on_message = getattr(sink, "message", None)
+        self.takes_messages = self.on_message is not None
         self.has_descriptors = on_descriptors is not None
         self.landings = {}
         self.buffer = <char *>malloc(BUFFER_BYTES)
@@ -159,14 +170,14 @@ cdef class Receiver:
     def receive(self, Py_ssize_t budget, int wake_fd=-1, double wait_s=0.0):
         """Read and dispatch the bytes that have arrived, about ``budget`` at most. Returns False when the peer closed.
 
-        With ``wait_s``, it also waits for more while a GET that lands is being received, for so long in all, until the
-        sink was told something, or until ``wake_fd`` can be read; ``budget`` counts from then on. Raises ``ZMTPError``,
-        ``OSError`` of the socket, and what the sink raises.
+        With ``wait_s``, it also waits for more, for so long in all, until the sink was told something, or until ``wake_fd``
+        can be read; ``budget`` counts from then on. Raises ``ZMTPError``, ``OSError`` of the socket, and what the sink
+        raises.
         """
         cdef Stop stop
         cdef int fd
         cdef double until = kv_now() + wait_s if wait_s > 0 else 0.0
-        cdef bint told = False
+        self.told = self.short = False
         if self.paused:
             self.paused = False
             self.unparsed = True
@@ -181,13 +192,14 @@ cdef class Receiver:
                 stop = self._run(fd, &budget, wake_fd, until, True)
             if stop == BULKY:
                 pass
+            elif stop == MESSAGE:
+                self._take_message()
             elif stop == FRAME:
                 self._begin_frame()
             elif stop == ENDED:
-                told = True
                 self._end_frame()
             elif stop == LANDED:
-                told = True
+                self.told = True
                 self._landed()
             elif stop == PAID:
                 self.payload = None
@@ -209,7 +221,7 @@ cdef class Receiver:
                 raise OSError(self.errno_, os.strerror(self.errno_))
             if self.paused:
                 break
-            if told and until:
+            if self.told and until:
                 until = 0.0  # its caller looks whether that was all
         self.arm()
         return True
@@ -225,15 +237,15 @@ cdef class Receiver:
         A wake-up for a small piece costs more than reading it.
         """
         cdef int fd = self.sock.fileno()
-        cdef Py_ssize_t coming = self.left if self.in_frame else 0
+        self.coming = self.left if self.in_frame else 0
         if self.payload is not None:
-            coming += self._left_of_payload()
+            self.coming += self._left_of_payload()
         elif self.following_is_known:
-            coming += self.following
+            self.coming += self.following
         else:
-            coming += self.sink.bytes_after_frame()
+            self.coming += self.sink.bytes_after_frame()
         if fd >= 0:
-            self._set_low_water(fd, coming)
+            self._set_low_water(fd, self.coming)
 
     cdef Py_ssize_t _left_of_payload(self) noexcept nogil:
         """Bytes of it in the frames after the one that is arriving."""
@@ -252,7 +264,7 @@ cdef class Receiver:
         """``brief``: return BULKY rather than receive a large frame."""
         cdef Stop stop
         cdef Py_ssize_t got, placed, wanted
-        cdef bint direct, short = False
+        cdef bint direct
         cdef int i, n
         cdef iovec[513] pieces
         while True:
@@ -265,8 +277,8 @@ cdef class Receiver:
                 self.unparsed = False
             if budget[0] <= 0:
                 return DRAINED
-            if short:  # no more had arrived: to be woken for a large piece is cheaper than to read many small ones
-                short = False
+            if self.short:  # to be woken for a large piece is cheaper than to read many small ones
+                self.short = False
                 stop = self._await(fd, wake_fd, until)
                 if stop != ARRIVED:
                     return stop
@@ -299,10 +311,11 @@ cdef class Receiver:
                 if got != -EAGAIN:
                     self.errno_ = <int>-got
                     return FAILED
-                short = True
+                self.short = True
                 continue
             self.received += got
-            short = got < wanted
+            self.coming -= got
+            self.short = got < wanted
             if direct:
                 if not until:  # else its time is what is limited
                     budget[0] -= got
@@ -318,15 +331,15 @@ cdef class Receiver:
                 budget[0] = 0
 
     cdef Stop _await(self, int fd, int wake_fd, double until) noexcept nogil:
-        """Wait for more of a GET that lands. Returns ARRIVED when it has come, DRAINED when there is no more time."""
+        """Wait for more. Returns ARRIVED when it has come, DRAINED when there is no more time."""
         cdef double left_s = until - kv_now() if until else 0.0
         cdef Py_ssize_t coming = self.left if self.in_frame else 0
         cdef int ready
-        if left_s <= 0 or not self.table_size:
+        if left_s <= 0:
             return DRAINED
         if self.following_is_known:
             coming += self.following
-        self._set_low_water(fd, coming)
+        self._set_low_water(fd, max(coming, self.coming))
         ready = kv_await(fd, wake_fd, <int>(left_s * 1000) + 1)
         if ready < 0:
             return INTERRUPTED
@@ -459,12 +472,35 @@ cdef class Receiver:
                 return FRAME  # its sink says what is wrong with it
             self._begin_payload_frame()
             return ENDED
+        if self.begins and self.takes_messages and size <= <uint64_t>(available - self.head):
+            if self._is_whole(data + self.head + size, available - self.head - <Py_ssize_t>size):
+                return MESSAGE
         if self.begins and self.table_size:
             if size <= <uint64_t>(available - self.head):
                 return self._take_part(data + self.head)
             if size <= <uint64_t>(BUFFER_BYTES // 2 - self.head):
                 return DRAINED  # it may be the header of a PART: the rest of it comes into the buffer, too
         return FRAME
+
+    cdef bint _is_whole(self, const uint8_t *rest, Py_ssize_t available) noexcept nogil:
+        """Whether a message is all in the buffer, as its first frame is, behind which ``rest`` has ``available`` bytes."""
+        cdef uint64_t size = 0
+        cdef int i
+        self.second_head = self.second_size = 0
+        if not self.more:
+            return True
+        if available < 2 or rest[0] & ~LONG or (rest[0] and available < 9):
+            return False
+        if rest[0]:
+            for i in range(8):
+                size = (size << 8) | rest[1 + i]
+        else:
+            size = rest[1]
+        self.second_head = 9 if rest[0] else 2
+        if size > <uint64_t>(available - self.second_head):
+            return False
+        self.second_size = <Py_ssize_t>size
+        return True
 
     cdef void _begin_payload_frame(self) noexcept nogil:
         self.start += self.head
@@ -490,6 +526,24 @@ cdef class Receiver:
         return LANDED
 
     # ---- what the sink is asked and told ----
+
+    cdef _take_message(self):
+        cdef const char *data = self.buffer + self.start + self.head
+        header, second = PyBytes_FromStringAndSize(data, self.size), None
+        self.start += self.head + <Py_ssize_t>self.size
+        if self.second_head:
+            data = self.buffer + self.start + self.second_head
+            second = PyBytes_FromStringAndSize(data, self.second_size)
+            self.start += self.second_head + self.second_size
+        self.following_is_known = False
+        self.on_message(header, second)
+        self._ask()
+
+    cdef _ask(self):
+        """The sink was told: ask it whether to go on, if there is something to go on with."""
+        self.told = True
+        if self.start < self.end or not self.short:
+            self.paused = not self.sink.go_on()
 
     cdef _begin_frame(self):
         """The head of a frame is in the buffer for which the sink gives the memory."""
@@ -546,7 +600,7 @@ cdef class Receiver:
         else:
             self.begins = not self.more
             self.sink.end_frame(data, self.more)
-        self.paused = not self.sink.go_on()
+        self._ask()
 
     cdef _landed(self):
         cdef uint64_t id = self.ground.id

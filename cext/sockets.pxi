@@ -118,4 +118,5 @@ cdef enum:
     LOW_WATER_BYTES = 2097152  # the reader of large frames is woken when so much has arrived
     PIECE_BYTES = 1048576  # of a GET's blocks received at a time: they are hashed while they are in the cache
     PART_TAG = 67
+    PART_FIELDS = 10  # with the tag, of this release: what is written; the reader takes fewer, and skips more
     BRIEF_BYTES = 65536  # so much is moved without giving the interpreter's lock away, which may take long to come back

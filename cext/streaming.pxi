@@ -165,7 +165,7 @@ cdef Py_ssize_t _part_header(uint8_t *header, uint64_t id, Py_ssize_t count, con
                              Py_ssize_t per_block) noexcept nogil:
     """Write the header of a PART. Returns its size."""
     cdef uint8_t *to = header
-    to[0], to[1] = 0x9A, PART_TAG  # an array of 10
+    to[0], to[1] = 0x90 | PART_FIELDS, PART_TAG
     to = _put_uint(to + 2, id)
     to = _put_bin(to, positions, 4 * count)
     to = _put_bin(to, sums, 8 * count)

@@ -93,6 +93,12 @@ class LentBlocks:
     ) -> None: ...
     def views(self) -> list[memoryview]: ...
 
+class ReusableMemory:
+    in_use: bool
+    def __init__(self, nbytes: int, lend: bool = False) -> None: ...
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
 # receiving
 
 @final
@@ -184,6 +190,8 @@ class BlockIndex:
     WRITING: ClassVar[int]
     READY: ClassVar[int]
     GONE: ClassVar[int]
+    ABSENT: ClassVar[int]
+    COMING: ClassVar[int]
     EXISTED: ClassVar[int]
     DUPLICATE: ClassVar[int]
     NO_SPACE: ClassVar[int]

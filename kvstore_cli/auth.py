@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,7 +96,12 @@ def list_(file: FileOption, as_json: JsonOption = False) -> None:
         policy = AuthFile(file).policy
     except AuthFileError as error:
         fail("failed", str(error))
-    rows = [
+    rows = _rows(policy)
+    show({"principals": rows}, as_json, lambda: _print(rows))
+
+
+def _rows(policy: Policy) -> list[dict[str, Any]]:
+    return [
         {
             "name": name,
             "tenant": principal.rights.tenant,
@@ -105,18 +111,16 @@ def list_(file: FileOption, as_json: JsonOption = False) -> None:
         }
         for name, principal in sorted(policy.principals.items())
     ]
-    show({"principals": rows}, as_json, lambda: _print(policy))
 
 
-def _print(policy: Policy) -> None:
-    from rich.console import Console
+def _print(rows: Sequence[Mapping[str, Any]]) -> None:
+    from kvstore_cli.plain_table import columns, print_table
 
-    from kvstore_cli.plain_table import plain_table
-
-    table = plain_table("", "principal", "tenant", "verbs", "namespaces", "tokens")
-    for name, principal in sorted(policy.principals.items()):
-        rights = principal.rights
-        table.add_row(
-            name, rights.tenant, ",".join(rights.verb_names), " ".join(rights.models), str(len(principal.tokens))
-        )
-    Console().print(table, markup=False)
+    shown = columns(
+        ("principal", itemgetter("name")),
+        ("tenant", itemgetter("tenant")),
+        ("verbs", itemgetter("verbs"), ",".join),
+        ("namespaces", itemgetter("namespaces"), " ".join),
+        ("tokens", itemgetter("tokens")),
+    )
+    print_table("", shown, rows)

@@ -22,6 +22,7 @@ from kvstore.sizes import format_size
 from kvstore.store.namespaces import INDEX_OVERHEAD_BYTES, SLOT_BYTES
 from kvstore.wire import ShardInfo
 from kvstore.wire.status import segment_slots
+from kvstore_cli.plain_table import columns, print_table
 from kvstore_cli.progress import progress_bar
 from kvstore_cli.store_state import owners_of
 from kvstore_client.client import KVStoreClient
@@ -31,6 +32,14 @@ from kvstore_client.keys import KeyArray, Namespace
 KEY_BYTES: Final = 16
 PRIORITY: Final = 0  # the lowest, so that other users' blocks stay longer
 TTL_S: Final = 600  # of each block, longer than any round: the blocks go even if this process is killed
+
+_COLUMNS: Final = columns(
+    ("operation", "operation"),
+    ("GB/s", lambda row: row.gb_s or None, ".2f"),
+    ("min … max", lambda row: f"{row.gb_s_min:.1f} … {row.gb_s_max:.1f}" if row.gb_s else None),
+    ("blocks/s", "blocks_s", ",.0f"),
+    *((f"{name} ms", f"{name}_ms", ".2f") for name in ("p50", "p90", "p99")),
+)
 
 
 class NoRoom(Exception):
@@ -231,3 +240,13 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def print_bench(report: BenchReport) -> None:
+    """Print a table with one row per operation."""
+    title = (
+        f"{report.blocks} blocks of {format_size(report.block_bytes)}, {report.batch} a call, "
+        f"median of {report.rounds} rounds; latencies of calls"
+    )
+    print_table(title, _COLUMNS, report.operations, narrow=True)
+    print(f"\nThe benchmark used a namespace of its own and removed its {report.removed_blocks} blocks at the end.")

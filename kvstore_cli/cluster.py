@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -24,6 +25,7 @@ from kvstore_cli.output import example, fail, print_json, show
 
 if TYPE_CHECKING:
     from kvstore.cluster.etcd import Drain, EtcdDirectory
+    from kvstore_client import Location
 
 ASK_S: Final = 0.25
 BEGINS_S: Final = 30.0  # a node that has not begun to drain by then will not begin
@@ -51,8 +53,7 @@ def status(
 
     With --watch and --json, each line is a document.
     """
-    from kvstore_cli.cluster_status import cluster_status
-    from kvstore_cli.cluster_tables import print_status, watch_status
+    from kvstore_cli.cluster_status import cluster_status, print_status, watch_status
 
     with connected(endpoint, None, timeout, fail_open=True) as client:
         if not watch:
@@ -95,13 +96,19 @@ def where(
     other copies; and, while nodes join or drain, the old owner, which may still have the block. With --namespace each
     line also says whether the block is there.
     """
-    from kvstore_cli.cluster_tables import print_locations
-
     name = parse_key(key)
     parsed = parse_namespace(namespace) if namespace is not None else None
     with connected(endpoint, parsed, timeout) as client:
         found = client.locate(name, replicas=replicas, ask=parsed is not None)
-    show(found, as_json, lambda: print_locations(found))
+    show(found, as_json, lambda: _print_locations(found))
+
+
+def _print_locations(locations: Sequence[Location]) -> None:
+    """Print a line for each shard, in the order of `locations`."""
+    for found in locations:
+        zone = f"zone {found.zone}, " if found.zone else ""
+        block = {None: "", True: ", block present", False: ", block absent"}[found.present]
+        print(f"{found.role:<9}  {found.shard}  {found.endpoint}  {zone}{found.state}{block}")
 
 
 def drain(
@@ -120,7 +127,7 @@ def drain(
     """
     from kvstore.cluster.etcd import Drain, EtcdDirectory
     from kvstore.cluster.members import DirectoryError
-    from kvstore.cluster.url import EtcdURL, parse_cluster_url
+    from kvstore.cluster.url import parse_etcd_url
 
     urls = endpoints_of(endpoint)
     if len(urls) != 1 or not urls[0].startswith(("etcd://", "etcds://")):
@@ -130,10 +137,9 @@ def drain(
         )
     (url,) = urls
     try:
-        parsed = parse_cluster_url(url)
+        parsed = parse_etcd_url(url)
     except ValueError as error:
         fail("usage", str(error))
-    assert isinstance(parsed, EtcdURL)
     try:
         directory = EtcdDirectory(parsed, 2.0)
         members = {member.node: member for member in directory.membership().members}

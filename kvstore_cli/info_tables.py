@@ -1,9 +1,15 @@
-"""The output of `kvstore info` for people: narrow tables, one for each subject, that fit 80 columns with full names."""
+"""The output of `kvstore info` for people: narrow tables, one for each subject, that fit 80 columns with full names.
+
+The rows of INFO's fields name table and column (`kvstore.wire.status`). Here are the tables, the columns that are of
+more than one field, and the order of columns where it is not that of the fields.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from rich import box
@@ -11,242 +17,173 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.node.rates import hit_rate
+from kvstore.node.status import model_of
 from kvstore.sizes import format_size
 from kvstore.wire import DiskInfo, NamespaceInfo, ShardInfo
+from kvstore.wire.status import Field, fields_of
 from kvstore_cli.output import printable
 from kvstore_cli.store_state import StoreState
 
-ID_DIGITS = 12  # how many digits of a namespace's id are shown
+ID_DIGITS: Final = 12  # how many digits of a namespace's id are shown
+
+
+class _Row(NamedTuple):
+    """What a row of a table is of: a shard, its disk tier, or the parts of a namespace on all shards."""
+
+    name: str
+    parts: Sequence[Any]
+    path: str = ""  # how blocks come from a shard
+
+
+Column = Callable[[_Row], str]
+
+
+class _About(NamedTuple):
+    """One table: what a row's parts are, and its columns in order. Fields that name another column come last."""
+
+    title: str
+    first: str
+    parts: type[msgspec.Struct]
+    columns: dict[str, Column | None]  # None: a field has it
+
+
+def _amount(of: str) -> Column:
+    def cell(row: _Row) -> str:
+        (info,) = row.parts
+        blocks, size = getattr(info, f"{of}_blocks"), getattr(info, f"{of}_bytes")
+        return f"{blocks} ({format_size(size)})" if blocks else "0"
+
+    return cell
+
+
+def _hit_rate(row: _Row) -> str:
+    share = hit_rate(sum(part.hits for part in row.parts), sum(part.misses for part in row.parts))
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _shown(of: Callable[[Any], str]) -> Column:
+    """-> a column of the only part, or of the first of parts that are alike."""
+    return lambda row: of(row.parts[0])
+
+
+_dirty: Final = _amount("dirty")
+_TABLES: Final = {
+    "shards": _About(
+        *("Shards", "shard", ShardInfo),
+        {**dict.fromkeys(("pid", "up", "policy", "clients", "errors")), "blocks come by": lambda row: row.path},
+    ),
+    "memory": _About("Memory", "shard", ShardInfo, dict.fromkeys(("used", "limit"))),
+    "transient": _About(
+        *("Transient blocks", "shard", ShardInfo),
+        {"blocks": _shown(lambda shard: str(sum(each.transient_blocks for each in shard.namespaces)))},
+    ),
+    "requests": _About("Requests since the start", "shard", ShardInfo, {}),
+    "disk": _About(
+        *("Disk", "shard", DiskInfo),
+        {
+            "state": _shown(lambda disk: f"{disk.state}, warming up" if disk.warming else disk.state),
+            **dict.fromkeys(("used", "limit", "blocks")),
+            "to be written": lambda row: _dirty(row) + (", behind" if row.parts[0].behind else ""),
+        },
+    ),
+    "disk work": _About(
+        *("Disk since the start", "shard", DiskInfo),
+        {"written": _amount("written"), "skipped": None, "read": _amount("fetched")},
+    ),
+    "disk checks": _About(
+        *("Disk recovery and checks", "shard", DiskInfo),
+        {
+            "recovered": _shown(lambda disk: f"{disk.recovered_blocks} in {disk.recovery_s:.1f} s"),
+            **dict.fromkeys(("lost", "corrupt")),
+            "checks": _shown(lambda disk: f"{disk.scrub_passes}{', one runs' if disk.scrubbing else ''}"),
+        },
+    ),
+    "namespaces": _About(
+        *("Namespaces", "model", NamespaceInfo),
+        {"namespace": lambda row: row.name, "block": _shown(lambda space: format_size(space.block_bytes))},
+    ),
+    "blocks": _About(
+        *("Blocks of the namespaces, on all shards", "namespace", NamespaceInfo),
+        dict.fromkeys(("in memory", "memory", "pinned", "transient", "on disk")),
+    ),
+    "use": _About(
+        *("Use of the namespaces since the shards started", "namespace", NamespaceInfo),
+        {"hits": None, "misses": None, "hit rate": _hit_rate},
+    ),
+}
 
 
 def print_info(state: StoreState) -> None:
     """Print tables of the shards that answer, of their disk tiers if they have any, and of the namespaces."""
     console = Console(highlight=False)
 
-    def show(tables: Iterable[Table]) -> None:
-        for table in tables:
-            console.print(table)
-            console.print()
+    def show(parts: type[msgspec.Struct], rows: Sequence[_Row]) -> None:
+        for name, about in _TABLES.items():
+            if about.parts is parts:
+                console.print(_table(about, _columns(name, about), rows))
+                console.print()
 
-    if state.shards:
-        show(_shards(state.shards, state.paths))
-    disks = [(_name(shard), shard.disk) for shard in state.shards if shard.disk is not None]
+    found = zip(state.shards, state.paths, strict=True)
+    shards = [_Row(f"{shard.node}/{shard.shard}", [shard], path) for shard, path in found]
+    if shards:
+        show(ShardInfo, shards)
+    disks = [_Row(row.name, [row.parts[0].disk]) for row in shards if row.parts[0].disk is not None]
     if disks:
-        show(_disks(disks))
-        for name, disk in disks:
+        show(DiskInfo, disks)
+        for name, (disk,), _ in disks:
             if disk.state == "off":
                 print(f"{name}: its disk tier is off: {disk.reason}\n")
-    namespaces = [_Sums(list(same)) for same in _by_id(state.shards)]
+    by_id = attrgetter("id")
+    parts = sorted((space for shard in state.shards for space in shard.namespaces), key=by_id)
+    namespaces = [_Row(id_[:ID_DIGITS], list(same)) for id_, same in groupby(parts, by_id)]
     if namespaces:
-        show(_namespaces(namespaces))
-    elif state.shards:
+        show(NamespaceInfo, namespaces)
+    elif shards:
         print("The store holds no blocks yet.")
 
 
-def _table(title: str, name: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def _columns(name: str, about: _About) -> dict[str, Column]:
+    fields = {
+        field.info.removeprefix(f"{name}: "): _of_field(field)
+        for field in fields_of(about.parts)
+        if field.info.startswith(f"{name}: ")
+    }
+    return {**{title: cell or fields.pop(title) for title, cell in about.columns.items()}, **fields}
+
+
+def _of_field(field: Field) -> Column:
+    """-> the column of a field: the sum of the parts; of texts the first."""
+
+    def cell(row: _Row) -> str:
+        values: list[Any] = [getattr(part, field.name) for part in row.parts]
+        if field.label:
+            values = [sum(value.values()) for value in values]
+        if isinstance(values[0], str):
+            return values[0]
+        value = sum(values)
+        return format_size(value) if field.unit == "bytes" else _duration(value) if field.unit == "s" else str(value)
+
+    return cell
+
+
+def _table(about: _About, columns: dict[str, Column], rows: Sequence[_Row]) -> Table:
     """A table. Its first column holds names and is folded if they are too long; the others stay on one line."""
     table = Table(
-        title=title,
+        title=about.title,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
-    table.add_column(name, overflow="fold")
+    table.add_column(about.first, overflow="fold")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        name = model_of(row.parts[0]) if about.first == "model" else row.name
+        table.add_row(*(Text(printable(cell)) for cell in (name, *(column(row) for column in columns.values()))))
     return table
-
-
-def _name(shard: ShardInfo) -> str:
-    return f"{shard.node}/{shard.shard}"
-
-
-def _shards(shards: Sequence[ShardInfo], paths: Sequence[str]) -> Iterable[Table]:
-    yield _table(
-        "Shards",
-        "shard",
-        ("pid", "up", "policy", "clients", "errors", "blocks come by"),
-        (
-            (
-                _name(shard),
-                str(shard.pid),
-                _duration(shard.uptime_s),
-                shard.policy,
-                str(shard.connections),
-                str(shard.errors),
-                path,
-            )
-            for shard, path in zip(shards, paths, strict=True)
-        ),
-    )
-    yield _table(
-        "Memory",
-        "shard",
-        ("used", "limit", "resident", "index", "lent"),
-        (
-            (
-                _name(shard),
-                format_size(shard.memory_used_bytes),
-                format_size(shard.memory_limit_bytes),
-                format_size(shard.rss_bytes),
-                format_size(shard.index_bytes),
-                format_size(shard.lent_bytes),
-            )
-            for shard in shards
-        ),
-    )
-    yield _table(
-        "Transient blocks",
-        "shard",
-        ("blocks", "memory", "limit"),
-        (
-            (
-                _name(shard),
-                str(sum(namespace.transient_blocks for namespace in shard.namespaces)),
-                format_size(shard.transient_bytes),
-                format_size(shard.transient_limit_bytes),
-            )
-            for shard in shards
-        ),
-    )
-    yield _table(
-        "Requests since the start",
-        "shard",
-        ("sets", "gets", "lookups", "received", "sent"),
-        (
-            (
-                _name(shard),
-                str(shard.sets),
-                str(shard.gets),
-                str(shard.lookups),
-                format_size(shard.bytes_in),
-                format_size(shard.bytes_out),
-            )
-            for shard in shards
-        ),
-    )
-
-
-def _disks(disks: Sequence[tuple[str, DiskInfo]]) -> Iterable[Table]:
-    yield _table(
-        "Disk",
-        "shard",
-        ("state", "used", "limit", "blocks", "to be written"),
-        (
-            (
-                name,
-                f"{disk.state}, warming up" if disk.warming else disk.state,
-                format_size(disk.used_bytes),
-                format_size(disk.limit_bytes),
-                str(disk.blocks),
-                _amount(disk.dirty_blocks, disk.dirty_bytes) + (", behind" if disk.behind else ""),
-            )
-            for name, disk in disks
-        ),
-    )
-    yield _table(
-        "Disk since the start",
-        "shard",
-        ("written", "skipped", "read", "evicted"),
-        (
-            (
-                name,
-                _amount(disk.written_blocks, disk.written_bytes),
-                str(disk.skipped_blocks),
-                _amount(disk.fetched_blocks, disk.fetched_bytes),
-                str(disk.evicted),
-            )
-            for name, disk in disks
-        ),
-    )
-    yield _table(
-        "Disk recovery and checks",
-        "shard",
-        ("recovered", "lost", "corrupt", "checks", "found damaged"),
-        (
-            (
-                name,
-                f"{disk.recovered_blocks} in {disk.recovery_s:.1f} s",
-                str(disk.lost_blocks),
-                str(disk.corrupt_blocks),
-                f"{disk.scrub_passes}, one runs" if disk.scrubbing else str(disk.scrub_passes),
-                str(disk.scrub_corrupt_blocks),
-            )
-            for name, disk in disks
-        ),
-    )
-
-
-def _by_id(shards: Sequence[ShardInfo]) -> Iterable[Iterable[NamespaceInfo]]:
-    found = sorted((namespace for shard in shards for namespace in shard.namespaces), key=lambda some: some.id)
-    return (same for _, same in groupby(found, key=lambda some: some.id))
-
-
-class _Sums:
-    """The sums of one namespace over all shards."""
-
-    def __init__(self, parts: Sequence[NamespaceInfo]) -> None:
-        self.id = parts[0].id[:ID_DIGITS]
-        self.model = str(msgspec.json.decode(parts[0].namespace).get("model", ""))
-        self.block_bytes = parts[0].block_bytes
-        self.blocks = sum(part.blocks for part in parts)
-        self.memory_bytes = sum(part.memory_bytes for part in parts)
-        self.disk_blocks = sum(part.disk_blocks for part in parts)
-        self.hits = sum(part.hits for part in parts)
-        self.misses = sum(part.misses for part in parts)
-        self.created = sum(part.created for part in parts)
-        self.evicted = sum(part.evicted for part in parts)
-        self.pinned = sum(part.pinned for part in parts)
-        self.transient_blocks = sum(part.transient_blocks for part in parts)
-
-
-def _namespaces(namespaces: Sequence[_Sums]) -> Iterable[Table]:
-    yield _table(
-        "Namespaces",
-        "model",
-        ("namespace", "block"),
-        ((some.model, some.id, format_size(some.block_bytes)) for some in namespaces),
-    )
-    yield _table(
-        "Blocks of the namespaces, on all shards",
-        "namespace",
-        ("in memory", "memory", "pinned", "transient", "on disk"),
-        (
-            (
-                some.id,
-                str(some.blocks),
-                format_size(some.memory_bytes),
-                str(some.pinned),
-                str(some.transient_blocks),
-                str(some.disk_blocks),
-            )
-            for some in namespaces
-        ),
-    )
-    yield _table(
-        "Use of the namespaces since the shards started",
-        "namespace",
-        ("hits", "misses", "hit rate", "created", "evicted"),
-        (
-            (
-                some.id,
-                str(some.hits),
-                str(some.misses),
-                f"{some.hits / (some.hits + some.misses):.1%}" if some.hits + some.misses else "-",
-                str(some.created),
-                str(some.evicted),
-            )
-            for some in namespaces
-        ),
-    )
-
-
-def _amount(blocks: int, size: int) -> str:
-    return f"{blocks} ({format_size(size)})" if blocks else "0"
 
 
 def _duration(seconds: float) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import typer
 
-from kvstore_cli.options import JsonOption
+from kvstore_cli.options import JsonOption, need_modules, takes
 from kvstore_cli.output import CommandFailed, fail, show
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from kvstore_serving.load.run import Progress, Run
 
 API_KEY_VARIABLE: Final = "OPENAI_API_KEY"
+TIMEOUT_S: Final = 600.0
 # All models have more tokens. One that is not in the vocabulary is refused, or ends an engine that has no tokenizer.
 DEFAULT_VOCABULARY: Final = 1024
 OnProgress: TypeAlias = "Callable[[Progress], None]"
@@ -47,18 +47,6 @@ class Api(str, Enum):
 
 
 @dataclass(frozen=True)
-class _Target:
-    """Where requests go, and how they are made."""
-
-    url: str
-    model: str
-    bodies: Bodies
-    api_key: str | None
-    timeout_s: float
-    vocabulary: int
-
-
-@dataclass(frozen=True)
 class _Load:
     """One run: the requests, and what the report says of them."""
 
@@ -68,101 +56,99 @@ class _Load:
     seed: int
 
 
-def load(
-    url: Annotated[str, typer.Option(metavar="URL", help="The endpoint, http://HOST:PORT, with or without /v1.")],
-    model: Annotated[str, typer.Option(help="Name of the model, as the endpoint serves it.")],
-    slo_ttft: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="SLO of the time to the first token.")],
-    slo_tpot: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="SLO of the time per later token.")],
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """The options of `kvstore load`."""
+
+    url: Annotated[str, typer.Option(metavar="URL", help="The endpoint, http://HOST:PORT, with or without /v1.")]
+    model: Annotated[str, typer.Option(help="Name of the model, as the endpoint serves it.")]
+    slo_ttft: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="SLO of the time to the first token.")]
+    slo_tpot: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="SLO of the time per later token.")]
     rate: Annotated[
         list[float] | None,
         typer.Option(metavar="R", help="Requests per second, at random times (Poisson). Several: one run each."),
-    ] = None,
-    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")] = None,
+    ] = None
+    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")] = None
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests that are counted. With --trace, its first ones; default: all.")
-    ] = None,
+    ] = None
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Trace in Mooncake's JSONL format (also .gz) to replay.")
-    ] = None,
-    speed: Annotated[float, typer.Option(help="Replay the trace so many times as fast.")] = 1.0,
+    ] = None
+    speed: Annotated[float, typer.Option(help="Replay the trace so many times as fast.")] = 1.0
     max_input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Clip longer prompts of the trace; their beginnings stay.")
-    ] = None,
-    max_output_tokens: Annotated[int | None, typer.Option(min=1, help="Clip longer outputs of the trace.")] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, at the same rate, and not counted.")] = 0,
+    ] = None
+    max_output_tokens: Annotated[int | None, typer.Option(min=1, help="Clip longer outputs of the trace.")] = None
+    warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, at the same rate, and not counted.")] = 0
     api: Annotated[
         Api, typer.Option(help="completions: prompts of token ids. chat: words, whose tokens are about as many.")
-    ] = Api.COMPLETIONS,
+    ] = Api.COMPLETIONS
     extensions: Annotated[
         bool,
         typer.Option(
             "--extensions/--no-extensions",
             help="Send `ignore_eos` (vLLM and others): answers then have exactly the tokens asked for.",
         ),
-    ] = True,
-    extra_body: Annotated[str, typer.Option(metavar="JSON", help="More fields of the request's body.")] = "{}",
+    ] = True
+    extra_body: Annotated[str, typer.Option(metavar="JSON", help="More fields of the request's body.")] = "{}"
     vocab: Annotated[
         int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this: the model's, or less.")
-    ] = DEFAULT_VOCABULARY,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and prompts. Another one avoids old cache hits.")] = 0,
+    ] = DEFAULT_VOCABULARY
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and prompts. Another one avoids old cache hits.")] = 0
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.001, help="A request that is not complete by then has failed.")
-    ] = 600.0,
+    ] = TIMEOUT_S
     api_key: Annotated[
         str | None, typer.Option(metavar="KEY", help=f"Sent as a bearer token. [env var: {API_KEY_VARIABLE}]")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one JSON line for each request.")] = None,
-    chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a chart into FILE.svg or FILE.png.")] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one JSON line for each request.")] = None
+    chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a chart into FILE.svg or FILE.png.")] = None
+    as_json: JsonOption = False
+
+
+@takes(LoadOptions)
+def load(given: LoadOptions) -> None:
     """Load an OpenAI-compatible endpoint and measure SLO attainment and goodput.
 
     The load is open: requests are sent at their times, whatever the endpoint does. Give either --rate with
     --input-tokens, --output-tokens and --requests, or --trace. Several --rate make a sweep.
     """
-    for module in ("aiohttp", *(["matplotlib.figure"] if chart else [])):
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            fail("failed", f'kvstore load needs {error.name}, which is not here: pip install "llm-kvstore[serving]"')
+    need_modules("load", "aiohttp", *(["matplotlib.figure"] if given.chart else []))
     from kvstore_serving.load.client import BadBody, Bodies
     from kvstore_serving.load.report import Slo, make_report
     from kvstore_serving.load.sweep import make_sweep
 
-    check_url(url)
-    _check_files(output, chart, trace)
+    check_url(given.url)
+    _check_files(given.output, given.chart, given.trace)
+    api: Literal["chat", "completions"] = "chat" if given.api is Api.CHAT else "completions"
     try:
-        bodies = Bodies(model, "chat" if api is Api.CHAT else "completions", extensions=extensions, extra=extra_body)
+        bodies = Bodies(given.model, api, extensions=given.extensions, extra=given.extra_body)
     except BadBody as error:
         fail("usage", f"--extra-body {error}")
-    if trace is None:
-        if max_input_tokens is not None or max_output_tokens is not None or speed != 1.0:
-            fail("usage", "--speed, --max-input-tokens and --max-output-tokens go with --trace")
-        loads = _synthetic(rate or [], input_tokens, output_tokens, requests, warmup, seed)
-    else:
-        if rate or input_tokens or output_tokens:
-            fail("usage", "--trace has its own times and lengths: leave out --rate, --input-tokens and --output-tokens")
-        loads = [_replayed(trace, speed, requests, warmup, max_input_tokens, max_output_tokens, seed)]
-    target = _Target(url, model, bodies, api_key or os.environ.get(API_KEY_VARIABLE), timeout, vocab)
-    slo = Slo(slo_ttft, slo_tpot)
+    loads = _synthetic(given) if given.trace is None else [_replayed(given, given.trace)]
+    slo = Slo(given.slo_ttft, given.slo_tpot)
     runs: list[tuple[LoadReport, list[Outcome]]] = []
-    _reach(url)
+    check_reached(given.url)
     for each in loads:
-        run = _perform(each, target, shown=not as_json)
-        report = make_report(run, slo, rate_rps=each.rate_rps, source=each.source, url=url, model=model, seed=each.seed)
+        with _progress(each, shown=not given.as_json) as on_progress:
+            run = asyncio.run(_send(each, given, bodies, on_progress))
+        report = make_report(
+            run, slo, rate_rps=each.rate_rps, source=each.source, url=given.url, model=given.model, seed=each.seed
+        )
         runs.append((report, run.outcomes))
         if run.interrupted:
             break
-    _write(runs, output, chart)
+    _write(runs, given.output, given.chart)
     reports = [report for report, _ in runs]
     from kvstore_cli.load_tables import print_report, print_sweep
 
     if len(loads) == 1:
-        show(reports[0], as_json, lambda: print_report(reports[0]), _failure(reports))
+        show(reports[0], given.as_json, lambda: print_report(reports[0]), _failure(reports))
     else:
         sweep = make_sweep(reports)
-        show(sweep, as_json, lambda: print_sweep(sweep), _failure(reports))
+        show(sweep, given.as_json, lambda: print_sweep(sweep), _failure(reports))
 
 
 # ---- options -----------------------------------------------------------------------------------------------------
@@ -199,67 +185,56 @@ def _check_files(output: Path | None, chart: Path | None, trace: Path | None) ->
             fail("usage", f"{option} {file}: {error.strerror}")
 
 
-def _synthetic(
-    rates: Sequence[float],
-    input_tokens: int | None,
-    output_tokens: int | None,
-    requests: int | None,
-    warmup: int,
-    seed: int,
-) -> list[_Load]:
+def _synthetic(given: LoadOptions) -> list[_Load]:
     from kvstore_serving.load.arrivals import seed_of, synthetic
 
-    given = {"--input-tokens": input_tokens, "--output-tokens": output_tokens, "--requests": requests}
-    missing = [name for name, value in {"--rate": rates or None, **given}.items() if value is None]
+    if given.max_input_tokens is not None or given.max_output_tokens is not None or given.speed != 1.0:
+        fail("usage", "--speed, --max-input-tokens and --max-output-tokens go with --trace")
+    rates, inputs, outputs, requests = given.rate or [], given.input_tokens, given.output_tokens, given.requests
+    needed = {"--input-tokens": inputs, "--output-tokens": outputs, "--requests": requests}
+    missing = [name for name, value in {"--rate": rates or None, **needed}.items() if value is None]
     if missing:
-        fail("usage", f"{', '.join(missing)} not given: a load is --rate, {', '.join(given)}, or else --trace")
+        fail("usage", f"{', '.join(missing)} not given: a load is --rate, {', '.join(needed)}, or else --trace")
     if any(not 0 < rate < float("inf") for rate in rates):
         fail("usage", f"--rate {min(rates):g}: expected requests per second, more than 0")
-    assert input_tokens and output_tokens and requests
+    assert inputs and outputs and requests
     loads = []
     for number, rate in enumerate(rates):
-        own = seed_of(seed, number)  # the same prompts would be in the endpoint's cache
-        planned = list(synthetic(rate, requests, warmup, input_tokens, output_tokens, own))
-        source = f"Poisson, {rate:g} req/s, {input_tokens} to {output_tokens} tokens"
-        loads.append(_Load(planned, rate, source, own))
+        own = seed_of(given.seed, number)  # the same prompts would be in the endpoint's cache
+        planned = list(synthetic(rate, requests, given.warmup, inputs, outputs, own))
+        loads.append(_Load(planned, rate, f"Poisson, {rate:g} req/s, {inputs} to {outputs} tokens", own))
     return loads
 
 
-def _replayed(
-    trace: Path,
-    speed: float,
-    requests: int | None,
-    warmup: int,
-    max_input_tokens: int | None,
-    max_output_tokens: int | None,
-    seed: int,
-) -> _Load:
+def _replayed(given: LoadOptions, trace: Path) -> _Load:
     from kvstore_serving.load.trace import TraceError, replay
 
+    speed, warmup = given.speed, given.warmup
+    if given.rate or given.input_tokens or given.output_tokens:
+        fail("usage", "--trace has its own times and lengths: leave out --rate, --input-tokens and --output-tokens")
     if not 0 < speed < float("inf"):
         fail("usage", f"--speed {speed:g}: expected a number above 0; 2 is twice as fast")
     try:
-        planned = list(
-            replay(
-                trace,
-                speed=speed,
-                requests=requests,
-                warmup=warmup,
-                max_input_tokens=max_input_tokens,
-                max_output_tokens=max_output_tokens,
-            )
+        found = replay(
+            trace,
+            speed=speed,
+            requests=given.requests,
+            warmup=warmup,
+            max_input_tokens=given.max_input_tokens,
+            max_output_tokens=given.max_output_tokens,
         )
+        planned = list(found)
     except TraceError as error:
         fail("usage", f"--trace {error}")
     if len(planned) <= warmup:
         fail("usage", f"--trace {trace}: {len(planned)} requests, of which --warmup {warmup} leaves none to count")
-    return _Load(planned, None, f"trace {trace.name}, speed {speed:g}", seed)
+    return _Load(planned, None, f"trace {trace.name}, speed {speed:g}", given.seed)
 
 
 # ---- a run -------------------------------------------------------------------------------------------------------
 
 
-def _reach(url: str) -> None:
+def check_reached(url: str) -> None:
     """End the command now if nobody listens at the address, rather than after a run of failures."""
     from kvstore_serving.load.client import REACH_S, reach
 
@@ -269,32 +244,39 @@ def _reach(url: str) -> None:
         fail("unreachable", f"nobody listens at {url}: {error or f'no connection within {REACH_S:g} s'}")
 
 
-def _perform(each: _Load, target: _Target, shown: bool) -> Run:
-    """Run one load."""
-    with _progress(each, shown) as on_progress:
-        return asyncio.run(_send(each, target, on_progress))
+async def _send(each: _Load, given: LoadOptions, bodies: Bodies, on_progress: OnProgress) -> Run:
+    gc.freeze()  # collections during the run look at what the run makes, not at the whole trace
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    api_key = given.api_key or os.environ.get(API_KEY_VARIABLE)
+    return await send(
+        given.url, each.planned, bodies, given.vocab, each.seed, on_progress, given.timeout, api_key=api_key, stop=stop
+    )
 
 
-async def _send(each: _Load, target: _Target, on_progress: OnProgress) -> Run:
+async def send(
+    url: str,
+    planned: Sequence[Planned],
+    bodies: Bodies,
+    vocabulary: int,
+    seed: int,
+    on_progress: OnProgress,
+    timeout_s: float = TIMEOUT_S,
+    *,
+    api_key: str | None = None,
+    stop: asyncio.Event | None = None,
+) -> Run:
+    """Send these requests at their times. stop: ends it early."""
     from kvstore_serving.load.client import Client
     from kvstore_serving.load.prompts import Prompts
     from kvstore_serving.load.run import raise_file_limit, run_load
 
     raise_file_limit()
-    gc.freeze()  # collections during the run look at what the run makes, not at the whole trace
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    client = Client(
-        target.url,
-        target.bodies.api,
-        timeout_s=target.timeout_s,
-        api_key=target.api_key,
-        whole_output=target.bodies.whole_output,
-    )
-    async with client:
-        prompts = Prompts(target.vocabulary, each.seed)
-        return await run_load(each.planned, client, prompts, target.bodies, stop=stop, on_progress=on_progress)
+    whole = bodies.whole_output
+    async with Client(url, bodies.api, timeout_s=timeout_s, api_key=api_key, whole_output=whole) as client:
+        prompts, stop = Prompts(vocabulary, seed), stop or asyncio.Event()
+        return await run_load(planned, client, prompts, bodies, stop=stop, on_progress=on_progress)
 
 
 @contextmanager

@@ -118,6 +118,7 @@ app.command(epilog=example("kvstore delete 00112233445566778899aabbccddeeff --na
 app.command(
     epilog=example(
         "kvstore purge --namespace @ns.json --endpoint cache-1:7070",
+        "kvstore purge --model 'Qwen/*' --yes --endpoint cache-1:7070",
         "kvstore purge --all --yes --endpoint cache-1:7070",
     )
 )(purge)
@@ -141,9 +142,8 @@ def bench(
     It is safe on a server in use: its blocks are in a namespace of its own and have the lowest priority, it removes
     them at the end, also after Ctrl-C, and it refuses to start if they would evict the blocks of others.
     """
-    from kvstore_cli.bench import Bench, NoRoom
+    from kvstore_cli.bench import Bench, NoRoom, print_bench
     from kvstore_cli.options import store_errors
-    from kvstore_cli.report_tables import print_bench
 
     measurement = Bench(endpoints_of(endpoint), block_bytes, blocks, batch, rounds, timeout)
     with store_errors():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import inspect
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 ENDPOINT_VARIABLE: Final = "KVSTORE_ENDPOINT"
 DEFAULT_ENDPOINT: Final = "127.0.0.1:7070"
 _LOOK_S: Final = 0.02
+_Record = TypeVar("_Record")
 
 EndpointOption = Annotated[
     list[str] | None,
@@ -45,6 +50,42 @@ NamespaceOption = Annotated[
 ]
 KeyArgument = Annotated[str, typer.Argument(help="Key in hexadecimal, 8 to 64 bytes.")]
 KeysArgument = Annotated[list[str], typer.Argument(help="Keys in hexadecimal, 8 to 64 bytes each.")]
+
+
+def takes(record: type[_Record]) -> Callable[[Callable[[_Record], None]], Callable[..., None]]:
+    """-> a decorator of commands with many options: each field of this dataclass is one, and the command gets them as
+    one record."""
+    hints = get_type_hints(record, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(record)  # type: ignore[arg-type] # it is a dataclass
+    ]
+
+    def decorate(command: Callable[[_Record], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            command(record(**given))
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = hints
+        return run
+
+    return decorate
+
+
+def need_modules(command: str, *modules: str) -> None:
+    """End the command unless it can import all of these, which come with the extra `serving`."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            missing = f"kvstore {command} needs {error.name}, which is not here"
+            fail("failed", f'{missing}: pip install "llm-kvstore[serving]"')
 
 
 def endpoints_of(endpoint: list[str] | None) -> list[str]:

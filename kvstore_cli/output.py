@@ -5,7 +5,7 @@
 | 0 | | done |
 | 1 | `unreachable`, `failed` | a server cannot be reached or does not answer in time; anything else that went wrong |
 | 2 | `usage` | an option, an argument or a file is wrong: nothing was done |
-| 3 | `not_found` | no block has this key |
+| 3 | `not_found` | no block has this key; there is no such namespace |
 | 4 | `damaged` | `verify` found damage |
 
 Every failure prints one message on standard error. With --json, standard output is always one JSON document. If the
@@ -40,7 +40,7 @@ HELP: Final = (
     "  0  done\n"
     "  1  a server cannot be reached, or the command failed\n"
     "  2  an option, an argument or a file is wrong\n"
-    "  3  no block has this key (get)\n"
+    "  3  no block has this key (get), or there is no such namespace (purge)\n"
     "  4  damage was found (verify)"
 )
 

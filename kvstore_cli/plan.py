@@ -13,27 +13,18 @@ from typing import Annotated, Final
 
 import typer
 
-from kvstore_cli.options import JsonOption
+from kvstore_cli.options import JsonOption, need_modules
 from kvstore_cli.output import example, fail, show
 from kvstore_cli.plan_options import (
     NODE,
     STORE,
     check_percentile,
     check_positive,
-    check_writable,
     make_links,
-    need_modules,
     parse_numbers,
     profile_of,
 )
-from kvstore_cli.plan_profile import (
-    imported,
-    kv_bytes_of,
-    make_sweep,
-    measured,
-    with_contention,
-    with_transfers,
-)
+from kvstore_cli.plan_profile import PROFILE_EXAMPLES, profile
 from kvstore_cli.plan_search import SEARCH_EXAMPLES, search
 from kvstore_cli.plan_verify import VERIFY_EXAMPLES, verify
 
@@ -113,7 +104,7 @@ def pipeline(
 ) -> None:
     """How much of a decode engine's KV cache can live in another memory without a longer step."""
     from kvstore_cli.plan_tables import print_pipeline
-    from kvstore_serving.planning.pipeline import largest_kv, plan_pipeline
+    from kvstore_serving.planning.pipeline import Hardware, largest_kv, plan_pipeline
 
     if (kv_bytes is None) == (resident_bytes is None):
         fail("usage", "expected either --kv-bytes or --resident-bytes")
@@ -128,94 +119,20 @@ def pipeline(
             fail("usage", f"{option} {value:g}: expected seconds, 0 or more")
     if not 0 <= lost_share < 1:
         fail("usage", f"--lost-share {lost_share:g}: expected a share, 0 or more and less than 1")
-    hardware = link_bytes_per_s, memory_bytes_per_s, other_s, overhead_s, layers, lost_share
+    hardware = Hardware(link_bytes_per_s, memory_bytes_per_s, other_s, overhead_s, layers, lost_share)
     if resident_bytes is not None:
-        kv_bytes = largest_kv(resident_bytes, *hardware)
+        kv_bytes = largest_kv(resident_bytes, hardware)
         if kv_bytes is None:
             fail(
                 "usage",
                 f"--link-bytes-per-s {link_bytes_per_s:g}: so fast, beside this memory, that any amount of KV fits",
             )
     assert kv_bytes is not None
-    found = plan_pipeline(kv_bytes, *hardware)
+    found = plan_pipeline(kv_bytes, hardware)
     show(found, as_json, lambda: print_pipeline(found))
 
 
-@plan_app.command(
-    epilog=example(
-        "kvstore plan profile --url http://engine-1:8000 --model M --config M/config.json --output engine.json",
-        "kvstore plan profile --distserve profiler-a100-80g.json --kv-tokens max_num_tokens.csv \\",
-        "    --model facebook/opt-13b --kv-bytes-per-token 819200 --output opt-13b.json",
-    )
-)
-def profile(
-    model: Annotated[str, typer.Option(help="Name of the model, as the engine serves it.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The profile to write.")],
-    kv_bytes_per_token: Annotated[
-        int | None, typer.Option(min=1, help="KV of a token: 2 x layers x KV heads x head size x bytes of an element.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Compute it from the model's config.json instead.")
-    ] = None,
-    url: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URL", help="A running engine that does nothing else; one for each --tp."),
-    ] = None,
-    tp: Annotated[list[int] | None, typer.Option(min=1, help="Tensor parallelism of each --url. Default: 1.")] = None,
-    gpu: Annotated[str, typer.Option(help="What the engine runs on, for people.")] = "measured",
-    lengths: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Tokens of prompts and contexts that are measured.")
-    ] = "128,512,1024,2048",
-    prefill_batches: Annotated[str, typer.Option(metavar="N,N,...", help="So many prompts at once.")] = "1,2,4",
-    decode_batches: Annotated[
-        str, typer.Option(metavar="N,N,...", help="So many requests that decode at once.")
-    ] = "1,2,4,8",
-    decode_tokens: Annotated[int, typer.Option(min=4, help="Tokens of answer while decoding is measured.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="Of each; the median counts.")] = 3,
-    vocab: Annotated[int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this.")] = 1024,
-    kv_tokens: Annotated[
-        str | None,
-        typer.Option(metavar="N|FILE", help="Tokens that its memory holds, for each --url. Default: as vLLM says."),
-    ] = None,
-    store: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ADDRESS", help="Measure the transfers to and from this store, too; as for --endpoint."),
-    ] = None,
-    beside: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Another engine of the same node: measure how much longer the first --url takes while it works.",
-        ),
-    ] = None,
-    distserve: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Do not measure: take coefficients of DistServe's simulator.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Measure how long an engine takes to prefill and to decode, fit it, and write the profile."""
-    need_modules("aiohttp")
-    from kvstore_cli.plan_tables import print_profile
-    from kvstore_serving.planning.profile import write_profile
-
-    check_writable(None, output)
-    kv_bytes = kv_bytes_of(kv_bytes_per_token, config)
-    if distserve is not None and beside is not None:
-        fail("usage", "--beside: expected no --distserve, since nothing is measured then")
-    if distserve is not None:
-        found = imported(distserve, kv_tokens, model, kv_bytes, gpu)
-    else:
-        sweep = make_sweep(lengths, prefill_batches, decode_batches, decode_tokens, rounds, vocab)
-        found = measured(url or [], tp, sweep, model, kv_bytes, gpu, kv_tokens, shown=not as_json)
-        if beside is not None:
-            found = with_contention(found, (url or [])[0], beside, sweep, shown=not as_json)
-    if store is not None:
-        found = with_transfers(found, store)
-    try:
-        write_profile(found, output)
-    except OSError as error:
-        fail("failed", f"{error.filename}: {error.strerror}")
-    show(found, as_json, lambda: print_profile(found))
+plan_app.command(epilog=PROFILE_EXAMPLES)(profile)
 
 
 @plan_app.command(
@@ -247,7 +164,7 @@ def watch(
 
     With --json, each line is a document.
     """
-    need_modules("simpy", "aiohttp")
+    need_modules("plan", "simpy", "aiohttp")
     from kvstore_cli.plan_watch import watch_load
     from kvstore_serving.load.report import Slo
     from kvstore_serving.planning.goodput import Goal
@@ -275,7 +192,7 @@ def roles(
     as_json: JsonOption = False,
 ) -> None:
     """Shift the roles of a proxy's engines: as few as possible get another one. The proxy follows the file."""
-    need_modules("uvicorn", "starlette", "aiohttp")
+    need_modules("plan", "uvicorn", "starlette", "aiohttp")
     from kvstore_cli.plan_tables import print_roles
     from kvstore_serving.planning.roles import RolesError, shift_roles
 

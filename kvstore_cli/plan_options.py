@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -15,14 +14,6 @@ if TYPE_CHECKING:
 
 NODE: Final = 12.5e9  # bytes a second of a node's link
 STORE: Final = 10e9  # of a store node, if no profile says what it does
-
-
-def need_modules(*modules: str) -> None:
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            fail("failed", f'kvstore plan needs {error.name}, which is not here: pip install "llm-kvstore[serving]"')
 
 
 def check_positive(option: str, value: float, what: str) -> None:

@@ -1,20 +1,100 @@
-"""What the options of `kvstore plan profile` stand for: engines that are measured, or files that are read."""
+"""`kvstore plan profile`: its options, and what they stand for: engines that are measured, or files that are read."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Final
 
-from kvstore_cli.output import fail
-from kvstore_cli.plan_options import parse_numbers
+import typer
+
+from kvstore_cli.options import JsonOption, need_modules, takes
+from kvstore_cli.output import example, fail, show
+from kvstore_cli.plan_options import check_writable, parse_numbers
 from kvstore_cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from kvstore_serving.planning.profile import Profile
     from kvstore_serving.planning.profiling import Sweep
 
+PROFILE_EXAMPLES: Final = example(
+    "kvstore plan profile --url http://engine-1:8000 --model M --config M/config.json --output engine.json",
+    "kvstore plan profile --distserve profiler-a100-80g.json --kv-tokens max_num_tokens.csv \\",
+    "    --model facebook/opt-13b --kv-bytes-per-token 819200 --output opt-13b.json",
+)
 
-def kv_bytes_of(given: int | None, config: Path | None) -> int:
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """The options of `kvstore plan profile`."""
+
+    model: Annotated[str, typer.Option(help="Name of the model, as the engine serves it.")]
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The profile to write.")]
+    kv_bytes_per_token: Annotated[
+        int | None, typer.Option(min=1, help="KV of a token: 2 x layers x KV heads x head size x bytes of an element.")
+    ] = None
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Compute it from the model's config.json instead.")
+    ] = None
+    url: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="A running engine that does nothing else; one for each --tp."),
+    ] = None
+    tp: Annotated[list[int] | None, typer.Option(min=1, help="Tensor parallelism of each --url. Default: 1.")] = None
+    gpu: Annotated[str, typer.Option(help="What the engine runs on, for people.")] = "measured"
+    lengths: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Tokens of prompts and contexts that are measured.")
+    ] = "128,512,1024,2048"
+    prefill_batches: Annotated[str, typer.Option(metavar="N,N,...", help="So many prompts at once.")] = "1,2,4"
+    decode_batches: Annotated[str, typer.Option(metavar="N,N,...", help="So many requests that decode at once.")] = (
+        "1,2,4,8"
+    )
+    decode_tokens: Annotated[int, typer.Option(min=4, help="Tokens of answer while decoding is measured.")] = 32
+    rounds: Annotated[int, typer.Option(min=1, help="Of each; the median counts.")] = 3
+    vocab: Annotated[int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this.")] = 1024
+    kv_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N|FILE", help="Tokens that its memory holds, for each --url. Default: as vLLM says."),
+    ] = None
+    store: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Measure the transfers to and from this store, too; as for --endpoint."),
+    ] = None
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Another engine of the same node: measure how much longer the first --url takes while it works.",
+        ),
+    ] = None
+    distserve: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Do not measure: take coefficients of DistServe's simulator.")
+    ] = None
+    as_json: JsonOption = False
+
+
+@takes(ProfileOptions)
+def profile(given: ProfileOptions) -> None:
+    """Measure how long an engine takes to prefill and to decode, fit it, and write the profile."""
+    need_modules("plan", "aiohttp")
+    from kvstore_cli.plan_tables import print_profile
+    from kvstore_serving.planning.profile import write_profile
+
+    check_writable(None, given.output)
+    kv_bytes = _kv_bytes(given.kv_bytes_per_token, given.config)
+    if given.distserve is not None and given.beside is not None:
+        fail("usage", "--beside: expected no --distserve, since nothing is measured then")
+    found = _measured(given, kv_bytes) if given.distserve is None else _imported(given, given.distserve, kv_bytes)
+    if given.store is not None:
+        found = _with_transfers(found, given.store)
+    try:
+        write_profile(found, given.output)
+    except OSError as error:
+        fail("failed", f"{error.filename}: {error.strerror}")
+    show(found, given.as_json, lambda: print_profile(found))
+
+
+def _kv_bytes(given: int | None, config: Path | None) -> int:
     from kvstore_serving.planning.model_config import ConfigError, kv_bytes_per_token
 
     if (given is None) == (config is None):
@@ -28,24 +108,12 @@ def kv_bytes_of(given: int | None, config: Path | None) -> int:
         fail("usage", f"--config {error}")
 
 
-def make_sweep(lengths: str, prefills: str, decodes: str, decode_tokens: int, rounds: int, vocab: int) -> Sweep:
-    from kvstore_serving.planning.profiling import Sweep
-
-    return Sweep(
-        parse_numbers("--lengths", lengths),
-        parse_numbers("--prefill-batches", prefills),
-        parse_numbers("--decode-batches", decodes),
-        decode_tokens,
-        rounds,
-        vocab,
-    )
-
-
-def imported(coefficients: Path, capacities: str | None, model: str, kv_bytes_per_token: int, gpu: str) -> Profile:
+def _imported(given: ProfileOptions, coefficients: Path, kv_bytes: int) -> Profile:
     import csv
 
     from kvstore_serving.planning.profile import Profile, ProfileError, from_distserve
 
+    model, capacities = given.model, given.kv_tokens
     if capacities is None:
         fail("usage", "--distserve: give --kv-tokens FILE, too: DistServe's max_num_tokens.csv")
     try:
@@ -53,7 +121,7 @@ def imported(coefficients: Path, capacities: str | None, model: str, kv_bytes_pe
             rows = list(csv.reader(file))[1:]
         degrees = from_distserve(coefficients.read_bytes(), rows, model)
         source = f"coefficients of DistServe's simulator, {coefficients.name}"
-        return Profile(coefficients.stem, model, gpu, source, False, kv_bytes_per_token, degrees)
+        return Profile(coefficients.stem, model, given.gpu, source, False, kv_bytes, degrees)
     except OSError as error:
         fail("usage", f"{error.filename}: {error.strerror}")
     except ProfileError as error:
@@ -62,33 +130,33 @@ def imported(coefficients: Path, capacities: str | None, model: str, kv_bytes_pe
         fail("usage", f"--kv-tokens {capacities}: expected rows of model,tp,pp,max_num_tokens: {error}")
 
 
-def measured(
-    urls: list[str],
-    tps: list[int] | None,
-    sweep: Sweep,
-    model: str,
-    kv_bytes_per_token: int,
-    gpu: str,
-    kv_tokens: str | None,
-    shown: bool,
-) -> Profile:
+def _measured(given: ProfileOptions, kv_bytes: int) -> Profile:
     import asyncio
 
     from kvstore_serving.planning import profiling
     from kvstore_serving.planning.fitting import TooFew
     from kvstore_serving.planning.profile import Profile
 
-    tps = tps or [1] * len(urls)
+    sweep = profiling.Sweep(
+        parse_numbers("--lengths", given.lengths),
+        parse_numbers("--prefill-batches", given.prefill_batches),
+        parse_numbers("--decode-batches", given.decode_batches),
+        given.decode_tokens,
+        given.rounds,
+        given.vocab,
+    )
+    urls, model, kv_tokens, shown = given.url or [], given.model, given.kv_tokens, not given.as_json
+    tps = given.tp or [1] * len(urls)
     if not urls:
         fail("usage", "--url not given: name a running engine, or a file with --distserve")
     if len(tps) != len(urls) or len(set(tps)) != len(tps):
         fail("usage", f"--tp was given {len(tps)} times; expected once for each of {len(urls)} --url, and each another")
-    given = iter(parse_numbers("--kv-tokens", kv_tokens) if kv_tokens is not None else [])
+    told = iter(parse_numbers("--kv-tokens", kv_tokens) if kv_tokens is not None else [])
     if kv_tokens is not None and kv_tokens.count(",") + 1 != len(urls):
         fail("usage", f"--kv-tokens {kv_tokens}: expected a number for each of {len(urls)} --url")
     degrees = []
     for url, tp in zip(urls, tps, strict=True):
-        tokens = next(given, None) if kv_tokens is not None else asyncio.run(profiling.kv_tokens(url))
+        tokens = next(told, None) if kv_tokens is not None else asyncio.run(profiling.kv_tokens(url))
         if tokens is None:
             fail("failed", f"{url}/metrics does not say how many tokens its memory holds: give --kv-tokens N")
         try:
@@ -100,10 +168,11 @@ def measured(
         except TooFew as error:
             fail("usage", f"--lengths and the batches: {error}")
     source = f"measured with `kvstore plan profile`, {sweep.rounds} rounds"
-    return Profile(model, model, gpu, source, True, kv_bytes_per_token, degrees, stage_s=0.0)
+    measured = Profile(model, model, given.gpu, source, True, kv_bytes, degrees, stage_s=0.0)
+    return measured if given.beside is None else _with_contention(measured, urls[0], given.beside, sweep, shown)
 
 
-def with_contention(profile: Profile, url: str, beside: str, sweep: Sweep, shown: bool) -> Profile:
+def _with_contention(profile: Profile, url: str, beside: str, sweep: Sweep, shown: bool) -> Profile:
     import asyncio
 
     import msgspec
@@ -118,7 +187,7 @@ def with_contention(profile: Profile, url: str, beside: str, sweep: Sweep, shown
     return msgspec.structs.replace(profile, contention=contention)
 
 
-def with_transfers(profile: Profile, store: list[str]) -> Profile:
+def _with_transfers(profile: Profile, store: list[str]) -> Profile:
     import msgspec
 
     from kvstore_cli.options import store_errors

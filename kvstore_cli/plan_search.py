@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore_cli.options import JsonOption
+from kvstore_cli.options import JsonOption, need_modules, takes
 from kvstore_cli.output import example, fail, show
 from kvstore_cli.plan_options import (
     NODE,
@@ -19,14 +21,13 @@ from kvstore_cli.plan_options import (
     check_positive,
     check_writable,
     make_links,
-    need_modules,
     parse_bytes,
     profile_of,
 )
 from kvstore_cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from kvstore_serving.planning.document import Plan
+    from kvstore_serving.planning.document import Placed, Plan
     from kvstore_serving.planning.fleet import Pool
     from kvstore_serving.planning.hit_curve import HitCurve
     from kvstore_serving.planning.search import Question
@@ -43,162 +44,176 @@ SEARCH_EXAMPLES: Final = example(
 )
 
 
-def search(
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """The options of `kvstore plan search`."""
+
     profile: Annotated[
         list[str],
         typer.Option(
             metavar="FILE", help="Profile of the engine, or the name of a shipped one. Several: kinds of GPU."
         ),
-    ],
-    slo_ttft: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time to the first token.")],
-    slo_tpot: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time per later token.")],
-    nodes: Annotated[list[int], typer.Option(min=1, help="Nodes; for each --profile.")],
-    gpus_per_node: Annotated[list[int], typer.Option(min=1, help="GPUs of a node; for each --profile.")],
-    percentile: Annotated[float, typer.Option(help="So many percent of requests must attain both SLOs.")] = 90.0,
+    ]
+    slo_ttft: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time to the first token.")]
+    slo_tpot: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time per later token.")]
+    nodes: Annotated[list[int], typer.Option(min=1, help="Nodes; for each --profile.")]
+    gpus_per_node: Annotated[list[int], typer.Option(min=1, help="GPUs of a node; for each --profile.")]
+    percentile: Annotated[float, typer.Option(help="So many percent of requests must attain both SLOs.")] = 90.0
     rate: Annotated[
         float | None, typer.Option(metavar="R", help="Requests per second. Without it: the most for the price.")
-    ] = None,
-    input_tokens: Annotated[float | None, typer.Option(metavar="N", help="Mean tokens of a prompt.")] = None,
-    output_tokens: Annotated[float | None, typer.Option(metavar="N", help="Mean tokens of an answer.")] = None,
+    ] = None
+    input_tokens: Annotated[float | None, typer.Option(metavar="N", help="Mean tokens of a prompt.")] = None
+    output_tokens: Annotated[float | None, typer.Option(metavar="N", help="Mean tokens of an answer.")] = None
     input_cv: Annotated[
         float, typer.Option(min=0, help="Coefficient of variation of prompts' lengths (log-normal); 0: all alike.")
-    ] = 0.0,
-    output_cv: Annotated[float, typer.Option(min=0, help="The same of answers.")] = 0.0,
+    ] = 0.0
+    output_cv: Annotated[float, typer.Option(min=0, help="The same of answers.")] = 0.0
     arrival_cv: Annotated[
         float, typer.Option(min=0, help="The same of gaps between arrivals (gamma); 1: Poisson; more: bursts.")
-    ] = 1.0,
-    hit_rate: Annotated[float, typer.Option(min=0, max=1, help="Share of each prompt that the store has.")] = 0.0,
+    ] = 1.0
+    hit_rate: Annotated[float, typer.Option(min=0, max=1, help="Share of each prompt that the store has.")] = 0.0
     hit_curve: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Take it from a result of benchmarks.eviction, along --store-keeps."),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Trace in Mooncake's JSONL format (also .gz).")
-    ] = None,
-    speed: Annotated[float, typer.Option(help="The trace's rate, so many times.")] = 1.0,
-    requests: Annotated[int | None, typer.Option(min=10, help="Only the first requests of the trace.")] = None,
+    ] = None
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Trace in Mooncake's JSONL format (also .gz).")] = (
+        None
+    )
+    speed: Annotated[float, typer.Option(help="The trace's rate, so many times.")] = 1.0
+    requests: Annotated[int | None, typer.Option(min=10, help="Only the first requests of the trace.")] = None
     hits: Annotated[
         bool, typer.Option("--hits/--no-hits", help="Whether prompts of the trace find what they share in the store.")
-    ] = True,
+    ] = True
     price: Annotated[
         list[float] | None, typer.Option(min=0, help="Of a GPU for an hour; for each --profile. Default: 1.")
-    ] = None,
-    via: Annotated[str, typer.Option(help="How blocks move: store, or direct (from GPU to GPU).")] = "store",
-    node_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of a node's link, each way.")] = NODE,
+    ] = None
+    via: Annotated[str, typer.Option(help="How blocks move: store, or direct (from GPU to GPU).")] = "store"
+    node_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of a node's link, each way.")] = NODE
     inside_bytes_per_s: Annotated[
         float, typer.Option(metavar="BYTES/S", help="Between GPUs of a node, for direct.")
-    ] = 200e9,
+    ] = 200e9
     store_bytes_per_s: Annotated[
         float | None,
         typer.Option(metavar="BYTES/S", help=f"Of a store node, each way. Default: as in the profile, or {STORE:g}."),
-    ] = None,
+    ] = None
     store_nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes of the store. Default: as many as it takes.")
-    ] = None,
-    store_memory: Annotated[str, typer.Option(metavar="SIZE", help="Of a store node.")] = "512GiB",
+    ] = None
+    store_memory: Annotated[str, typer.Option(metavar="SIZE", help="Of a store node.")] = "512GiB"
     store_keeps: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The store keeps so much for later prompts; default: all.")
-    ] = None,
+    ] = None
     keep_seconds: Annotated[
         float, typer.Option(min=0, help="With --hit-rate: a block is kept so long for later prompts.")
-    ] = 600.0,
-    max_batch: Annotated[int, typer.Option(min=1, help="Most requests that an engine decodes at once.")] = 256,
+    ] = 600.0
+    max_batch: Annotated[int, typer.Option(min=1, help="Most requests that an engine decodes at once.")] = 256
     chunk_tokens: Annotated[
         int, typer.Option(min=0, help="Colocated engines: tokens of a step; 0: whole prompts, not in chunks.")
-    ] = 2048,
+    ] = 2048
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity/--no-sensitivity", help="Look at what changes the goodput.")
-    ] = True,
+    ] = True
     outage: Annotated[
         float | None,
         typer.Option(metavar="SECONDS", help="And say what an engine of each phase costs that is away for so long."),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=10, help="Runs of the interval of the goodput.")] = 5,
-    processes: Annotated[int | None, typer.Option(min=1, help="Default: one for each core.")] = None,
-    chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a chart into FILE.svg or FILE.png.")] = None,
+    ] = None
+    seeds: Annotated[int, typer.Option(min=1, max=10, help="Runs of the interval of the goodput.")] = 5
+    processes: Annotated[int | None, typer.Option(min=1, help="Default: one for each core.")] = None
+    chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a chart into FILE.svg or FILE.png.")] = None
     pools: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the engines as `kvstore proxy --pools FILE` takes them.")
-    ] = None,
+    ] = None
     prefill_url: Annotated[
         str, typer.Option(metavar="URL", help="With --pools: of prefill engines; {} is the number.")
-    ] = "http://prefill-{}:8000",
-    decode_url: Annotated[
-        str, typer.Option(metavar="URL", help="With --pools: of decode engines.")
-    ] = "http://decode-{}:8000",
-    as_json: JsonOption = False,
-) -> None:
+    ] = "http://prefill-{}:8000"
+    decode_url: Annotated[str, typer.Option(metavar="URL", help="With --pools: of decode engines.")] = (
+        "http://decode-{}:8000"
+    )
+    as_json: JsonOption = False
+
+
+@takes(SearchOptions)
+def search(given: SearchOptions) -> None:
     """Search the placement: parallelism and engines of both phases, goodput, and what the store must deliver.
 
     Give --rate with --input-tokens and --output-tokens, or --trace.
     """
-    need_modules("simpy", *(["matplotlib.figure"] if chart else []))
+    need_modules("plan", "simpy", *(["matplotlib.figure"] if given.chart else []))
     from kvstore_cli.plan_tables import print_plan
-    from kvstore_serving.load.report import Slo
-    from kvstore_serving.planning.goodput import Goal, crew
+    from kvstore_serving.planning.goodput import crew
     from kvstore_serving.planning.outage import OutageTooLong
     from kvstore_serving.planning.plan import make_plan
-    from kvstore_serving.planning.search import NothingFits, Question
+    from kvstore_serving.planning.search import NothingFits
 
-    check_positive("--slo-ttft", slo_ttft, "seconds")
-    check_positive("--slo-tpot", slo_tpot, "seconds")
-    check_percentile(percentile)
-    if outage is not None:
-        check_positive("--outage", outage, "seconds")
-    for option, value in (("--input-cv", input_cv), ("--output-cv", output_cv), ("--arrival-cv", arrival_cv)):
-        check_finite(option, value, MOST_CV)
-    check_finite("--hit-rate", hit_rate, 1.0)
-    check_finite("--keep-seconds", keep_seconds)
-    check_writable(chart, pools)
-    _check_urls(prefill_url, decode_url)
-    found_pools = _pools(profile, nodes, gpus_per_node, price)
-    links = make_links(
-        via, node_bytes_per_s, inside_bytes_per_s, store_bytes_per_s, store_nodes, store_memory,
-        found_pools[0].profile.store,
-    )  # fmt: skip
-    kept = None if store_keeps is None else parse_bytes("--store-keeps", store_keeps)
-    kept_tokens = None if kept is None else int(kept // found_pools[0].profile.kv_bytes_per_token)
-    curve: HitCurve | None = None
-    recipe: Recipe
-    asked: float | None
-    if trace is not None:
-        given = {"--input-tokens": input_tokens, "--output-tokens": output_tokens, "--rate": rate}
-        spread = input_cv or output_cv or arrival_cv != 1.0
-        if any(value is not None for value in given.values()) or hit_rate or hit_curve is not None or spread:
-            fail("usage", "--trace has its own rate, lengths and hits: leave out --rate, --input-tokens and the like")
-        recipe, asked = _replayed(trace, speed, requests, hits, kept_tokens, seeds)
-        seeds = recipe.parts
-    else:
-        if speed != 1.0 or requests is not None or not hits:
-            fail("usage", "--speed, --requests and --no-hits go with --trace")
-        if hit_curve is not None:
-            curve = _curve(hit_curve, hit_rate, kept)
-            assert kept is not None
-            hit_rate = curve.at(kept / found_pools[0].profile.kv_bytes_per_token)
-        recipe = _synthetic(rate, input_tokens, output_tokens, input_cv, output_cv, arrival_cv, hit_rate)
-        asked = rate
-    question = Question(
-        pools=found_pools,
-        links=links,
-        recipe=recipe,
-        goal=Goal(Slo(slo_ttft, slo_tpot), percentile),
-        rate_rps=asked,
-        max_batch=max_batch,
-        chunk_tokens=chunk_tokens,
-        seeds=range(seeds),
-        fixed_store=store_nodes is not None,
-        keep_s=keep_seconds,
-        kept_bytes=kept if trace is None else None,
-        hit_curve=curve,
-    )
-    with progress_bar("simulating", not as_json, "runs") as progress, crew(progress, processes) as workers:
+    _check(given)
+    question = _question(given)
+    with progress_bar("simulating", not given.as_json, "runs") as progress, crew(progress, given.processes) as workers:
         try:
-            plan = make_plan(question, workers, sensitivity=sensitivity, outage_s=outage)
+            plan = make_plan(question, workers, sensitivity=given.sensitivity, outage_s=given.outage)
         except NothingFits as error:
             fail("failed", str(error))
         except OutageTooLong as error:
             fail("usage", f"--outage: {error}")
-    _write(plan, question, chart, pools, prefill_url, decode_url)
-    show(plan, as_json, lambda: print_plan(plan))
+    _write(plan, question, given)
+    show(plan, given.as_json, lambda: print_plan(plan))
+
+
+def _check(given: SearchOptions) -> None:
+    check_positive("--slo-ttft", given.slo_ttft, "seconds")
+    check_positive("--slo-tpot", given.slo_tpot, "seconds")
+    check_percentile(given.percentile)
+    if given.outage is not None:
+        check_positive("--outage", given.outage, "seconds")
+    spread = {"--input-cv": given.input_cv, "--output-cv": given.output_cv, "--arrival-cv": given.arrival_cv}
+    for option, value in spread.items():
+        check_finite(option, value, MOST_CV)
+    check_finite("--hit-rate", given.hit_rate, 1.0)
+    check_finite("--keep-seconds", given.keep_seconds)
+    check_writable(given.chart, given.pools)
+    _check_urls(given.prefill_url, given.decode_url)
+
+
+def _question(given: SearchOptions) -> Question:
+    from kvstore_serving.load.report import Slo
+    from kvstore_serving.planning.goodput import Goal
+    from kvstore_serving.planning.search import Question
+
+    pools = _pools(given.profile, given.nodes, given.gpus_per_node, given.price)
+    profile = pools[0].profile
+    links = make_links(
+        given.via, given.node_bytes_per_s, given.inside_bytes_per_s, given.store_bytes_per_s, given.store_nodes,
+        given.store_memory, profile.store,
+    )  # fmt: skip
+    kept = None if given.store_keeps is None else parse_bytes("--store-keeps", given.store_keeps)
+    asked: float | None
+    curve: HitCurve | None = None
+    recipe: Recipe
+    if given.trace is not None:
+        kept_tokens = None if kept is None else int(kept // profile.kv_bytes_per_token)
+        recipe, asked = _replayed(given, given.trace, kept_tokens)
+        seeds = recipe.parts
+    else:
+        hit_rate = given.hit_rate
+        if given.hit_curve is not None:
+            curve = _curve(given.hit_curve, hit_rate, kept)
+            assert kept is not None
+            hit_rate = curve.at(kept / profile.kv_bytes_per_token)
+        recipe = _synthetic(given, hit_rate)
+        asked, seeds = given.rate, given.seeds
+    return Question(
+        pools=pools,
+        links=links,
+        recipe=recipe,
+        goal=Goal(Slo(given.slo_ttft, given.slo_tpot), given.percentile),
+        rate_rps=asked,
+        max_batch=given.max_batch,
+        chunk_tokens=given.chunk_tokens,
+        seeds=range(seeds),
+        fixed_store=given.store_nodes is not None,
+        keep_s=given.keep_seconds,
+        kept_bytes=kept if given.trace is None else None,
+        hit_curve=curve,
+    )
 
 
 def _check_urls(*urls: str) -> None:
@@ -232,39 +247,36 @@ def _pools(profiles: list[str], nodes: list[int], gpus: list[int], prices: list[
     return [Pool(*each) for each in zip(found, nodes, gpus, prices, strict=True)]
 
 
-def _synthetic(
-    rate: float | None,
-    input_tokens: float | None,
-    output_tokens: float | None,
-    input_cv: float,
-    output_cv: float,
-    arrival_cv: float,
-    hit_rate: float,
-) -> Recipe:
+def _synthetic(given: SearchOptions, hit_rate: float) -> Recipe:
     from kvstore_serving.planning.workload import Lengths, Synthetic
 
-    if input_tokens is None or output_tokens is None:
+    if given.speed != 1.0 or given.requests is not None or not given.hits:
+        fail("usage", "--speed, --requests and --no-hits go with --trace")
+    if given.input_tokens is None or given.output_tokens is None:
         fail("usage", "a workload is --input-tokens, --output-tokens and mostly --rate; or else --trace")
-    if rate is not None:
-        check_positive("--rate", rate, "requests per second")
-    for option, value in (("--input-tokens", input_tokens), ("--output-tokens", output_tokens)):
+    if given.rate is not None:
+        check_positive("--rate", given.rate, "requests per second")
+    for option, value in (("--input-tokens", given.input_tokens), ("--output-tokens", given.output_tokens)):
         if not 1 <= value < math.inf:
             fail("usage", f"{option} {value:g}: expected 1 or more")
-    return Synthetic(Lengths(input_tokens, input_cv), Lengths(output_tokens, output_cv), arrival_cv, hit_rate)
+    inputs, outputs = Lengths(given.input_tokens, given.input_cv), Lengths(given.output_tokens, given.output_cv)
+    return Synthetic(inputs, outputs, given.arrival_cv, hit_rate)
 
 
-def _replayed(
-    trace: Path, speed: float, requests: int | None, hits: bool, kept_tokens: int | None, seeds: int
-) -> tuple[Replayed, float]:
+def _replayed(given: SearchOptions, trace: Path, kept_tokens: int | None) -> tuple[Replayed, float]:
     import msgspec
 
     from kvstore_serving.planning.workload import Replayed, rate_of
 
-    check_positive("--speed", speed, "a number; 2 is twice the rate")
-    recipe = Replayed(str(trace), requests, kept_tokens, hits)
+    own = (given.input_tokens, given.output_tokens, given.rate, given.hit_curve)
+    spread = given.input_cv or given.output_cv or given.arrival_cv != 1.0
+    if any(value is not None for value in own) or given.hit_rate or spread:
+        fail("usage", "--trace has its own rate, lengths and hits: leave out --rate, --input-tokens and the like")
+    check_positive("--speed", given.speed, "a number; 2 is twice the rate")
+    recipe = Replayed(str(trace), given.requests, kept_tokens, given.hits)
     try:
-        parts = min(seeds, max(1, recipe.requests // PART))
-        return msgspec.structs.replace(recipe, parts=parts), rate_of(trace, requests) * speed
+        parts = min(given.seeds, max(1, recipe.requests // PART))
+        return msgspec.structs.replace(recipe, parts=parts), rate_of(trace, given.requests) * given.speed
     except ValueError as error:  # a `TraceError` is one
         fail("usage", f"--trace {error}")
 
@@ -282,17 +294,43 @@ def _curve(file: Path, hit_rate: float, kept: int | None) -> HitCurve:
         fail("usage", f"--hit-curve {error}")
 
 
-def _write(
-    plan: Plan, question: Question, chart: Path | None, pools: Path | None, prefill_url: str, decode_url: str
-) -> None:
+def _write(plan: Plan, question: Question, given: SearchOptions) -> None:
     try:
-        if chart is not None:
+        if given.chart is not None:
             from kvstore_serving.planning.chart import draw
 
-            draw(chart, plan)
-        if pools is not None:
-            from kvstore_serving.planning.proxy_config import pools_file
-
-            pools.write_text(pools_file(plan, question.pools[0].profile.model, prefill_url, decode_url))
+            draw(given.chart, plan)
+        if given.pools is not None:
+            model = question.pools[0].profile.model
+            given.pools.write_text(_pools_file(plan, model, given.prefill_url, given.decode_url))
     except OSError as error:
         fail("failed", f"{error.filename}: {error.strerror}")
+
+
+def _pools_file(plan: Plan, model: str, prefill_url: str, decode_url: str) -> str:
+    """-> the file of `kvstore proxy --pools`, with an entry for each engine. The URLs have `{}` where the number of the
+    engine goes, from 0."""
+    lines = [
+        f"# {plan.placement.prefill.instances} prefill and {plan.placement.decode.instances} decode engines for "
+        f"{plan.goodput_rps:.3g} requests/s: `kvstore proxy --pools FILE`",
+        *_entries("prefill", plan.placement.prefill, model, prefill_url),
+        *_entries("decode", plan.placement.decode, model, decode_url),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _entries(role: str, placed: Placed, model: str, url: str) -> Iterator[str]:
+    for number in range(placed.instances):
+        yield ""
+        yield "[[engines]]"
+        yield f"url = {_quoted(url.format(number))}"
+        yield f'roles = ["{role}"]'
+        yield f"model = {_quoted(model)}"
+        yield f"tensor_parallel_size = {placed.tp}"
+
+
+def _quoted(text: str) -> str:
+    """A string of TOML, which is one of JSON."""
+    import msgspec
+
+    return msgspec.json.encode(text).decode()

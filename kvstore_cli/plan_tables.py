@@ -2,39 +2,90 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rich.console import Console
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 from kvstore.sizes import format_size
 from kvstore_cli.output import printable
-from kvstore_cli.plain_table import plain_table
+from kvstore_cli.plain_table import MS, columns, print_table, scaled
 
 if TYPE_CHECKING:
     from kvstore_serving.planning.document import Colocated, Plan
-    from kvstore_serving.planning.goodput import Goodput
+    from kvstore_serving.planning.outage import OutageCost
     from kvstore_serving.planning.pipeline import PipelinePlan
-    from kvstore_serving.planning.profile import (
-        DecodeTimes,
-        PrefillTimes,
-        Profile,
-        Residual,
-        StoreTimes,
-        TransferResidual,
-        TransferTimes,
-    )
+    from kvstore_serving.planning.placement import Seat
+    from kvstore_serving.planning.profile import Degree, Profile, StoreTimes
     from kvstore_serving.planning.queueing import Queue
     from kvstore_serving.planning.roles import Shifted
     from kvstore_serving.planning.verify import Verified
     from kvstore_serving.planning.watching import Proposal
 
 
+def _interval(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.0%} … {ends[1]:.0%}"
+
+
+def _until(cost: OutageCost) -> str:
+    return f"more than {cost.run_s:.0f}" if cost.recovered_s is None else f"{cost.recovered_s:.0f}"
+
+
+def _stages(stages: Sequence[Seat]) -> str:
+    return "; ".join(f"{seat.node}: {', '.join(map(str, seat.gpus))}" for seat in stages)
+
+
+# fmt: off
+_USED: Final = columns(("", "0"), ("busy", "1", ".0%"), ("memory, at most", "2", ".0%"))
+_CHANGES: Final = columns(("change", "change"), ("req/s", "goodput_rps", ".3g"), ("of the plan's", "ratio", ".0%"))
+_CAPACITIES: Final = columns(
+    ("kept", lambda at: format_size(at.kept_bytes) + (", as assumed" if at.assumed else "")),
+    ("hits", "hit_rate", ".0%"), ("req/s", "goodput_rps", ".3g"), ("of the plan's", "ratio", ".0%"),
+)
+_OUTAGES: Final = columns(
+    ("phase", "phase"), ("engines", "engines"), ("away s", "outage_s", "g"), ("requests that miss SLOs", "missed"),
+    ("until, s", _until),
+)
+_PLACEMENT: Final = columns(
+    ("phase", "0"), ("GPU", "1.gpu"), ("tp", "1.tp"), ("pp", "1.pp"), ("engines", "1.instances"), ("GPUs", "1.gpus"),
+    ("price an hour", "1.price_per_hour", ".4g"),
+)
+_GOODPUT: Final = columns(
+    ("", "0"), ("req/s", "1.goodput_rps", ".3g"), ("GPUs", "1.gpus"),
+    ("req/s a GPU", "1.goodput_rps_per_gpu.value", ".3g"),
+    ("95 %", "1.goodput_rps_per_gpu.ci95", lambda ends: f"{ends[0]:.3g} … {ends[1]:.3g}"),
+    ("price an hour", "1.price_per_hour", ".4g"), ("req/s a price", "1.goodput_rps_per_price.value", ".3g"),
+)
+_SEATS: Final = columns(("engine", "0"), ("GPU", "1"), ("node: its GPUs; for each stage", "2", _stages))
+_ERRORS: Final = columns(("error", "1.error", ".1%"), ("at worst", "1.worst_error", ".1%"))
+_OFF: Final = columns(
+    ("ms", "1.seconds", scaled(1e3, ".2f")), ("fitted ms", "1.fitted_s", scaled(1e3, ".2f")),
+    ("off", "1.error", "+.1%"),
+)
+_FITS: Final = columns(
+    ("tp", "0"), ("phase", "2"), ("a ms", "1.fixed_s", scaled(1e3, ".2f")), ("b us", "3", scaled(1e6, ".3g")),
+    ("c", "4"), *_ERRORS,
+)
+_SAMPLES: Final = columns(("phase", "0"), ("requests", "1.requests"), ("tokens each", "1.tokens", "g"), *_OFF)
+_TRANSFER_FITS: Final = columns(
+    ("", "0"), ("a ms", "1.latency_s", scaled(1e3, ".3f")),
+    ("b GB/s", "1.per_byte_s", lambda seconds: f"{1e-9 / seconds:.3g}"), *_ERRORS,
+)
+_TRANSFERS: Final = columns(("", "0"), ("bytes", "1.nbytes", format_size), *_OFF)
+_ATTAINED: Final = columns(
+    ("req/s", "rate_rps", ".4g"), ("predicted", "predicted", ".1%"), ("95 %", "predicted_ci95", _interval),
+    ("measured", "measured", ".1%"), ("95 %", "measured_ci95", _interval), ("off, points", "error", ".1f"),
+)
+_MEDIANS: Final = columns(
+    ("req/s", "rate_rps", ".4g"), ("TTFT, predicted", "predicted_ttft_s", MS), ("measured", "measured_ttft_s", MS),
+    ("TPOT, predicted", "predicted_tpot_s", MS), ("measured", "measured_tpot_s", MS),
+)
+_QUEUE: Final = columns(("ms", "0"), ("mean", "1.mean", MS), ("p90", "1.p90", MS), ("p99", "1.p99", MS))
+# fmt: on
+
+
 def print_queue(queue: Queue) -> None:
     """Print the closed forms."""
-    table = plain_table(f"Utilisation {queue.utilisation:.1%}", "ms", "mean", "p90", "p99")
-    for name, times in (("wait", queue.wait_s), ("time to the first token", queue.ttft_s)):
-        table.add_row(name, *(f"{value * 1000:.1f}" for value in (times.mean, times.p90, times.p99)))
-    Console(highlight=False).print(table)
+    rows = (("wait", queue.wait_s), ("time to the first token", queue.ttft_s))
+    print_table(f"Utilisation {queue.utilisation:.1%}", _QUEUE, rows)
 
 
 def print_pipeline(plan: PipelinePlan) -> None:
@@ -56,13 +107,12 @@ def print_pipeline(plan: PipelinePlan) -> None:
 
 def print_plan(plan: Plan) -> None:
     """Print a plan."""
-    console = Console(highlight=False)
     print(
         f"{', '.join(printable(each) for each in plan.profiles)}; {printable(plan.workload)}, "
         f"{plan.hit_rate:.0%} of prompts' tokens in the store; {plan.percentile:g} % of requests within "
         f"TTFT {plan.slo.ttft_s:g} s and TPOT {plan.slo.tpot_s:g} s\n"
     )
-    _print_placement(console, plan)
+    _print_placement(plan)
     asked = "" if plan.rate_rps is None else f" of {plan.rate_rps:.3g} that were asked for"
     print(f"\ngoodput {plan.goodput_rps:.3g} req/s{asked}; what is short first: {plan.binding}")
     if not plan.enough:
@@ -82,109 +132,63 @@ def print_plan(plan: Plan) -> None:
         f"GB/s at {store.rate_rps:.3g} req/s, and hold {format_size(store.capacity_bytes)}, "
         f"{format_size(store.kept_bytes)} of it for later prompts: {store.nodes} node(s)\n"
     )
-    times = plain_table("Mean time of a request at the goodput", "part", "ms")
-    for part, seconds in plan.time_s.items():
-        times.add_row(part.replace("_", " "), f"{seconds * 1000:.1f}")
-    console.print(times)
+    parts = ((part.replace("_", " "), seconds) for part, seconds in plan.time_s.items())
+    print_table("Mean time of a request at the goodput", columns(("part", "0"), ("ms", "1", MS)), parts)
     print()
-    used = plain_table("Used at the goodput", "", "busy", "memory, at most")
-    for phase, share in plan.busy.items():
-        used.add_row(phase, f"{share:.0%}", f"{plan.memory[phase]:.0%}")
-    for link, share in plan.links.items():
-        used.add_row(f"{link} link", f"{share:.0%}", "")
-    console.print(used)
+    used: list[tuple[str, float, float | None]]
+    used = [(phase, share, plan.memory[phase]) for phase, share in plan.busy.items()]
+    used += [(f"{link} link", share, None) for link, share in plan.links.items()]
+    print_table("Used at the goodput", _USED, used)
     if plan.sensitivity:
         print()
-        changes = plain_table("Goodput of these engines if one thing changes", "change", "req/s", "of the plan's")
-        for each in plan.sensitivity:
-            changes.add_row(each.change, f"{each.goodput_rps:.3g}", f"{each.ratio:.0%}")
-        console.print(changes)
+        print_table("Goodput of these engines if one thing changes", _CHANGES, plan.sensitivity)
     if plan.capacities:
         print()
-        kept = plain_table("Goodput of these engines by what the store keeps", "kept", "hits", "req/s", "of the plan's")
-        for at in plan.capacities:
-            size = format_size(at.kept_bytes) + (", as assumed" if at.assumed else "")
-            kept.add_row(size, f"{at.hit_rate:.0%}", f"{at.goodput_rps:.3g}", f"{at.ratio:.0%}")
-        console.print(kept)
+        print_table("Goodput of these engines by what the store keeps", _CAPACITIES, plan.capacities)
     if plan.outages:
         print()
-        columns = ("engines", "away s", "requests that miss SLOs", "until, s")
-        lost = plain_table(f"One engine fails, at {plan.outages[0].rate_rps:.3g} req/s", "phase", *columns)
-        for cost in plan.outages:
-            until = f"more than {cost.run_s:.0f}" if cost.recovered_s is None else f"{cost.recovered_s:.0f}"
-            lost.add_row(cost.phase, str(cost.engines), f"{cost.outage_s:g}", str(cost.missed), until)
-        console.print(lost)
+        print_table(f"One engine fails, at {plan.outages[0].rate_rps:.3g} req/s", _OUTAGES, plan.outages)
 
 
-def _print_placement(console: Console, plan: Plan) -> None:
+def _print_placement(plan: Plan) -> None:
     """Which engines, what they serve and cost, and where they are."""
     placed, other = plan.placement, plan.colocated
     priced = any(pool.price != 1 for pool in plan.basis.pools)  # in units of a GPU, a price says nothing new
-    columns = ("GPU", "tp", "pp", "engines", "GPUs", *(("price an hour",) if priced else ()))
-    table = plain_table("Placement", "phase", *columns)
-    for name, engines in (
-        ("prefill", placed.prefill),
-        ("decode", placed.decode),
-        ("instead, colocated", other.placement),
-    ):
-        if engines is None:
-            table.add_row("colocated: none holds them")
-            continue
-        cells = [name, printable(engines.gpu), *map(str, (engines.tp, engines.pp, engines.instances, engines.gpus))]
-        table.add_row(*cells, *([f"{engines.price_per_hour:.4g}"] if priced else []))
-    console.print(table)
+    engines = {"prefill": placed.prefill, "decode": placed.decode, "instead, colocated": other.placement}
+    held = [(name if each else "colocated: none holds them", each) for name, each in engines.items()]
+    print_table("Placement", _PLACEMENT[: None if priced else -1], held)
     print()
-    columns = ("req/s", "GPUs", "req/s a GPU", "95 %", *(("price an hour", "req/s a price") if priced else ()))
-    table = plain_table("Goodput", "", *columns)
     ways: dict[str, Plan | Colocated] = {"apart": plan, "colocated": other}
-    for name, each in ways.items():
-        if each.goodput_rps_per_gpu is not None and each.goodput_rps_per_price is not None:
-            cells = [name, f"{each.goodput_rps:.3g}", str(each.gpus), *_goodput(each.goodput_rps_per_gpu)]
-            price = [f"{each.price_per_hour:.4g}", f"{each.goodput_rps_per_price.value:.3g}"]
-            table.add_row(*cells, *(price if priced else []))
-    console.print(table)
+    known = [(name, each) for name, each in ways.items() if each.goodput_rps_per_gpu and each.goodput_rps_per_price]
+    print_table("Goodput", _GOODPUT[: None if priced else -2], known)
     print()
-    seats = plain_table("Where the engines are", "engine", "GPU", "node: its GPUs; for each stage")
-    for phase, of_phase in (("prefill", placed.prefill), ("decode", placed.decode)):
-        for number, stages in enumerate(of_phase.seats):
-            where = "; ".join(f"{seat.node}: {', '.join(map(str, seat.gpus))}" for seat in stages)
-            seats.add_row(f"{phase} {number}", printable(of_phase.gpu), where)
-    console.print(seats)
+    seats = (
+        (f"{phase} {number}", of_phase.gpu, stages)
+        for phase, of_phase in (("prefill", placed.prefill), ("decode", placed.decode))
+        for number, stages in enumerate(of_phase.seats)
+    )
+    print_table("Where the engines are", _SEATS, seats)
 
 
-def _goodput(goodput: Goodput) -> tuple[str, str]:
-    interval = "" if goodput.ci95 is None else f"{goodput.ci95[0]:.3g} … {goodput.ci95[1]:.3g}"
-    return f"{goodput.value:.3g}", interval
+def _fits(degree: Degree) -> Iterator[tuple[object, ...]]:
+    fit = degree.prefill
+    name = "prefill: a + b sum(L) + c sum(L^2)"
+    yield degree.tp, fit, name, fit.per_token_s, f"{fit.per_token_squared_s * 1e9:.3g} ns"
+    for each in degree.decode:
+        name = f"decode from {each.from_batch}: a + b sum(context) + c B"
+        yield degree.tp, each, name, each.per_context_token_s, f"{each.per_request_s * 1e6:.3g} us"
 
 
 def print_profile(profile: Profile) -> None:
     """Print the fitted times, and what was measured beside them."""
-    console = Console(highlight=False)
-    columns = ("phase", "a ms", "b us", "c", "error", "at worst")
-    times = plain_table(f"{printable(profile.name)}: {printable(profile.source)}", "tp", *columns)
-    for degree in profile.degrees:
-        prefill = degree.prefill
-        times.add_row(
-            str(degree.tp), "prefill: a + b sum(L) + c sum(L^2)", f"{prefill.fixed_s * 1e3:.2f}",
-            f"{prefill.per_token_s * 1e6:.3g}", f"{prefill.per_token_squared_s * 1e9:.3g} ns", *_errors(prefill),
-        )  # fmt: skip
-        for decode in degree.decode:
-            times.add_row(
-                str(degree.tp), f"decode from {decode.from_batch}: a + b sum(context) + c B",
-                f"{decode.fixed_s * 1e3:.2f}", f"{decode.per_context_token_s * 1e6:.3g}",
-                f"{decode.per_request_s * 1e6:.3g} us", *_errors(decode),
-            )  # fmt: skip
-    console.print(times)
+    fits = [fit for degree in profile.degrees for fit in _fits(degree)]
+    print_table(f"{printable(profile.name)}: {printable(profile.source)}", _FITS, fits)
     for degree in profile.degrees:
         if degree.prefill.residuals:
             print()
-            columns = ("phase", "requests", "tokens each", "ms", "fitted ms", "off")
-            samples = plain_table(f"Measured, tp {degree.tp}", *columns)
             residuals = [("prefill", each) for each in degree.prefill.residuals]
             residuals += [("decode", each) for fit in degree.decode for each in fit.residuals]
-            for phase, residual in residuals:
-                samples.add_row(phase, str(residual.requests), f"{residual.tokens:g}", *_off(residual))
-            console.print(samples)
+            print_table(f"Measured, tp {degree.tp}", _SAMPLES, residuals)
     contention = profile.contention
     if contention.prefill > 1 or contention.decode > 1:
         print(
@@ -192,57 +196,29 @@ def print_profile(profile: Profile) -> None:
             f"a step of decoding {contention.decode:.2f} times"
         )
     if profile.store is not None:
-        _print_transfers(console, profile.store)
+        _print_transfers(profile.store)
     print(f"\nA memory of {profile.degrees[0].kv_tokens} tokens, by pipeline degree (tp {profile.degrees[0].tp})")
 
 
-def _print_transfers(console: Console, store: StoreTimes) -> None:
+def _print_transfers(store: StoreTimes) -> None:
     print()
-    fits = plain_table("Transfers of one client: a + bytes / b", "", "a ms", "b GB/s", "error", "at worst")
-    samples = plain_table("Measured transfers", "", "bytes", "ms", "fitted ms", "off")
-    for way, fit in (("read", store.read), ("write", store.write)):
-        fits.add_row(way, f"{fit.latency_s * 1e3:.3f}", f"{1e-9 / fit.per_byte_s:.3g}", *_errors(fit))
-        for each in fit.residuals:
-            samples.add_row(way, format_size(each.nbytes), *_off(each))
-    console.print(fits)
+    ways = (("read", store.read), ("write", store.write))
+    print_table("Transfers of one client: a + bytes / b", _TRANSFER_FITS, ways)
     print()
-    console.print(samples)
-
-
-def _off(residual: Residual | TransferResidual) -> tuple[str, ...]:
-    return f"{residual.seconds * 1e3:.2f}", f"{residual.fitted_s * 1e3:.2f}", f"{residual.error:+.1%}"
-
-
-def _errors(fit: PrefillTimes | DecodeTimes | TransferTimes) -> tuple[str, ...]:
-    return tuple("" if error is None else f"{error:.1%}" for error in (fit.error, fit.worst_error))
+    print_table("Measured transfers", _TRANSFERS, ((way, each) for way, fit in ways for each in fit.residuals))
 
 
 def print_verified(verified: Verified) -> None:
     """Print what was predicted and what was measured."""
-    console = Console(highlight=False)
-    table = plain_table("SLO attainment", "req/s", "predicted", "95 %", "measured", "95 %", "off, points")
-    for each in verified.compared:
-        table.add_row(
-            f"{each.rate_rps:.4g}", f"{each.predicted:.1%}", _interval(each.predicted_ci95), f"{each.measured:.1%}",
-            _interval(each.measured_ci95), f"{each.error:.1f}",
-        )  # fmt: skip
-    console.print(table)
+    print_table("SLO attainment", _ATTAINED, verified.compared)
     print()
-    medians = plain_table("Medians, ms", "req/s", "TTFT, predicted", "measured", "TPOT, predicted", "measured")
-    for each in verified.compared:
-        times = (each.predicted_ttft_s, each.measured_ttft_s, each.predicted_tpot_s, each.measured_tpot_s)
-        medians.add_row(f"{each.rate_rps:.4g}", *("" if time is None else f"{time * 1e3:.1f}" for time in times))
-    console.print(medians)
+    print_table("Medians, ms", _MEDIANS, verified.compared)
     last = verified.compared[-1]
     measured = "" if last.measured_hit_rate is None else f", {last.measured_hit_rate:.0%} as the engines say"
     print(
         f"\n{printable(verified.workload)}; {last.predicted_hit_rate:.0%} of prompts' tokens in the store{measured}\n"
         f"mean error {verified.mean_error:.1f} points, worst {verified.worst_error:.1f}"
     )
-
-
-def _interval(ends: tuple[float, float] | None) -> str:
-    return "" if ends is None else f"{ends[0]:.0%} … {ends[1]:.0%}"
 
 
 def print_roles(shifted: Shifted) -> None:

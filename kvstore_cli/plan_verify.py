@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore_cli.load import check_url
-from kvstore_cli.options import JsonOption
+from kvstore_cli.load import check_reached, check_url, send
+from kvstore_cli.options import JsonOption, need_modules, takes
 from kvstore_cli.output import example, fail, show
-from kvstore_cli.plan_options import NODE, STORE, check_positive, make_links, need_modules, parse_numbers, profile_of
+from kvstore_cli.plan_options import NODE, STORE, check_positive, make_links, parse_numbers, profile_of
 from kvstore_cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from kvstore_serving.load.records import Planned
     from kvstore_serving.load.report import Slo
-    from kvstore_serving.load.run import Run
+    from kvstore_serving.load.run import Progress
     from kvstore_serving.planning.document import Plan
     from kvstore_serving.planning.placement import Placement
+    from kvstore_serving.planning.profile import Profile
     from kvstore_serving.planning.simulator import Fleet
     from kvstore_serving.planning.verify import Compared
     from kvstore_serving.planning.workload import Recipe
 
-TIMEOUT_S: Final = 600.0
 REQUESTS: Final = 200  # of a run with synthetic requests
+# Options that say what a plan says, in the order in which errors name them.
+_OF_PLANS: Final = (
+    *("profile", "slo_ttft", "slo_tpot", "colocated", "prefill", "decode", "gpus_per_node", "max_batch"),
+    *("chunk_tokens", "node_bytes_per_s", "store_bytes_per_s", "input_tokens", "output_tokens"),
+)
 VERIFY_EXAMPLES: Final = example(
     "kvstore plan search … --json >plan.json",
     "kvstore plan verify --plan plan.json --url http://proxy:8000 --model M",
@@ -36,172 +41,147 @@ VERIFY_EXAMPLES: Final = example(
 )
 
 
-@dataclass(frozen=True)
-class Against:
-    """The endpoint, and what is sent there. `requests`: of each rate; None: all of a trace."""
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """The options of `kvstore plan verify`."""
 
-    url: str
-    model: str
-    recipe: Recipe
-    requests: int | None
-    warmup: int
-    vocabulary: int
-    seed: int
-    slo: Slo
-
-
-def verify(
-    url: Annotated[str, typer.Option(metavar="URL", help="The engine, or the proxy before engines.")],
-    model: Annotated[str, typer.Option(help="Name of the model, as the endpoint serves it.")],
+    url: Annotated[str, typer.Option(metavar="URL", help="The engine, or the proxy before engines.")]
+    model: Annotated[str, typer.Option(help="Name of the model, as the endpoint serves it.")]
     plan: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", help="What `plan search --json` printed: engines, load, SLOs, and the rates of its curve."
         ),
-    ] = None,
+    ] = None
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Send this trace (Mooncake's format), at each rate.")
-    ] = None,
+    ] = None
     rate: Annotated[
         list[float] | None, typer.Option(metavar="R", help="Requests per second; five or more: one run each.")
-    ] = None,
+    ] = None
     requests: Annotated[
         int | None, typer.Option(min=1, help=f"Requests of each run. Default: the whole trace, or {REQUESTS}.")
-    ] = None,
+    ] = None
     hits: Annotated[
         bool, typer.Option("--hits/--no-hits", help="Whether prompts find in the store what they share with others.")
-    ] = True,
-    profile: Annotated[str | None, typer.Option(metavar="FILE", help="Profile of the engines.")] = None,
-    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")] = None,
-    slo_ttft: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="SLO of the time to the first token.")
-    ] = None,
-    slo_tpot: Annotated[float | None, typer.Option(metavar="SECONDS", help="SLO of the time per later token.")] = None,
+    ] = True
+    profile: Annotated[str | None, typer.Option(metavar="FILE", help="Profile of the engines.")] = None
+    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")] = None
+    slo_ttft: Annotated[float | None, typer.Option(metavar="SECONDS", help="SLO of the time to the first token.")] = (
+        None
+    )
+    slo_tpot: Annotated[float | None, typer.Option(metavar="SECONDS", help="SLO of the time per later token.")] = None
     colocated: Annotated[
         str | None, typer.Option(metavar="TP,PP,N", help="N engines that do both. Default: 1,1,1.")
-    ] = None,
-    prefill: Annotated[str | None, typer.Option(metavar="TP,PP,N", help="N prefill engines; with --decode.")] = None,
-    decode: Annotated[str | None, typer.Option(metavar="TP,PP,N", help="N decode engines.")] = None,
+    ] = None
+    prefill: Annotated[str | None, typer.Option(metavar="TP,PP,N", help="N prefill engines; with --decode.")] = None
+    decode: Annotated[str | None, typer.Option(metavar="TP,PP,N", help="N decode engines.")] = None
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="GPUs of a node. Default: each engine has nodes of its own.")
-    ] = None,
+    ] = None
     max_batch: Annotated[
         int | None, typer.Option(min=1, help="Most requests that an engine decodes at once. Default: 256.")
-    ] = None,
+    ] = None
     chunk_tokens: Annotated[
         int | None, typer.Option(min=0, help="Tokens of a step of an engine that does both. Default: 2048.")
-    ] = None,
+    ] = None
     node_bytes_per_s: Annotated[
         float | None, typer.Option(metavar="BYTES/S", help=f"Of a node's link, each way. Default: {NODE:g}.")
-    ] = None,
+    ] = None
     store_bytes_per_s: Annotated[
         float | None,
         typer.Option(metavar="BYTES/S", help=f"Of the store, each way. Default: as in the profile, or {STORE:g}."),
-    ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, and not counted.")] = 10,
-    vocab: Annotated[int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this.")] = 1024,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and prompts.")] = 0,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, and not counted.")] = 10
+    vocab: Annotated[int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this.")] = 1024
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and prompts.")] = 0
+    as_json: JsonOption = False
+
+
+@takes(VerifyOptions)
+def verify(given: VerifyOptions) -> None:
     """Compare the attainment that the simulator predicts with that of real engines, at several rates.
 
     Give --plan; or --profile with the SLOs, and --trace or --input-tokens with --output-tokens.
     """
-    need_modules("simpy", "aiohttp")
+    need_modules("plan", "simpy", "aiohttp")
     from kvstore_cli.plan_tables import print_verified
-    from kvstore_serving.load.report import Slo
     from kvstore_serving.planning.verify import verified
-    from kvstore_serving.planning.workload import Lengths, Synthetic, without_hits
+    from kvstore_serving.planning.workload import without_hits
 
-    check_url(url)
-    own: dict[str, object] = {
-        "--profile": profile, "--slo-ttft": slo_ttft, "--slo-tpot": slo_tpot, "--colocated": colocated,
-        "--prefill": prefill, "--decode": decode, "--gpus-per-node": gpus_per_node, "--max-batch": max_batch,
-        "--chunk-tokens": chunk_tokens, "--node-bytes-per-s": node_bytes_per_s,
-        "--store-bytes-per-s": store_bytes_per_s,
-    }  # fmt: skip
-    lengths = {"--input-tokens": input_tokens, "--output-tokens": output_tokens}
-    read: Plan | None = None
-    recipe: Recipe
-    if plan is not None:
-        if given := [option for option, value in (own | lengths).items() if value is not None]:
-            fail("usage", f"--plan has its own engines, links, lengths and SLOs: leave out {', '.join(given)}")
-        read = _read(plan)
-        slo, fleet, recipe = read.slo, read.fleet, read.basis.load
-    else:
-        if profile is None or slo_ttft is None or slo_tpot is None:
-            missing = [name for name in ("--profile", "--slo-ttft", "--slo-tpot") if own[name] is None]
-            fail("usage", f"{', '.join(missing)} not given: give --plan, or else --profile with both SLOs and a load")
-        for option, value in (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot)):
-            check_positive(option, value, "seconds")
-        slo = Slo(slo_ttft, slo_tpot)
-        fleet = _fleet(
-            profile, _placement(colocated, prefill, decode), gpus_per_node,
-            NODE if node_bytes_per_s is None else node_bytes_per_s,
-            store_bytes_per_s, 256 if max_batch is None else max_batch, 2048 if chunk_tokens is None else chunk_tokens,
-        )  # fmt: skip
-    if trace is not None:
-        if input_tokens is not None or output_tokens is not None:
-            fail("usage", "--trace has its own lengths: leave out --input-tokens and --output-tokens")
-        recipe = _traced(trace, read)
-    elif read is None:
-        if input_tokens is None or output_tokens is None:
-            fail("usage", "a load is --input-tokens with --output-tokens, or --trace, or what --plan has")
-        recipe = Synthetic(Lengths(input_tokens), Lengths(output_tokens))
-    if not hits:
+    check_url(given.url)
+    read = None if given.plan is None else _planned_by(given, given.plan)
+    slo, fleet = _engines(given) if read is None else (read.slo, read.fleet)
+    recipe = _recipe(given, read)
+    if not given.hits:
         recipe = without_hits(recipe)
-    if requests is None and isinstance(recipe, Synthetic):
-        requests = REQUESTS
-    rates = _rates(rate, read)
-    against = Against(url, model, recipe, requests, warmup, vocab, seed, slo)
-    result = verified(compare_rates(fleet, against, rates, shown=not as_json), slo, recipe)
-    show(result, as_json, lambda: print_verified(result))
+    compared = compare_rates(given, fleet, slo, recipe, _rates(given.rate, read))
+    result = verified(compared, slo, recipe)
+    show(result, given.as_json, lambda: print_verified(result))
 
 
-def compare_rates(fleet: Fleet, against: Against, rates: Sequence[float], shown: bool) -> list[Compared]:
+def _planned_by(given: VerifyOptions, plan: Path) -> Plan:
+    """-> the plan, with which none of the options that it has itself may be given."""
+    own = [name for name in _OF_PLANS if getattr(given, name) is not None]
+    if own:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in own)
+        fail("usage", f"--plan has its own engines, links, lengths and SLOs: leave out {options}")
+    return _read(plan)
+
+
+def _engines(given: VerifyOptions) -> tuple[Slo, Fleet]:
+    from kvstore_serving.load.report import Slo
+
+    if given.profile is None or given.slo_ttft is None or given.slo_tpot is None:
+        needed = {"--profile": given.profile, "--slo-ttft": given.slo_ttft, "--slo-tpot": given.slo_tpot}
+        missing = [name for name, value in needed.items() if value is None]
+        fail("usage", f"{', '.join(missing)} not given: give --plan, or else --profile with both SLOs and a load")
+    for option, value in (("--slo-ttft", given.slo_ttft), ("--slo-tpot", given.slo_tpot)):
+        check_positive(option, value, "seconds")
+    return Slo(given.slo_ttft, given.slo_tpot), _fleet(given, profile_of(given.profile))
+
+
+def _recipe(given: VerifyOptions, read: Plan | None) -> Recipe:
+    from kvstore_serving.planning.workload import Lengths, Synthetic
+
+    if given.trace is not None:
+        if given.input_tokens is not None or given.output_tokens is not None:
+            fail("usage", "--trace has its own lengths: leave out --input-tokens and --output-tokens")
+        return _traced(given.trace, read)
+    if read is not None:
+        return read.basis.load
+    if given.input_tokens is None or given.output_tokens is None:
+        fail("usage", "a load is --input-tokens with --output-tokens, or --trace, or what --plan has")
+    return Synthetic(Lengths(given.input_tokens), Lengths(given.output_tokens))
+
+
+def compare_rates(
+    given: VerifyOptions, fleet: Fleet, slo: Slo, recipe: Recipe, rates: Sequence[float]
+) -> list[Compared]:
     """Measure and predict each rate. Ends the command if the endpoint cannot be used, or the load cannot be sent."""
     from kvstore_serving.load.arrivals import seed_of
-    from kvstore_serving.load.client import reach
+    from kvstore_serving.load.client import Bodies
     from kvstore_serving.load.report import make_report
     from kvstore_serving.planning.verify import compare
 
-    loads = [_planned(against, rate, seed_of(against.seed, number)) for number, rate in enumerate(rates)]
-    try:
-        asyncio.run(reach(against.url))
-    except (OSError, asyncio.TimeoutError) as error:
-        fail("unreachable", f"nobody listens at {against.url}: {error}")
+    seeds = [seed_of(given.seed, number) for number in range(len(rates))]
+    loads = [_planned(given, recipe, rate, seed) for rate, seed in zip(rates, seeds, strict=True)]
+    check_reached(given.url)
+    bodies = Bodies(given.model, "completions")
     found = []
-    for number, (rate, planned) in enumerate(zip(rates, loads, strict=True)):
-        seed = seed_of(against.seed, number)
-        with progress_bar(f"{rate:g} req/s", shown, "requests") as progress:
-            run = asyncio.run(_send(against, planned, seed, lambda done: progress(done, len(planned))))  # noqa: B023
-        report = make_report(
-            run, against.slo, rate_rps=rate, source="verify", url=against.url, model=against.model, seed=seed
-        )
+    for rate, seed, planned in zip(rates, seeds, loads, strict=True):
+        with progress_bar(f"{rate:g} req/s", not given.as_json, "requests") as progress:
+
+            def ended(now: Progress, total: int = len(planned)) -> None:
+                progress(now.ended, total)
+
+            run = asyncio.run(send(given.url, planned, bodies, given.vocab, seed, ended))
+        report = make_report(run, slo, rate_rps=rate, source="verify", url=given.url, model=given.model, seed=seed)
         if not report.completed:
             fail("failed", f"all requests failed, {report.errors[0].kind}: {report.errors[0].message}")
-        found.append(compare(fleet, against.recipe, planned, run.outcomes, report))
+        found.append(compare(fleet, recipe, planned, run.outcomes, report))
     return found
-
-
-async def _send(against: Against, planned: Sequence[Planned], seed: int, ended: Callable[[int], None]) -> Run:
-    from kvstore_serving.load.client import Bodies, Client
-    from kvstore_serving.load.prompts import Prompts
-    from kvstore_serving.load.run import raise_file_limit, run_load
-
-    raise_file_limit()
-    bodies = Bodies(against.model, "completions")
-    client = Client(against.url, "completions", timeout_s=TIMEOUT_S, api_key=None, whole_output=bodies.whole_output)
-    async with client:
-        return await run_load(
-            planned,
-            client,
-            Prompts(against.vocabulary, seed),
-            bodies,
-            stop=asyncio.Event(),
-            on_progress=lambda now: ended(now.ended),
-        )
 
 
 # ---- options -----------------------------------------------------------------------------------------------------
@@ -241,42 +221,39 @@ def _rates(given: Sequence[float] | None, read: Plan | None) -> list[float]:
     return rates
 
 
-def _planned(against: Against, rate: float, seed: int) -> list[Planned]:
+def _planned(given: VerifyOptions, recipe: Recipe, rate: float, seed: int) -> list[Planned]:
     from kvstore_serving.planning.verify import planned_load
+    from kvstore_serving.planning.workload import Synthetic
 
+    requests = REQUESTS if given.requests is None and isinstance(recipe, Synthetic) else given.requests
     try:
-        planned = planned_load(against.recipe, rate, against.requests, against.warmup, seed)
+        planned = planned_load(recipe, rate, requests, given.warmup, seed)
     except ValueError as error:  # a `TraceError` is one
         fail("usage", f"the load's trace {error}; --trace FILE gives another one")
-    if len(planned) <= against.warmup:
-        fail("usage", f"{len(planned)} requests, of which --warmup {against.warmup} leaves none to count")
+    if len(planned) <= given.warmup:
+        fail("usage", f"{len(planned)} requests, of which --warmup {given.warmup} leaves none to count")
     return planned
 
 
-def _fleet(
-    profile: str,
-    placement: Placement,
-    gpus_per_node: int | None,
-    node_bytes_per_s: float,
-    store_bytes_per_s: float | None,
-    max_batch: int,
-    chunk_tokens: int,
-) -> Fleet:
-    """gpus_per_node: None: each engine has nodes of its own."""
+def _fleet(given: VerifyOptions, profile: Profile) -> Fleet:
+    """Without --gpus-per-node, each engine has nodes of its own."""
     from kvstore_serving.planning.fleet import Pool
     from kvstore_serving.planning.simulator import Fleet
 
-    found = profile_of(profile)
+    placement = _placement(given.colocated, given.prefill, given.decode)
     for engines in placement.phases:
-        if (engines.shape.tp, engines.shape.pp) not in found.shapes:
-            shapes = ", ".join(f"{tp},{pp}" for tp, pp in found.shapes)
+        if (engines.shape.tp, engines.shape.pp) not in profile.shapes:
+            shapes = ", ".join(f"{tp},{pp}" for tp, pp in profile.shapes)
             fail("usage", f"tp {engines.shape.tp}, pp {engines.shape.pp} are not in the profile, which has {shapes}")
     largest = max(engines.shape.tp for engines in placement.phases)
-    gpus = largest if gpus_per_node is None else gpus_per_node
+    gpus = largest if given.gpus_per_node is None else given.gpus_per_node
     if gpus < largest:
         fail("usage", f"--gpus-per-node {gpus}: expected {largest} or more, the tensor parallelism of an engine")
-    links = make_links("store", node_bytes_per_s, 1.0, store_bytes_per_s, 1, "1GiB", found.store)
-    return Fleet([Pool(found, placement.gpus, gpus)], links, placement, max_batch, chunk_tokens)
+    node = NODE if given.node_bytes_per_s is None else given.node_bytes_per_s
+    links = make_links("store", node, 1.0, given.store_bytes_per_s, 1, "1GiB", profile.store)
+    max_batch = 256 if given.max_batch is None else given.max_batch
+    chunk_tokens = 2048 if given.chunk_tokens is None else given.chunk_tokens
+    return Fleet([Pool(profile, placement.gpus, gpus)], links, placement, max_batch, chunk_tokens)
 
 
 def _placement(colocated: str | None, prefill: str | None, decode: str | None) -> Placement:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
+from kvstore_cli.options import takes
 from kvstore_cli.output import fail
 
 _NEEDED = ("uvicorn", "starlette", "aiohttp")
@@ -14,60 +16,64 @@ _NEEDED = ("uvicorn", "starlette", "aiohttp")
 Seconds = Annotated[float, typer.Option(metavar="SECONDS", min=0.001)]
 
 
-def proxy(
-    listen: Annotated[
-        str, typer.Option("--listen", metavar="HOST:PORT", help="Where users come to; port 0 picks one.")
-    ],
+@dataclass(frozen=True, kw_only=True)
+class ProxyOptions:
+    """The options of `kvstore proxy`."""
+
+    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where users come to; port 0 picks one.")]
     store: Annotated[
         list[str],
         typer.Option("--store", metavar="ENDPOINT", help="The store that the engines share, as for --endpoint."),
-    ],
+    ]
     prefill: Annotated[
         list[str] | None, typer.Option("--prefill", metavar="URL", help="A prefill engine; repeatable.")
-    ] = None,
+    ] = None
     decode: Annotated[
         list[str] | None,
         typer.Option("--decode", metavar="URL", help="A decode engine; repeatable. One URL may be both."),
-    ] = None,
+    ] = None
     pools: Annotated[
         str,
         typer.Option("--pools", metavar="FILE", help="A TOML file that names the engines; changes are followed."),
-    ] = "",
+    ] = ""
     engines: Annotated[
         str, typer.Option("--engines", metavar="URL", help="etcd://HOST:PORT/NAME where engines register themselves.")
-    ] = "",
+    ] = ""
     events: Annotated[
         list[str] | None,
         typer.Option("--events", metavar="ENGINE=EVENTS[,REPLAY]", help="The KV events of an engine; repeatable."),
-    ] = None,
-    policy: Annotated[str, typer.Option(help="auto, colocate or split.")] = "auto",
+    ] = None
+    policy: Annotated[str, typer.Option(help="auto, colocate or split.")] = "auto"
     split_tokens: Annotated[
         int, typer.Option(min=1, help="auto: uncached tokens from which P and D share a prompt.")
-    ] = 512,
-    drain_seconds: Annotated[float, typer.Option(min=0.001, help="What runs may take so long after SIGTERM.")] = 60.0,
-    retries: Annotated[int, typer.Option(min=0, help="Other decode engines that a request may go to.")] = 2,
-    connect_seconds: Annotated[float, typer.Option(min=0.001, help="To connect to an engine.")] = 2.0,
-    first_byte_seconds: Annotated[float, typer.Option(min=0.001, help="To an engine's first event.")] = 300.0,
-    idle_seconds: Annotated[float, typer.Option(min=0.001, help="Between two events of an engine.")] = 60.0,
-    answer_seconds: Annotated[float, typer.Option(min=0.001, help="To an answer that is not streamed.")] = 1800.0,
-    check_seconds: Annotated[float, typer.Option(min=0.001, help="Between two health checks of an engine.")] = 2.0,
-    check_timeout_seconds: Annotated[float, typer.Option(min=0.001, help="To the answer of a health check.")] = 2.0,
-    backoff_seconds: Annotated[float, typer.Option(min=0.001, help="Without an engine after its first failure.")] = 1.0,
-    user_stall_seconds: Annotated[float, typer.Option(min=0.001, help="A user may read nothing for so long.")] = 120.0,
-    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB",
-    max_in_flight: Annotated[int, typer.Option(min=1, help="Requests at a time; beyond it 503.")] = 1024,
-    access_log: Annotated[
-        str, typer.Option(metavar="FILE", help="A JSON object a request; - is stdout, '' none.")
-    ] = "-",
+    ] = 512
+    drain_seconds: Annotated[float, typer.Option(min=0.001, help="What runs may take so long after SIGTERM.")] = 60.0
+    retries: Annotated[int, typer.Option(min=0, help="Other decode engines that a request may go to.")] = 2
+    connect_seconds: Annotated[float, typer.Option(min=0.001, help="To connect to an engine.")] = 2.0
+    first_byte_seconds: Annotated[float, typer.Option(min=0.001, help="To an engine's first event.")] = 300.0
+    idle_seconds: Annotated[float, typer.Option(min=0.001, help="Between two events of an engine.")] = 60.0
+    answer_seconds: Annotated[float, typer.Option(min=0.001, help="To an answer that is not streamed.")] = 1800.0
+    check_seconds: Annotated[float, typer.Option(min=0.001, help="Between two health checks of an engine.")] = 2.0
+    check_timeout_seconds: Annotated[float, typer.Option(min=0.001, help="To the answer of a health check.")] = 2.0
+    backoff_seconds: Annotated[float, typer.Option(min=0.001, help="Without an engine after its first failure.")] = 1.0
+    user_stall_seconds: Annotated[float, typer.Option(min=0.001, help="A user may read nothing for so long.")] = 120.0
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB"
+    max_in_flight: Annotated[int, typer.Option(min=1, help="Requests at a time; beyond it 503.")] = 1024
+    access_log: Annotated[str, typer.Option(metavar="FILE", help="A JSON object a request; - is stdout, '' none.")] = (
+        "-"
+    )
     trace_file: Annotated[
         str, typer.Option(metavar="FILE", help="Write each request's times, for a trace viewer; see kvstore trace.")
-    ] = "",
+    ] = ""
     otlp_endpoint: Annotated[
         str, typer.Option(metavar="URL", help="Send spans to an OpenTelemetry collector, such as http://HOST:4318.")
-    ] = "",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    log_format: Annotated[str, typer.Option(help="text or json, on standard error.")] = "text",
-) -> None:
+    ] = ""
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info"
+    log_format: Annotated[str, typer.Option(help="text or json, on standard error.")] = "text"
+
+
+@takes(ProxyOptions)
+def proxy(given: ProxyOptions) -> None:
     """Serve one OpenAI-compatible address for prefill and decode engines that share a store."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -80,39 +86,23 @@ def proxy(
     from kvstore_serving.proxy.server import run
     from kvstore_serving.proxy.settings import Settings, SettingsError, parse_events, parse_listen
 
-    for name, value, allowed in (("level", log_level, logs.LEVELS), ("format", log_format, logs.FORMATS)):
+    for name, value, allowed in (("level", given.log_level, logs.LEVELS), ("format", given.log_format, logs.FORMATS)):
         if value not in allowed:
             fail("usage", f"--log-{name} is {value!r}; expected one of {', '.join(allowed)}")
     try:
-        host, port = parse_listen(listen)
+        host, port = parse_listen(given.listen)
         settings = Settings(
-            host=host,
-            port=port,
-            store=tuple(store),
-            prefill=tuple(prefill or ()),
-            decode=tuple(decode or ()),
-            pools=pools,
-            engines=engines,
-            events=tuple(parse_events(each) for each in events or ()),
-            policy=policy,  # type: ignore[arg-type] # `Settings` checks it
-            split_tokens=split_tokens,
-            drain_s=drain_seconds,
-            retries=retries,
-            connect_s=connect_seconds,
-            first_byte_s=first_byte_seconds,
-            idle_s=idle_seconds,
-            answer_s=answer_seconds,
-            check_interval_s=check_seconds,
-            check_timeout_s=check_timeout_seconds,
-            backoff_s=backoff_seconds,
-            user_stall_s=user_stall_seconds,
-            max_body_bytes=parse_size(max_body),
-            max_in_flight=max_in_flight,
-            access_log=access_log,
-            trace_file=trace_file,
-            otlp_endpoint=otlp_endpoint,
-        )
-        logs.configure(log_level, "proxy", log_format)
+            host, port, tuple(given.store), tuple(given.prefill or ()), tuple(given.decode or ()), given.pools,
+            given.engines, tuple(parse_events(each) for each in given.events or ()),
+            given.policy,  # type: ignore[arg-type] # `Settings` checks it
+            given.split_tokens, drain_s=given.drain_seconds, retries=given.retries, connect_s=given.connect_seconds,
+            first_byte_s=given.first_byte_seconds, idle_s=given.idle_seconds, answer_s=given.answer_seconds,
+            check_interval_s=given.check_seconds, check_timeout_s=given.check_timeout_seconds,
+            backoff_s=given.backoff_seconds, user_stall_s=given.user_stall_seconds,
+            max_body_bytes=parse_size(given.max_body), max_in_flight=given.max_in_flight,
+            access_log=given.access_log, trace_file=given.trace_file, otlp_endpoint=given.otlp_endpoint,
+        )  # fmt: skip
+        logs.configure(given.log_level, "proxy", given.log_format)
         run(settings)
     except (SettingsError, ValueError) as error:
         fail("usage", str(error))

@@ -1,10 +1,15 @@
-"""`kvstore purge`: empties a namespace or the whole store. It says what it will remove, and asks, before it does so."""
+"""`kvstore purge`: makes all blocks of some namespaces misses, in the store and in the engines that hold copies.
+
+It says what it will remove, and asks, before it does so. Shards that do not answer do not keep it from emptying the
+others: then it fails, says which are left, and is to be run again when they are back.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Final
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -16,17 +21,27 @@ from kvstore_cli.options import (
     connected,
     parse_namespace,
 )
-from kvstore_cli.output import fail, printable, show
+from kvstore_cli.output import CommandFailed, fail, printable, show
 
 if TYPE_CHECKING:
-    from kvstore.wire import NamespaceInfo, ShardInfo
+    from kvstore.wire import NamespaceInfo, PurgeReply
+    from kvstore_client import KVStoreClient
+    from kvstore_client.results import ShardStatus
 
 SHOWN: Final = 10  # most namespaces that are named before the question
+_ID_DIGITS: Final = 32
 
 
 def purge(
     namespace: Annotated[
         str | None, typer.Option("--namespace", "-n", metavar="JSON|@FILE", help=f"Empty this one. {NAMESPACE_HELP}")
+    ] = None,
+    namespace_id: Annotated[
+        str | None,
+        typer.Option("--namespace-id", metavar="HEX", help="Empty the one whose id begins so, as `kvstore info` says."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="GLOB", help="Empty all of models that match: 'Qwen/*'.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Empty all namespaces.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -34,64 +49,156 @@ def purge(
     timeout: TimeoutOption = 60.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove all blocks of a namespace, or of the store.
+    """Remove all blocks of some namespaces, or of the store, and every copy that engines hold of them.
 
-    Says first how much there is, and asks. Where there is no terminal to ask on, --yes is needed. Engines compute again
-    what they find missing.
+    Says first how much there is, and asks. Where there is no terminal to ask on, --yes is needed. Engines drop what
+    they hold, in their GPUs as well, and compute it again when it is needed; what they have on its way is refused.
+    Status 3: there is no such namespace.
     """
+    if [namespace is None, namespace_id is None, model is None, not everything].count(False) != 1:
+        fail(
+            "usage",
+            "expected one of --namespace JSON, --namespace-id HEX, --model GLOB, to empty some namespaces, or --all, "
+            "to empty the store",
+        )
+    prefix = _check_id(namespace_id) if namespace_id is not None else ""
+    if model is not None and not model.strip():
+        fail("usage", "--model is empty: expected a pattern such as 'Qwen/*'; for all models give --all")
+    wanted = parse_namespace(namespace) if namespace is not None else None
+    with connected(endpoint, wanted, timeout, fail_open=True) as client:
+        shards = client.shards()
+        _check_reached(client, shards)
+        infos = [info for shard in shards if shard.info is not None for info in shard.info.namespaces]
+        chosen = _of_id(infos, _id_of(client, shards)) if wanted is not None else _matching(infos, model, prefix)
+        contents = _contents(chosen)
+        if prefix and len(contents) > 1:
+            fail("usage", f"--namespace-id {namespace_id}: several begin so, {_named(contents)}: give more digits")
+        if (contents or not everything) and not yes:
+            _ask(contents, as_json)
+        replies = _purge(client, wanted is None, model or "", prefix, as_json)
+        report = _Report(contents, shards, replies)
+        if not (everything or chosen or report.told):  # an empty one is listed for some seconds
+            there = _named(_contents(_matching(infos, None, "")))
+            fail("not_found", f"there is no such namespace; the store has {there or 'none'}")
+        show(report.document, as_json, report.print, report.failure)
+
+
+def _check_id(given: str) -> str:
+    prefix = given.lower()
+    if not 0 < len(prefix) <= _ID_DIGITS or set(prefix) - set("0123456789abcdef"):
+        fail("usage", f"--namespace-id {given!r}: expected 1 to {_ID_DIGITS} hexadecimal digits, as `kvstore info` has")
+    return prefix
+
+
+def _check_reached(client: KVStoreClient, shards: Sequence[ShardStatus]) -> None:
+    """End the command unless some shard answers."""
+    if any(shard.info is not None for shard in shards):
+        return
+    client.info()  # raises if they answer, and refuse
+    why = "; ".join(dict.fromkeys(shard.error for shard in shards)) or client.directory_error or "no shard is known"
+    fail("unreachable", f"{why}; nothing was removed")
+
+
+def _id_of(client: KVStoreClient, shards: Sequence[ShardStatus]) -> str:
+    """-> the id of the client's namespace, at the server: there it may belong to the tenant that the token names."""
     import msgspec
 
+    tenant = next((shard.info.tenant for shard in shards if shard.info is not None), "")
+    wanted = client.namespace  # with the mark of a block secret
+    return (msgspec.structs.replace(wanted, tenant=tenant) if tenant else wanted).id
+
+
+def _of_id(infos: Sequence[NamespaceInfo], wanted: str) -> list[NamespaceInfo]:
+    return [info for info in infos if info.id == wanted]
+
+
+def _matching(infos: Sequence[NamespaceInfo], model: str | None, prefix: str) -> list[NamespaceInfo]:
+    return [
+        info for info in infos if info.id.startswith(prefix) and (model is None or fnmatchcase(_model_of(info), model))
+    ]
+
+
+def _model_of(info: NamespaceInfo) -> str:
+    import msgspec
+
+    return str(msgspec.json.decode(info.namespace).get("model", ""))
+
+
+def _purge(client: KVStoreClient, every: bool, model: str, prefix: str, as_json: bool) -> dict[str, PurgeReply]:
     from kvstore_cli.progress import progress_bar
 
-    if (namespace is None) != everything:
-        fail("usage", "expected either --namespace JSON, to empty one namespace, or --all, to empty the store")
-    wanted = parse_namespace(namespace) if namespace is not None else None
-    with connected(endpoint, wanted, timeout) as client:
-        shards = client.info().shards
-        tenant = shards[0].tenant if shards else ""
-        wanted_id = None
-        if wanted is not None:
-            wanted = client.namespace  # with the mark of a block secret
-            if tenant:  # the server keeps it under the tenant that the token names
-                wanted = msgspec.structs.replace(wanted, tenant=tenant)
-            wanted_id = wanted.id
-        contents = _contents(shards, wanted_id)
-        if contents and not yes:
-            _ask(contents, as_json)
-        removed = 0
-        if contents:
-            with progress_bar("removing", shown=not as_json) as progress:
-                removed = client.purge(all_namespaces=everything)
-                progress(removed, removed)
-    show(
-        {"namespaces": len(contents), "blocks": removed},
-        as_json,
-        lambda: print(f"{removed} blocks of {len(contents)} namespace(s) removed"),
-    )
+    with progress_bar("removing", shown=not as_json) as progress:
+        replies = client.purge_shards(all_namespaces=every, model=model, id_prefix=prefix)
+        removed = sum(reply.purged for reply in replies.values())
+        progress(removed, removed)
+    return replies
 
 
 class _Content:
     """The content of a namespace, summed over all shards."""
 
     def __init__(self, parts: Sequence[NamespaceInfo]) -> None:
-        import msgspec
-
         self.id = parts[0].id
-        self.model = str(msgspec.json.decode(parts[0].namespace).get("model", ""))
+        self.model = _model_of(parts[0])
         self.blocks = sum(part.blocks for part in parts)
         self.disk_blocks = sum(part.disk_blocks for part in parts)
         self.bytes = self.blocks * parts[0].block_bytes
         self.disk_bytes = self.disk_blocks * parts[0].block_bytes
 
 
-def _contents(shards: Sequence[ShardInfo], wanted_id: str | None) -> list[_Content]:
-    """The namespaces that hold blocks; only the one with `wanted_id`, if that is given."""
+def _contents(infos: Sequence[NamespaceInfo]) -> list[_Content]:
+    """Those of these namespaces that hold blocks."""
     by_id: dict[str, list[NamespaceInfo]] = {}
-    for shard in shards:
-        for part in shard.namespaces:
-            if wanted_id in (None, part.id) and (part.blocks or part.disk_blocks):
-                by_id.setdefault(part.id, []).append(part)
+    for part in infos:
+        if part.blocks or part.disk_blocks:
+            by_id.setdefault(part.id, []).append(part)
     return [_Content(parts) for _, parts in sorted(by_id.items())]
+
+
+def _named(contents: Sequence[_Content]) -> str:
+    """-> their ids and models, in words."""
+    shown = [f"{content.id[:12]} ({printable(content.model)})" for content in contents[:SHOWN]]
+    return ", ".join(shown) + (f" and {len(contents) - SHOWN} more" if len(contents) > SHOWN else "")
+
+
+class _Report:
+    """What came of it."""
+
+    def __init__(
+        self, contents: Sequence[_Content], shards: Sequence[ShardStatus], replies: dict[str, PurgeReply]
+    ) -> None:
+        self._contents = contents
+        self._removed = sum(reply.purged for reply in replies.values())
+        self._left = [shard.name for shard in shards if shard.name not in replies]
+        # An engine has a connection to each shard.
+        self.told = max((reply.told for reply in replies.values()), default=0)
+        self._silent = sorted({address for reply in replies.values() for address in reply.silent})
+        self._heard = self.told - max((len(reply.silent) for reply in replies.values()), default=0)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """As --json prints it."""
+        holders = {"clients": {"told": self.told, "silent": self._silent}} if self.told else {}
+        left = {"shards_left": self._left} if self._left else {}
+        return {"namespaces": len(self._contents), "blocks": self._removed, **holders, **left}
+
+    def print(self) -> None:
+        """For people."""
+        print(f"{self._removed} blocks of {len(self._contents)} namespace(s) removed")
+        if self.told:
+            print(f"{self._heard} of {self.told} clients with copies of blocks have dropped them")
+
+    @property
+    def failure(self) -> CommandFailed | None:
+        """What is left to do; None: nothing."""
+        problems = []
+        if self._left:
+            problems.append(f"{', '.join(self._left)} did not answer and may have older blocks")
+        if self._silent:
+            problems.append(f"{', '.join(self._silent)} did not say that they have dropped their copies")
+        if not problems:
+            return None
+        return CommandFailed("failed", f"{'; '.join(problems)}: run this again when they are back, or end them")
 
 
 def _ask(contents: Sequence[_Content], as_json: bool) -> None:
@@ -104,7 +211,7 @@ def _ask(contents: Sequence[_Content], as_json: bool) -> None:
     summary = f"{len(contents)} namespace(s) with {summary}"
     if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         fail("usage", f"this would remove {summary}: give --yes to do it; nothing was removed")
-    print(f"This removes {summary}:")
+    print(f"This removes {summary}, and the copies that engines hold:")
     for content in contents[:SHOWN]:
         print(f"  {content.id[:12]}  {printable(content.model)}  {format_size(content.bytes)} in memory")
     if len(contents) > SHOWN:

@@ -7,12 +7,16 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kvstore.sizes import format_size
+from kvstore.wire import ShardInfo
+from kvstore.wire.status import Field, fields_of
 from kvstore_cli.options import EndpointOption, JsonOption, TimeoutOption, connected
 from kvstore_cli.output import print_json, show
 
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvstore_cli.top_state import Looking, Top, TopRow
 
+_KEPT: Final = ("name", "hits", "out")
 _LEFT_OUT_FIRST: Final = ("clients", "requests", "blocks", "up", "slow", "disk", "evicted", "memory", "in")
 _NEXT: Final = (b">", b"s", b"\x1b[C")  # also: the right arrow
 _PREVIOUS: Final = (b"<", b"\x1b[D")
@@ -33,45 +38,55 @@ class By(str, Enum):
     SHARD = "shard"
 
 
-class Sort(str, Enum):
-    """The columns, by any of which rows are sorted."""
-
-    NAME = "name"
-    UP = "up"
-    CLIENTS = "clients"
-    HITS = "hits"
-    IN = "in"
-    OUT = "out"
-    REQUESTS = "requests"
-    BLOCKS = "blocks"
-    MEMORY = "memory"
-    DISK = "disk"
-    EVICTED = "evicted"
-    SLOW = "slow"
+def _cell(field: Field, row: TopRow) -> str:
+    value = getattr(row, field.top_key)
+    text = format_size(value) if field.unit == "bytes" else f"{value:.1f} s" if field.unit == "s" else f"{value:.0f}"
+    return f"{text}/s" if field.per_second else text
 
 
-_FIELDS: Final = {
-    Sort.NAME: "name",
-    Sort.UP: "shards_up",
-    Sort.CLIENTS: "connections",
-    Sort.HITS: "hit_rate",
-    Sort.IN: "bytes_in_per_s",
-    Sort.OUT: "bytes_out_per_s",
-    Sort.REQUESTS: "requests_per_s",
-    Sort.BLOCKS: "blocks",
-    Sort.MEMORY: "memory_used_bytes",
-    Sort.DISK: "disk_used_bytes",
-    Sort.EVICTED: "evicted_per_s",
-    Sort.SLOW: "slow_turns",
+def _speed(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.1f} MB/s"
+
+
+def _percent(used: int, limit: int) -> str:
+    return f"{used / limit:.0%}" if limit else "-"
+
+
+# Each column: the number that rows are sorted by, and how it is printed. Fields of INFO come last.
+_COLUMNS: Final[dict[str, tuple[str, Callable[[TopRow], str]]]] = {
+    "name": ("name", lambda row: row.name),
+    "up": ("shards_up", lambda row: f"{row.shards_up}/{row.shards}"),
+    "clients": ("connections", lambda row: str(row.connections)),
+    "hits": ("hit_rate", lambda row: "-" if row.hit_rate is None else f"{row.hit_rate:.1%}"),
+    "in": ("bytes_in_per_s", lambda row: _speed(row.bytes_in_per_s)),
+    "out": ("bytes_out_per_s", lambda row: _speed(row.bytes_out_per_s)),
+    "requests": ("requests_per_s", lambda row: f"{row.requests_per_s:.0f}/s"),
+    "blocks": ("blocks", lambda row: str(row.blocks)),
+    "memory": ("memory_used_bytes", lambda row: _percent(row.memory_used_bytes, row.memory_limit_bytes)),
+    "disk": ("disk_used_bytes", lambda row: _percent(row.disk_used_bytes, row.disk_limit_bytes)),
+    **{field.top: (field.top_key, partial(_cell, field)) for field in fields_of(ShardInfo) if field.top},
 }
+
+
+def _column(name: str) -> str:
+    if name not in _COLUMNS:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, _COLUMNS))}.")
+    return name
 
 
 def top(
     endpoint: EndpointOption = None,
     by: Annotated[By, typer.Option("--by", help="What a row is of.")] = By.NODE,
     sort: Annotated[
-        Sort, typer.Option("--sort", "-s", help="Column to sort by; numbers from the largest.")
-    ] = Sort.NAME,
+        str,
+        typer.Option(
+            *("--sort", "-s"),
+            metavar=f"<{'|'.join(_COLUMNS)}>",
+            callback=_column,
+            autocompletion=lambda: list(_COLUMNS),
+            help="Column to sort by; numbers from the largest.",
+        ),
+    ] = "name",
     reverse: Annotated[bool, typer.Option("--reverse", "-r", help="Sort the other way round.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Look for one interval, show that, and end.")] = False,
     interval: Annotated[
@@ -110,7 +125,7 @@ def top(
 class _Shown:
     """The order of the rows, which keys change."""
 
-    def __init__(self, sort: Sort, reverse: bool) -> None:
+    def __init__(self, sort: str, reverse: bool) -> None:
         self.sort = sort
         self.reverse = reverse
 
@@ -120,11 +135,11 @@ class _Shown:
 
         from kvstore_cli.top_state import sorted_rows
 
-        return msgspec.structs.replace(found, rows=sorted_rows(found.rows, _FIELDS[self.sort], self.reverse))
+        return msgspec.structs.replace(found, rows=sorted_rows(found.rows, _COLUMNS[self.sort][0], self.reverse))
 
     def press(self, keys: bytes) -> bool:
         """Take what was typed. -> False if it means the end."""
-        sorts = list(Sort)
+        sorts = list(_COLUMNS)
         if keys in _NEXT or keys in _PREVIOUS:
             step = 1 if keys in _NEXT else -1
             self.sort = sorts[(sorts.index(self.sort) + step) % len(sorts)]
@@ -204,11 +219,15 @@ def _table(found: Top, shown: _Shown, console: Console, keys: bool = False) -> R
     from kvstore_cli.output import printable
     from kvstore_cli.plain_table import fitting_table
 
-    mark = f"{shown.sort.value}{'▲' if shown.reverse else '▼'}"
-    columns = [mark if each is shown.sort else each.value for each in Sort]
+    mark = f"{shown.sort}{'▲' if shown.reverse else '▼'}"
+    columns = [mark if name == shown.sort else name for name in _COLUMNS]
+    left_out_first = [*(name for name in _COLUMNS if name not in (*_KEPT, *_LEFT_OUT_FIRST)), *_LEFT_OUT_FIRST]
     rows = list(found.rows) if len(found.rows) == 1 else [*found.rows, found.all]
     table, left_out = fitting_table(
-        columns, [_cells(row) for row in rows], [name for name in _LEFT_OUT_FIRST if name in columns], console
+        columns,
+        [[cell(row) for _, cell in _COLUMNS.values()] for row in rows],
+        [name for name in left_out_first if name in columns],
+        console,
     )
     styles = {"bad": "red", "warning": "yellow", "note": ""}
     lines = [Text(printable(message.text), styles[message.severity]) for message in found.messages]
@@ -217,28 +236,3 @@ def _table(found: Top, shown: _Shown, console: Console, keys: bool = False) -> R
     if keys:
         lines.append(Text(f"{time.strftime('%H:%M:%S')}   < > sort   r reverse   q quit", "dim"))
     return Group(table, *lines)
-
-
-def _cells(row: TopRow) -> list[str]:
-    return [
-        row.name,
-        f"{row.shards_up}/{row.shards}",
-        str(row.connections),
-        "-" if row.hit_rate is None else f"{row.hit_rate:.1%}",
-        _speed(row.bytes_in_per_s),
-        _speed(row.bytes_out_per_s),
-        f"{row.requests_per_s:.0f}/s",
-        str(row.blocks),
-        _percent(row.memory_used_bytes, row.memory_limit_bytes),
-        _percent(row.disk_used_bytes, row.disk_limit_bytes),
-        f"{row.evicted_per_s:.0f}/s",
-        str(row.slow_turns),
-    ]
-
-
-def _speed(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.1f} MB/s"
-
-
-def _percent(used: int, limit: int) -> str:
-    return f"{used / limit:.0%}" if limit else "-"

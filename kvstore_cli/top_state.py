@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
-from kvstore.node.rates import Table, below, change, hit_rate, table_of, total
+from kvstore.node.rates import Table, amount, change, hit_rate, table_of, total
 from kvstore.node.words import Message, Seen, messages
+from kvstore.wire import ShardInfo
+from kvstore.wire.status import Field, fields_of
 from kvstore_cli.output import CommandFailed
 from kvstore_client import KVStoreClient, ShardStatus
 
 
 class TopRow(msgspec.Struct, frozen=True):
-    """One node or shard, or all of them. Sums are over those of its shards that answer."""
+    """One node or shard, or all of them. Sums are over those of its shards that answer. Then come the fields of INFO
+    that have a column."""
 
     name: str
     shards: int
@@ -30,9 +34,11 @@ class TopRow(msgspec.Struct, frozen=True):
     disk_blocks: int
     disk_used_bytes: int
     disk_limit_bytes: int  # 0: no disk tier
-    evicted_per_s: float  # from memory
     disk_evicted_per_s: float
-    slow_turns: int  # of the shards' loops, since the last look
+
+
+_COLUMNS: Final = [field for field in fields_of(ShardInfo) if field.top]
+_TopRow: Final[Any] = msgspec.defstruct("_TopRow", [(f.top_key, float) for f in _COLUMNS], bases=(TopRow,), frozen=True)
 
 
 class Top(msgspec.Struct, frozen=True):
@@ -128,7 +134,11 @@ def _row(name: str, shards: Sequence[ShardStatus], changes: Mapping[str, Table],
     def rate(*key: str) -> float:
         return round(changed[key] / seconds, 1) if seconds else 0.0
 
-    return TopRow(
+    def shown(field: Field) -> float:
+        value = amount(field, up, changed)
+        return round(value / (seconds or 1), 1) if field.per_second else value
+
+    row: TopRow = _TopRow(
         name=name,
         shards=len(shards),
         shards_up=len(up),
@@ -143,10 +153,10 @@ def _row(name: str, shards: Sequence[ShardStatus], changes: Mapping[str, Table],
         disk_blocks=sum(disk.blocks for disk in disks),
         disk_used_bytes=sum(disk.used_bytes for disk in disks),
         disk_limit_bytes=sum(disk.limit_bytes for disk in disks),
-        evicted_per_s=rate("evicted"),
         disk_evicted_per_s=rate("disk", "evicted"),
-        slow_turns=below(changed, "slow"),
+        **{field.top_key: shown(field) for field in _COLUMNS},
     )
+    return row
 
 
 def sorted_rows(rows: Sequence[TopRow], field: str, reverse: bool) -> list[TopRow]:

@@ -1,46 +1,26 @@
 """`kvstore trace`: the trace files of a proxy and its engines, put together into one file for a trace viewer.
 
 A process of the viewer is a request, and its rows are who worked on it. Times are those of each host's clock: hosts
-whose clocks differ show requests that begin before they were sent.
+whose clocks differ show requests that begin before they were sent. What is written is Chrome's trace event format.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 import typer
 
 from kvstore_cli.options import JsonOption
 from kvstore_cli.output import fail, show
-from kvstore_client.engine.trace_file import row_name
+from kvstore_client.engine.trace_file import Slice, read_trace
 
-
-class Event(msgspec.Struct, omit_defaults=True):
-    """As `kvstore_client.engine.trace_file` writes them. ph: what it is; ts, dur: in microseconds."""
-
-    ph: Literal["M", "X", "i"]
-    name: str
-    pid: int
-    tid: int
-    args: dict[str, Any]
-    cat: str = ""
-    ts: int = 0
-    dur: int | None = None
-    s: str = ""
-
-    @property
-    def trace_id(self) -> str:
-        """Empty: this event is about names."""
-        return str(self.args["trace_id"]) if self.ph != "M" else ""
-
-    @property
-    def row(self) -> tuple[str, int, str]:
-        return self.trace_id, self.tid, str(self.args["writer"])
-
-
-_EVENTS: Final = msgspec.json.Decoder(list[Event])
+# From top to bottom: who asks stands above who is asked.
+_ROWS: Final = ("proxy", "proxy to P", "proxy to D", "P", "store, from P", "store, to D", "D")
+_Key: TypeAlias = tuple[int, int, int, str]  # of a row: its process, which of `_ROWS`, its lane, its writer
 
 
 def trace(
@@ -56,16 +36,16 @@ def trace(
     """
     if request and trace_id:
         fail("usage", "--request and --trace were given; expected one of them")
-    events = [event for file in files for event in _read(file)]
+    slices = [each for file in files for each in _read(file)]
     wanted = {
         each.trace_id
-        for each in events
-        if (not request or each.args["request_id"] == request) and (not trace_id or each.trace_id == trace_id)
+        for each in slices
+        if (not request or each.request_id == request) and (not trace_id or each.trace_id == trace_id)
     }
     if not wanted:
         what = f"request {request}" if request else f"trace {trace_id}" if trace_id else "request"
         fail("failed", f"no {what} in {', '.join(map(str, files))}; name the files of the proxy and engines it went to")
-    merged = _merged([each for each in events if each.trace_id in wanted])
+    merged = _merged([each for each in slices if each.trace_id in wanted])
     document = msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": merged})
     try:
         output.write_bytes(document)
@@ -75,46 +55,68 @@ def trace(
     show(result, as_json, lambda: print(f"{len(wanted)} request(s) in {output}: open it in https://ui.perfetto.dev"))
 
 
-def _read(file: Path) -> list[Event]:
+def _read(file: Path) -> list[Slice]:
     """-> what happened, of FILE.1, if there is one, and FILE."""
     older = file.with_name(f"{file.name}.1")
-    events: list[Event] = []
+    slices: list[Slice] = []
     for each in (older, file) if older.exists() else (file,):
         try:
-            found = _EVENTS.decode(_mended(each.read_bytes()))
-            events += [event for event in found if event.ph != "M" and event.row and row_name(*event.row[1:])]
+            slices += read_trace(each)
         except OSError as error:
             fail("failed", f"{error}; name files that --trace-file or trace_file has written")
-        except (msgspec.DecodeError, KeyError, IndexError) as error:
-            fail("failed", f"{each} is none that --trace-file or trace_file has written: {error!r}")
-    return events
+        except ValueError as error:
+            fail("failed", str(error))
+    if unknown := {each.row for each in slices}.difference(_ROWS):
+        fail("failed", f"{file} has rows that no proxy or engine writes: {', '.join(sorted(unknown))}")
+    return slices
 
 
-def _mended(data: bytes) -> bytes:
-    """A file is torn if its writer was killed in the middle, or writes now: what is whole lines counts."""
-    if data.endswith(b"]\n"):
-        return data
-    whole, _, _ = data.rpartition(b"},\n")
-    return whole + b"}]" if whole else b"[]"
-
-
-def _merged(events: list[Event]) -> list[Event]:
-    """-> these events, numbered anew: a process for each trace, in the order in which they began; in it, a row for each
-    row of each writer."""
-    events = sorted(events, key=lambda each: each.ts)
+def _merged(slices: list[Slice]) -> list[dict[str, Any]]:
+    """-> events: a process for each trace, in the order in which they began; in it, a row for each row of each
+    writer."""
+    slices = sorted(slices, key=lambda each: (each.began_us, -(each.ended_us or each.began_us)))
     processes: dict[str, int] = {}
     titles: dict[str, str] = {}  # the proxy's, if it is there: engines call a request otherwise
-    for each in events:
+    for each in slices:
         processes.setdefault(each.trace_id, len(processes) + 1)
-        if row_name(*each.row[1:]) == "proxy" or each.trace_id not in titles:
-            titles[each.trace_id] = f"request {each.args['request_id']}, trace {each.trace_id}"
-    rows = sorted({each.row for each in events}, key=lambda row: (processes[row[0]], *row[1:]))
-    numbers = {row: number for number, row in enumerate(rows, start=1)}
-    merged = [Event("M", "process_name", pid, 0, {"name": titles[trace_id]}) for trace_id, pid in processes.items()]
-    for row, tid in numbers.items():
-        pid = processes[row[0]]
-        merged.append(Event("M", "thread_name", pid, tid, {"name": row_name(*row[1:])}))
-        merged.append(Event("M", "thread_sort_index", pid, tid, {"sort_index": tid}))
-    return merged + [
-        msgspec.structs.replace(each, pid=processes[each.trace_id], tid=numbers[each.row]) for each in events
-    ]
+        if each.row == "proxy" or each.trace_id not in titles:
+            titles[each.trace_id] = f"request {each.request_id}, trace {each.trace_id}"
+    placed = list(_placed(slices, processes))
+    numbers = {key: tid for tid, key in enumerate(sorted({key for _, key in placed}), start=1)}
+    events = [_named("process_name", pid, 0, {"name": titles[trace_id]}) for trace_id, pid in processes.items()]
+    for (pid, row, _, writer), tid in numbers.items():
+        name = _ROWS[row] if _ROWS[row].startswith("proxy") else f"{_ROWS[row]} ({writer})"
+        events.append(_named("thread_name", pid, tid, {"name": name}))
+        events.append(_named("thread_sort_index", pid, tid, {"sort_index": tid}))
+    return events + [_event(each, key[0], numbers[key]) for each, key in placed]
+
+
+def _placed(slices: list[Slice], processes: Mapping[str, int]) -> Iterator[tuple[Slice, _Key]]:
+    """Viewers show a row right only if of two slices that overlap one contains the other: -> each slice with its row,
+    of which there are as many lanes as needed. slices: in the order in which they began, and longer ones first."""
+    open_until: dict[_Key, list[int]] = {}
+    for each in slices:
+        for lane in count():
+            key = processes[each.trace_id], _ROWS.index(each.row), lane, each.writer
+            ends = open_until.setdefault(key, [])
+            while ends and ends[-1] <= each.began_us:
+                ends.pop()
+            if each.ended_us is None:
+                break
+            if not ends or each.ended_us <= ends[-1]:
+                ends.append(each.ended_us)
+                break
+        yield each, key
+
+
+def _event(part: Slice, pid: int, tid: int) -> dict[str, Any]:
+    ids = {"trace_id": part.trace_id, "request_id": part.request_id, "writer": part.writer}
+    args = {**part.args, **ids}
+    event = {"name": part.name, "pid": pid, "tid": tid, "args": args, "cat": "kvstore", "ts": part.began_us}
+    if part.ended_us is None:
+        return {"ph": "i", "s": "t", **event}
+    return {"ph": "X", "dur": max(0, part.ended_us - part.began_us), **event}
+
+
+def _named(what: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}

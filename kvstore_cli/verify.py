@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kvstore.sizes import format_size
 from kvstore_cli.options import ENDPOINT_VARIABLE, EndpointOption, JsonOption, TimeoutOption, connected
 from kvstore_cli.output import CommandFailed, fail, show
 
 if TYPE_CHECKING:
     from kvstore.disk.encryption import DiskKey
+    from kvstore.disk.verify import VerifyReport
+    from kvstore_cli.scrub import ScrubReport
+
+MAX_SHOWN: Final = 20  # most damaged blocks, and segments, that are listed; --json lists all
 
 
 def verify(
@@ -62,7 +67,6 @@ def _verify_folder(path: Path, key: DiskKey | None, as_json: bool) -> None:
     from kvstore.disk.format import DiskFormatError
     from kvstore.disk.verify import verify as verify_folder
     from kvstore_cli.progress import progress_bar
-    from kvstore_cli.report_tables import print_verified
 
     try:
         with progress_bar("checking", shown=not as_json, unit="bytes") as progress:
@@ -75,7 +79,6 @@ def _verify_folder(path: Path, key: DiskKey | None, as_json: bool) -> None:
 
 def _verify_store(endpoint: list[str] | None, timeout: float, as_json: bool) -> None:
     from kvstore_cli.progress import progress_bar
-    from kvstore_cli.report_tables import print_scrubbed
     from kvstore_cli.scrub import NoDiskTier
     from kvstore_cli.scrub import verify as verify_store
 
@@ -93,3 +96,44 @@ def _verify_store(endpoint: list[str] | None, timeout: float, as_json: bool) -> 
         incomplete = [f"{shard.shard}: {shard.failure}" for shard in report.shards if shard.failure]
         failure = CommandFailed("failed", f"the check is not complete: {'; '.join(incomplete)}")
     show(report, as_json, lambda: print_scrubbed(report), failure)
+
+
+def print_verified(report: VerifyReport) -> None:
+    """Print what was found in a folder."""
+    from kvstore_cli.plain_table import columns, print_table
+
+    if report.damaged:
+        named = {**{name: name for name in ("shard", "model", "key", "segment")}, "slot": "place", "why": "reason"}
+        shown = columns(*((heading, value, "", True) for heading, value in named.items()))
+        print_table("Damaged blocks", shown, report.damaged[:MAX_SHOWN])
+        if len(report.damaged) > MAX_SHOWN:
+            print(f"... and {len(report.damaged) - MAX_SHOWN} more: --json names them all")
+    for missing in report.missing_segments[:MAX_SHOWN]:
+        print(
+            f"shard {missing.shard}: segment {missing.segment} with {missing.blocks} blocks cannot be used: "
+            f"{missing.reason}",
+        )
+    if len(report.missing_segments) > MAX_SHOWN:
+        print(f"... and {len(report.missing_segments) - MAX_SHOWN} more segments: --json names them all")
+    for sentence in report.index_damage:
+        print(sentence)
+    if report.bad_entries:
+        print(f"{report.bad_entries} entries of the index are damaged")
+    print(
+        f"{report.blocks} blocks ({format_size(report.bytes)}) on {report.shards} shard(s) checked, "
+        f"{len(report.damaged)} damaged, {sum(missing.blocks for missing in report.missing_segments)} without a segment"
+        + (f", {report.expired_blocks} expired and not checked" if report.expired_blocks else "")
+    )
+    if not report.ok:
+        print("nothing was changed: the server that uses this folder next counts damaged blocks as misses")
+
+
+def print_scrubbed(report: ScrubReport) -> None:
+    """Print what running shards found on their disks."""
+    for shard in report.shards:
+        print(
+            f"shard {shard.shard}: {shard.blocks} blocks ({format_size(shard.bytes)}) checked, {shard.damaged} damaged"
+            + (f"; not complete: {shard.failure}" if shard.failure else ""),
+        )
+    if any(shard.damaged for shard in report.shards):
+        print("the server has dropped the damaged blocks: they are misses now; its log names some of them")

@@ -48,3 +48,16 @@ def whole_numbers(name: str, values: Iterable[int]) -> list[int]:
         return [operator.index(value) for value in values]
     except TypeError as error:
         raise TypeError(f"{name}: {error}: expected whole numbers") from None
+
+
+def slots(values: Iterable[int], keys: int, rows: int) -> list[int]:
+    """`values` as a row of its own, of `rows`, for each of so many keys. Raises `IndexError` for one that is not."""
+    places = whole_numbers("slots", values)
+    if len(places) != keys:
+        raise ValueError(f"{keys} keys and {len(places)} slots: expected as many slots as keys")
+    if places and not 0 <= min(places) <= max(places) < rows:
+        wrong = next(place for place in places if not 0 <= place < rows)
+        raise IndexError(f"slot {wrong}: out has {rows} rows")
+    if len(set(places)) != len(places):
+        raise ValueError("slots: one is named twice: expected a row of its own for each block")
+    return places

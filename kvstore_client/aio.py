@@ -11,28 +11,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+import inspect
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Final, ParamSpec, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 from kvstore_client import _arguments
-from kvstore_client._calls.chains import Parent
-from kvstore_client._links.link import SharedMemory
-from kvstore_client.client import DEFAULT_CONNECTIONS, DEFAULT_TIMEOUT_S, KVStoreClient
+from kvstore_client.client import DEFAULT_TIMEOUT_S, ClientKeywords, KVStoreClient
 from kvstore_client.errors import ConnectionLost, KVStoreError
 from kvstore_client.keys import Keys, Namespace
 from kvstore_client.promises import Promise
-from kvstore_client.results import ClientStats, GetResult, Location, Lookup, SetResult, ShardStatus, StoreInfo
+from kvstore_client.results import ClientStats
+
+if TYPE_CHECKING:
+    from typing import Unpack  # of Python 3.11
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 DEFAULT_CONCURRENCY: Final = 16
+
+
+def _awaited(
+    call: Callable[Concatenate[KVStoreClient, _P], _R],
+) -> Callable[Concatenate[AsyncKVStoreClient, _P], Coroutine[Any, Any, _R]]:
+    """The same call, to be awaited: its options, results, errors and documentation are the other client's."""
+
+    @functools.wraps(call)
+    async def run(self: AsyncKVStoreClient, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        client = await self._connected()
+        return await self._run(call, client, *args, **kwargs)
+
+    return run
 
 
 class AsyncKVStoreClient:
@@ -43,41 +54,16 @@ class AsyncKVStoreClient:
         endpoint: str | Sequence[str] | None = None,
         namespace: Namespace | None = None,
         *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        fail_open: bool = False,
-        checksum: bool = True,
-        replicas: int = 1,
-        min_copies: int = 1,
-        shared_memory: SharedMemory = "auto",
-        connections: int = DEFAULT_CONNECTIONS,
-        nixl: bool = False,
-        token: str | os.PathLike[str] | None = None,
-        block_secret: bytes | str | None = None,
-        tls_ca: str | None = None,
-        tls_cert: str | None = None,
-        tls_key: str | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
+        **options: Unpack[ClientKeywords],
     ) -> None:
+        """`options`: what `KVStoreClient` takes by keyword. `concurrency`: how many calls are in flight at most."""
         concurrency = _arguments.whole_number("concurrency", concurrency, 1)
-        self._make = functools.partial(
-            KVStoreClient,
-            endpoint,
-            namespace,
-            timeout_s=timeout_s,
-            fail_open=fail_open,
-            checksum=checksum,
-            replicas=replicas,
-            min_copies=min_copies,
-            shared_memory=shared_memory,
-            connections=connections,
-            nixl=nixl,
-            token=token,
-            block_secret=block_secret,
-            tls_ca=tls_ca,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-        )
-        self._timeout_s = timeout_s
+        unknown = options.keys() - ClientKeywords.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"{', '.join(sorted(unknown))}: expected options of KVStoreClient, or concurrency")
+        self._make = functools.partial(KVStoreClient, endpoint, namespace, **options)
+        self._timeout_s = options.get("timeout_s", DEFAULT_TIMEOUT_S)
         self._client: KVStoreClient | None = None
         self._connecting = asyncio.Lock()
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="kvstore-aio")
@@ -123,6 +109,16 @@ class AsyncKVStoreClient:
         return self._timeout_s
 
     @property
+    def generation(self) -> int:
+        """See `KVStoreClient.generation`. 0 before the client has connected."""
+        return self._client.generation if self._client is not None else 0
+
+    @property
+    def reached(self) -> bool:
+        """See `KVStoreClient.reached`."""
+        return self._client is not None and self._client.reached
+
+    @property
     def epoch(self) -> int:
         """See `KVStoreClient.epoch`. 0 before the client has connected."""
         return self._client.epoch if self._client is not None else 0
@@ -136,63 +132,23 @@ class AsyncKVStoreClient:
         """See `KVStoreClient.why_unanswered`."""
         return self._client.why_unanswered() if self._client is not None else ConnectionLost("not connected yet")
 
-    async def set(
-        self,
-        keys: Keys,
-        blocks: Any,
-        *,
-        force: bool = False,
-        deferred: bool = True,
-        parent: Parent = None,
-        position: int = 0,
-        priority: int = 0,
-        ttl_s: float | None = None,
-        reads: int | None = None,
-        timeout_s: float | None = None,
-    ) -> SetResult:
-        """See `KVStoreClient.set`."""
-        client = await self._connected()
-        return await self._run(
-            client.set,
-            keys,
-            blocks,
-            force=force,
-            deferred=deferred,
-            parent=parent,
-            position=position,
-            priority=priority,
-            ttl_s=ttl_s,
-            reads=reads,
-            timeout_s=timeout_s,
-        )
-
-    async def contains(
-        self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
-    ) -> npt.NDArray[np.bool_]:
-        """See `KVStoreClient.contains`."""
-        client = await self._connected()
-        return await self._run(client.contains, keys, refresh=refresh, pin_s=pin_s, timeout_s=timeout_s)
-
-    async def match_prefix(
-        self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
-    ) -> int:
-        """See `KVStoreClient.match_prefix`."""
-        client = await self._connected()
-        return await self._run(client.match_prefix, keys, refresh=refresh, pin_s=pin_s, timeout_s=timeout_s)
-
-    async def lookup(
-        self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
-    ) -> Lookup:
-        """See `KVStoreClient.lookup`."""
-        client = await self._connected()
-        return await self._run(client.lookup, keys, refresh=refresh, pin_s=pin_s, timeout_s=timeout_s)
-
-    async def expire(
-        self, keys: Keys, *, ttl_s: float | None = None, timeout_s: float | None = None
-    ) -> npt.NDArray[np.bool_]:
-        """See `KVStoreClient.expire`."""
-        client = await self._connected()
-        return await self._run(client.expire, keys, ttl_s=ttl_s, timeout_s=timeout_s)
+    set = _awaited(KVStoreClient.set)
+    contains = _awaited(KVStoreClient.contains)
+    match_prefix = _awaited(KVStoreClient.match_prefix)
+    lookup = _awaited(KVStoreClient.lookup)
+    expire = _awaited(KVStoreClient.expire)
+    load_prefix = _awaited(KVStoreClient.load_prefix)
+    get = _awaited(KVStoreClient.get)
+    get_into = _awaited(KVStoreClient.get_into)  # a call that waits keeps one of the pool's threads
+    delete = _awaited(KVStoreClient.delete)
+    purge = _awaited(KVStoreClient.purge)
+    purge_shards = _awaited(KVStoreClient.purge_shards)
+    sync = _awaited(KVStoreClient.sync)
+    ping = _awaited(KVStoreClient.ping)
+    info = _awaited(KVStoreClient.info)
+    scrub = _awaited(KVStoreClient.scrub)
+    shards = _awaited(KVStoreClient.shards)
+    locate = _awaited(KVStoreClient.locate)
 
     async def promise(self, keys: Keys, *, ttl_s: float = 30.0, timeout_s: float | None = None) -> Promise:
         """See `KVStoreClient.promise`. Use what it returns in an `async with` statement."""
@@ -209,29 +165,6 @@ class AsyncKVStoreClient:
         except asyncio.CancelledError:
             making.add_done_callback(withdraw_after)
             raise
-
-    async def load_prefix(self, keys: Keys, out: Any, *, timeout_s: float | None = None) -> int:
-        """See `KVStoreClient.load_prefix`."""
-        client = await self._connected()
-        return await self._run(client.load_prefix, keys, out, timeout_s=timeout_s)
-
-    async def get(self, keys: Keys, *, timeout_s: float | None = None) -> GetResult:
-        """See `KVStoreClient.get`."""
-        client = await self._connected()
-        return await self._run(client.get, keys, timeout_s=timeout_s)
-
-    async def get_into(
-        self,
-        keys: Keys,
-        out: Any,
-        slots: Iterable[int] | None = None,
-        *,
-        wait_s: float = 0.0,
-        timeout_s: float | None = None,
-    ) -> npt.NDArray[np.bool_]:
-        """See `KVStoreClient.get_into`. A call that waits keeps one of the pool's threads."""
-        client = await self._connected()
-        return await self._run(client.get_into, keys, out, slots, wait_s=wait_s, timeout_s=timeout_s)
 
     @contextlib.asynccontextmanager
     async def borrow(
@@ -271,44 +204,8 @@ class AsyncKVStoreClient:
             else:  # cancelled: a thread is still in the generator, for `timeout_s` at most, and then closes it
                 step.add_done_callback(close_after)
 
-    async def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
-        """See `KVStoreClient.delete`."""
-        client = await self._connected()
-        return await self._run(client.delete, keys, timeout_s=timeout_s)
 
-    async def purge(self, *, all_namespaces: bool = False, timeout_s: float | None = None) -> int:
-        """See `KVStoreClient.purge`."""
-        client = await self._connected()
-        return await self._run(client.purge, all_namespaces=all_namespaces, timeout_s=timeout_s)
-
-    async def sync(self, *, timeout_s: float | None = None) -> None:
-        """See `KVStoreClient.sync`."""
-        client = await self._connected()
-        await self._run(client.sync, timeout_s=timeout_s)
-
-    async def ping(self, *, timeout_s: float | None = None) -> float:
-        """See `KVStoreClient.ping`."""
-        client = await self._connected()
-        return await self._run(client.ping, timeout_s=timeout_s)
-
-    async def info(self, *, timeout_s: float | None = None) -> StoreInfo:
-        """See `KVStoreClient.info`."""
-        client = await self._connected()
-        return await self._run(client.info, timeout_s=timeout_s)
-
-    async def scrub(self, *, timeout_s: float | None = None) -> dict[str, int]:
-        """See `KVStoreClient.scrub`."""
-        client = await self._connected()
-        return await self._run(client.scrub, timeout_s=timeout_s)
-
-    async def shards(self, *, timeout_s: float | None = None) -> list[ShardStatus]:
-        """See `KVStoreClient.shards`."""
-        client = await self._connected()
-        return await self._run(client.shards, timeout_s=timeout_s)
-
-    async def locate(
-        self, key: bytes, *, replicas: int | None = None, ask: bool = True, timeout_s: float | None = None
-    ) -> list[Location]:
-        """See `KVStoreClient.locate`."""
-        client = await self._connected()
-        return await self._run(client.locate, key, replicas=replicas, ask=ask, timeout_s=timeout_s)
+# What `help` shows, instead of `options`.
+_own = inspect.signature(KVStoreClient.__init__)
+_shown = [*_own.parameters.values(), inspect.signature(AsyncKVStoreClient.__init__).parameters["concurrency"]]
+AsyncKVStoreClient.__init__.__signature__ = _own.replace(parameters=_shown)  # type: ignore[attr-defined]

@@ -17,13 +17,13 @@ import os
 import weakref
 from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore.wire.nixl import shared_nixl
+from kvstore.wire.remote_memory import Transport
 from kvstore_client import _arguments
 from kvstore_client._calls.batches import first_occurrences
 from kvstore_client._calls.chains import Parent, chains_of
@@ -36,10 +36,11 @@ from kvstore_client._calls.shards import Shards
 from kvstore_client._calls.writing import Writer
 from kvstore_client._links.block_mac import mac_of
 from kvstore_client._links.buffers import BlockSource, ResultMemory, writable_rows
+from kvstore_client._links.connector import SharedMemory
 from kvstore_client._links.core import Core
 from kvstore_client._links.credentials import Credentials
 from kvstore_client._links.lanes import MAX_CONNECTIONS
-from kvstore_client._links.link import Link, SharedMemory
+from kvstore_client._links.link import Link
 from kvstore_client.endpoints import parse_endpoints, with_tls
 from kvstore_client.errors import KVStoreError, Timeout
 from kvstore_client.keys import Keys, Namespace, pack_keys
@@ -64,6 +65,35 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+class ClientKeywords(TypedDict, total=False):
+    """What `KVStoreClient` takes by keyword, for code that passes it on."""
+
+    timeout_s: float
+    fail_open: bool
+    checksum: bool
+    replicas: int
+    min_copies: int
+    shared_memory: SharedMemory
+    connections: int
+    nixl: bool
+    transport: str | None
+    token: str | os.PathLike[str] | None
+    block_secret: bytes | str | None
+    tls_ca: str | None
+    tls_cert: str | None
+    tls_key: str | None
+    keeps_copies: bool
+
+
+def transport_name(nixl: bool, transport: str | None) -> str | None:
+    """-> the transport that is meant by both options. Raises `ValueError` if they contradict each other."""
+    if not isinstance(nixl, bool):
+        raise TypeError(f"nixl={nixl!r}: expected True or False")
+    if nixl and transport not in (None, "nixl"):
+        raise ValueError(f"nixl=True and transport={transport!r}: expected one of them")
+    return "nixl" if nixl else transport
+
+
 class KVStoreClient:
     """A connection to a store, for one namespace. Thread-safe; usable in a child after a fork.
 
@@ -79,18 +109,21 @@ class KVStoreClient:
     if the server allows it; True: raise `ConnectionLost` if it does not; False: never. `stats.path` tells what is used.
     `connections`, 1 to 16: how many to each shard, where no shared memory is used. Each beside the first one has a
     thread that reads it; large reads are spread over all of them. The first is opened here, the others in the
-    background; the server counts each against its limits. `nixl`: read blocks of servers on other hosts with NIXL, if
-    they allow it (``--nixl``); where its reads fail, and for sets, the connection is used. `token`: for servers that
-    want one (``--auth``): the token, or the path of a file with it, which is read again at each connection; None: what
-    ``KVSTORE_TOKEN`` has, or the file that ``KVSTORE_TOKEN_FILE`` names. Where it is refused, calls raise
-    `NotAuthorized`. `block_secret`: the blocks' checksums are MACs, which only clients with this secret can make and
-    check, so a server, a disk or a neighbour that returns other bytes is a miss; at least 16 bytes, by default the
-    environment's ``KVSTORE_BLOCK_SECRET`` or what is in the file ``KVSTORE_BLOCK_SECRET_FILE``. Such blocks are in a
-    namespace of their own: `namespace` then says so.
+    background; the server counts each against its limits. `transport`: read blocks of servers on other hosts with it,
+    if they allow it (``--transport``); where its reads fail, and for sets, the connection is used. `nixl`: the same as
+    ``transport="nixl"``, which servers allow with ``--nixl``. `token`: for servers that want one (``--auth``): the
+    token, or the path of a file with it, which is read again at each connection; None: what ``KVSTORE_TOKEN`` has, or
+    the file that ``KVSTORE_TOKEN_FILE`` names. Where it is refused, calls raise `NotAuthorized`. `block_secret`: the
+    blocks' checksums are MACs, which only clients with this secret can make and check, so a server, a disk or a
+    neighbour that returns other bytes is a miss; at least 16 bytes, by default the environment's
+    ``KVSTORE_BLOCK_SECRET`` or what is in the file ``KVSTORE_BLOCK_SECRET_FILE``. Such blocks are in a namespace of
+    their own: `namespace` then says so.
     `tls_ca`: PEM file of the CA that signed the servers' certificates, "system" for those that the system trusts;
     `tls_cert`, `tls_key`: this client's own, if servers ask for one. None: as ``KVSTORE_TLS_CA``, ``KVSTORE_TLS_CERT``
     and ``KVSTORE_TLS_KEY`` say. With any of them, or with ``tls://HOST:PORT``, all connections to servers are TLS 1.3,
-    and none falls back to plain TCP. ``etcds://`` is etcd with TLS.
+    and none falls back to plain TCP. ``etcds://`` is etcd with TLS. `keeps_copies`: the caller keeps blocks elsewhere,
+    as an engine does in its GPU, and looks at `generation` before it uses one. Then a purge waits until this client has
+    heard of it, and says whether it has.
     """
 
     def __init__(
@@ -106,11 +139,13 @@ class KVStoreClient:
         shared_memory: SharedMemory = "auto",
         connections: int = DEFAULT_CONNECTIONS,
         nixl: bool = False,
+        transport: str | None = None,
         token: str | os.PathLike[str] | None = None,
         block_secret: bytes | str | None = None,
         tls_ca: str | None = None,
         tls_cert: str | None = None,
         tls_key: str | None = None,
+        keeps_copies: bool = False,
     ) -> None:
         if not isinstance(namespace, Namespace):
             raise TypeError(f"namespace={namespace!r}: a {type(namespace).__name__}: expected a Namespace")
@@ -133,10 +168,9 @@ class KVStoreClient:
         ):
             raise ValueError(f'shared_memory={shared_memory!r}: expected "auto", True or False')
         connections = _arguments.whole_number("connections", connections, 1, MAX_CONNECTIONS)
-        if not isinstance(nixl, bool):
-            raise TypeError(f"nixl={nixl!r}: expected True or False")
-        if nixl and endpoints.tls is not None:
-            raise ValueError("nixl=True: expected False with TLS, which NIXL's reads would go around")
+        transport = transport_name(nixl, transport)
+        if transport is not None and endpoints.tls is not None:
+            raise ValueError(f"transport {transport!r}: expected none with TLS, which its reads would go around")
         self._core = Core(
             endpoints,
             namespace.canonical(),
@@ -144,8 +178,9 @@ class KVStoreClient:
             replicas,
             shared_memory,
             connections,
-            shared_nixl() if nixl else None,
+            Transport.of(transport) if transport is not None else None,
             Credentials(token),
+            keeps_copies,
         )
         self._exchange = Exchange(self._core)
         self._repairs = Repairs(self._exchange, namespace.block_bytes, checksum, mac)
@@ -189,6 +224,18 @@ class KVStoreClient:
         return self._core.view.epoch
 
     @property
+    def generation(self) -> int:
+        """A number that rises whenever somebody purges the namespace. What was made under a lower one is of no use any
+        more: drop it, and do not set it. This is what the client has heard of; with `keeps_copies`, that is at most a
+        moment old while the store is in reach. 0: nobody has, as far as it knows."""
+        return self._core.generations.known
+
+    @property
+    def reached(self) -> bool:
+        """Whether some shard has answered since this client was made."""
+        return self._core.generations.heard
+
+    @property
     def directory_error(self) -> str:
         """Why the directory of the cluster (etcd, DNS) cannot be asked now, or names no node. Empty if all is well or
         there is no directory."""
@@ -212,6 +259,7 @@ class KVStoreClient:
         priority: int = 0,
         ttl_s: float | None = None,
         reads: int | None = None,
+        generation: int | None = None,
         timeout_s: float | None = None,
     ) -> SetResult:
         """Store `blocks[i]` under `keys[i]`. A block that exists already is left alone unless `force`.
@@ -228,7 +276,9 @@ class KVStoreClient:
         are transient, for engines that hand them on. Each is dropped when it was read that often, or after `ttl_s`, 60
         s if it is not given; it has one copy, is neither evicted nor written to disk nor moved, and takes memory of a
         limit of its own, beyond which it is refused. `parent`, `position`, `priority` and `deferred` then have no
-        meaning, and `force` is an error. Raises `BlockSizeMismatch`, `ValueError`, and the errors that the class names.
+        meaning, and `force` is an error. `generation`: of the namespace, when the blocks were made; if somebody has
+        purged it since, they are refused. None: they were made now. Raises `BlockSizeMismatch`, `ValueError`, and the
+        errors that the class names.
         """
         packed = pack_keys(keys)
         if reads and force:
@@ -241,6 +291,9 @@ class KVStoreClient:
             priority=_arguments.whole_number("priority", priority, 0, wire.MAX_PRIORITY),
             ttl_s=0.0 if ttl_s is None else _arguments.seconds("ttl_s", ttl_s, wire.MAX_TTL_S),
             reads=0 if reads is None else _arguments.whole_number("reads", reads, 0, wire.MAX_READS),
+            generation=None
+            if generation is None
+            else _arguments.whole_number("generation", generation, 0, wire.MAX_GENERATION),
         )
         source = BlockSource(blocks, self.namespace.block_bytes)
         if source.count != len(packed):
@@ -315,7 +368,7 @@ class KVStoreClient:
         rows = writable_rows(out, self.namespace.block_bytes)
         if len(rows) < len(packed):
             raise ValueError(f"out: {len(rows)} rows for {len(packed)} keys: expected a row for each key")
-        present = drive(self._place(packed, rows, list(range(len(packed))), None, options))
+        present = drive(self._place(packed, rows, None, options))
         gaps = np.flatnonzero(~present)
         length = int(gaps[0]) if len(gaps) else len(packed)
         self._core.stats.hits += length
@@ -378,15 +431,10 @@ class KVStoreClient:
             )
         packed = pack_keys(keys)
         rows = writable_rows(out, self.namespace.block_bytes)
-        places = list(range(len(packed))) if slots is None else _arguments.whole_numbers("slots", slots)
-        if len(places) != len(packed):
-            raise ValueError(f"{len(packed)} keys and {len(places)} slots: expected as many slots as keys")
-        if places and not 0 <= min(places) <= max(places) < len(rows):
-            wrong = next(place for place in places if not 0 <= place < len(rows))
-            raise IndexError(f"slot {wrong}: out has {len(rows)} rows")
-        if slots is not None and len(set(places)) != len(places):
-            raise ValueError("slots: one is named twice: expected a row of its own for each block")
-        present = yield from self._place(packed, rows, places, None if slots is None else places, options)
+        if slots is None and len(packed) > len(rows):
+            raise IndexError(f"slot {len(rows)}: out has {len(rows)} rows")
+        places = None if slots is None else _arguments.slots(slots, len(packed), len(rows))
+        present = yield from self._place(packed, rows, places, options)
         self._count(present)
         return present
 
@@ -457,12 +505,24 @@ class KVStoreClient:
         """Remove all blocks of this client's namespace, from memory and disk of every shard. -> how many there were;
         with `replicas` each copy counts.
 
-        Returns when the blocks cannot come back, not even after a crash. Blocks that any client sets meanwhile may be
+        It raises the namespace's `generation`. From then on no block from before is found, and engines neither use nor
+        set the copies that they hold. Returns when the blocks cannot come back, not even after a crash, and when
+        clients that keep copies have heard of it, 3 s later at most. Blocks that any client sets meanwhile may be
         removed or not. `all_namespaces`: empty the whole store instead, whoever uses it. A large disk tier takes
         seconds: give a `timeout_s` that allows for it. A shard that does not answer is not emptied; that raises, or
-        with `fail_open` the shard is left out of the count.
+        with `fail_open` the shard is left out of the count. Purge again when it is back: until then its blocks are
+        misses for clients that know of the purge.
         """
-        return self._shards.purge(all_namespaces, self._repairs, self._options(timeout_s))
+        replies = self.purge_shards(all_namespaces=all_namespaces, timeout_s=timeout_s)
+        return sum(reply.purged for reply in replies.values())
+
+    def purge_shards(
+        self, *, all_namespaces: bool = False, model: str = "", id_prefix: str = "", timeout_s: float | None = None
+    ) -> dict[str, wire.PurgeReply]:
+        """`purge`, with what each shard answered, by its name. With `all_namespaces` and one of the others: the
+        namespaces whose model matches the pattern `model` (as `fnmatch` has it) and whose id begins with `id_prefix`.
+        Raises `ProtocolError`, with nothing done, if a shard of an earlier release does not know these two."""
+        return self._shards.purge(self._repairs, self._options(timeout_s), all_namespaces, model, id_prefix)
 
     # ---- every shard -----------------------------------------------------------------------------------------
 
@@ -523,15 +583,15 @@ class KVStoreClient:
         self,
         packed: npt.NDArray[np.uint8],
         rows: npt.NDArray[np.uint8],
-        places: Sequence[int],
         slots: Sequence[int] | None,
         options: Options,
     ) -> Steps[npt.NDArray[np.bool_]]:
-        """Read blocks into `rows[places[i]]`. The block of a repeated key is read once and copied. `slots`: the same as
-        `places`, or None if those are 0, 1, 2 …"""
+        """Read blocks into `rows[slots[i]]`, or `rows[i]` without slots. The block of a repeated key is read once and
+        copied."""
         first, unique = first_occurrences(packed)
         present = yield from self._get_into(packed, rows, slots, first, unique, options)
         if len(unique) < len(packed):
+            places = range(len(packed)) if slots is None else slots
             for position, origin in enumerate(first.tolist()):
                 if origin != position and present[position]:
                     rows[places[position]] = rows[places[origin]]

@@ -10,7 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvstore.cluster.url import DnsURL, is_cluster_url, parse_address, parse_cluster_url
+from kvstore.cluster.schemes import is_cluster_url, parse_cluster_url
+from kvstore.cluster.url import parse_address
+from kvstore.plugins import SCHEMES
 from kvstore.tls import SYSTEM, TLSOptions
 
 ENDPOINT_VARIABLE: Final = "KVSTORE_ENDPOINT"  # the environment variable that is used when no endpoint is given
@@ -61,10 +63,7 @@ def with_tls(endpoints: Endpoints, tls_ca: str | None, tls_cert: str | None, tls
         raise ValueError(f"tls_cert={files['tls_cert']!r} and tls_key={files['tls_key']!r}: expected both, or none")
     if endpoints.scheme != "tls" and not any(files.values()):
         return endpoints
-    name = ""  # every node has the certificate of the service, under whose name it is found
-    if is_cluster_url(endpoints.cluster):
-        url = parse_cluster_url(endpoints.cluster)
-        name = url.host if isinstance(url, DnsURL) else ""
+    name = parse_cluster_url(endpoints.cluster).certificate_name if endpoints.cluster else ""
     return endpoints._replace(tls=TLSOptions(files["tls_ca"], files["tls_cert"], files["tls_key"], name))
 
 
@@ -111,7 +110,8 @@ def _parse_nodes(texts: Sequence[str]) -> Endpoints:
         try:
             host, port = parse_address(text, parts[2])
         except ValueError:
-            raise ValueError(f"endpoint {text!r}: {_EXPECTED}") from None
+            others = f"; schemes of clusters are {', '.join(SCHEMES.names())}" if "://" in text else ""
+            raise ValueError(f"endpoint {text!r}: {_EXPECTED}{others}") from None
         if (host.lower(), port) in known:
             raise ValueError(f"endpoint {text!r} is named twice: expected each node once")
         known.add((host.lower(), port))

@@ -113,4 +113,4 @@ class ClientStats:
     failovers: int = 0  # blocks looked for elsewhere because a shard failed
     repaired: int = 0  # blocks set on owners that lacked them
     repairs_dropped: int = 0  # blocks not repaired because too many were waiting
-    path: str = "tcp"  # how blocks come: "shared memory" if a shard on this host lends them, "nixl", "tls" or "tcp"
+    path: str = "tcp"  # how blocks come: "shared memory" of a shard on this host, a transport's name, "tls" or "tcp"

@@ -48,9 +48,10 @@ from benchmarks.cluster_sim.tables import (
     SCENARIO_GROUP,
     console_tables,
 )
-from benchmarks.eviction.traces import Trace, TraceError, read_trace
+from benchmarks.eviction.traces import Trace, read_trace
 from benchmarks.remote_kv_cache.harness import Benchmark
-from benchmarks.remote_kv_cache.report import Case, console
+from benchmarks.remote_kv_cache.report import console
+from kvstore_serving.load.trace import TraceError
 
 NODES = (4, 10, 100, 1000)
 REPLICAS = (1, 2)
@@ -99,13 +100,12 @@ class Simulation:
         for count in sorted({*self._options.nodes, *RUN_SHARDS}):
             found = uniform(count, keys)
             self._keep(f"{count} shards", group=BALANCE_GROUP, shards=count, keys=keys, **found._asdict())
-        with self._benchmark.progress() as bar:
-            task = bar.add_task("runs", total=len(PARTS) * len(RUN_SHARDS) * len(RUNS))
+        with self._benchmark.steps("runs", len(PARTS) * len(RUN_SHARDS) * len(RUNS)) as step:
             for parts in PARTS[:1] if self._benchmark.quick else PARTS:
                 tokens = TRACE_BLOCK_TOKENS // parts
                 for count in RUN_SHARDS:
                     for run in RUNS:
-                        bar.update(task, description=f"runs of {run} over {count} shards", refresh=True)
+                        step(f"runs of {run} over {count} shards", 0)
                         found_on = on_trace(self._trace, count, run, parts)
                         self._keep(
                             f"{tokens} tokens, {count} shards, R {run}",
@@ -115,7 +115,7 @@ class Simulation:
                             run=run,
                             **found_on._asdict(),
                         )
-                        bar.advance(task)
+                        step()
 
     def scenarios(self) -> None:
         """Run every scenario with every number of nodes and replicas."""
@@ -193,14 +193,11 @@ class Simulation:
         room = max(1, int(trace.distinct * capacity / 100 / nodes))
         placing = placing_keys(trace, run) if run > 1 else None
         cluster = Cluster(trace.keys, nodes, self._options.zones, replicas, room, placing, spares)
-        with self._benchmark.progress() as bar:
-            task = bar.add_task(f"{nodes} nodes, {replicas} x, {capacity:g} %", total=len(trace.chains))
-            return replay(trace, cluster, changes, lambda done: bar.update(task, advance=done, refresh=True))
+        with self._benchmark.steps(f"{nodes} nodes, {replicas} x, {capacity:g} %", len(trace.chains)) as step:
+            return replay(trace, cluster, changes, lambda done: step(done=done))
 
     def _keep(self, name: str, **parameters: Any) -> None:
-        """Keep a case without times: its parameters hold the findings."""
-        case = Case(name=name, seconds={}, moved={}, limits={}, parameters=parameters)
-        self._benchmark.cases.append(case)
+        self._benchmark.found(name, **parameters)
         self._benchmark.say(f"{name}: {_short(parameters)}")
 
 

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from rich.table import Table
+from rich.table import Table as ConsoleTable
 
 from benchmarks.cluster_sim.scenarios import (
     CRASH,
@@ -20,9 +20,10 @@ from benchmarks.cluster_sim.scenarios import (
     RESTART_FILLED,
     STEADY,
 )
-from benchmarks.markdown import markdown
 from benchmarks.remote_kv_cache.report import Case
-from benchmarks.results_reader import CaseResult, Results
+from benchmarks.render.cells import Cell, cases, text
+from benchmarks.render.tables import Table, console, markdown, section
+from benchmarks.results_reader import Result
 
 BENCHMARK: Final = "cluster_sim"
 LATENCY: Final = "batch_latency"
@@ -35,145 +36,69 @@ MEMORY_GROUP: Final = "memory"
 # The scenarios of which every minute is kept, for the chart.
 LINES: Final = (STEADY, JOIN_AT_ONCE, JOIN, JOIN_FILLED, LEAVE, CRASH, RESTART, RESTART_FILLED)
 
-Rows = tuple[str, list[str], list[list[str]]]
+_BALANCE: Final = Table(
+    cases(BALANCE_GROUP), ("shards", "{p[shards]}"), ("keys, max / mean", "{p[max_to_mean]:.3f}"),
+    ("moved by one more, %", "{p[moved_by_join]:pt.2f}"), ("fair, %", "{p[fair]:pt.2f}"),
+)  # fmt: skip
+_RUNS: Final = Table(
+    cases(RUN_GROUP), ("block", "{p[block_tokens]} tokens"), ("shards", "{p[shards]}"), ("R", "{p[run]}"),
+    ("keys, max / mean", "{p[keys]:.2f}"), ("reads, max / mean", "{p[reads]:.2f}"),
+    ("shards asked, mean", "{p[asked_mean]:.1f}"), ("p95", "{p[asked_p95]:.0f}"),
+)  # fmt: skip
+_WORST: Final = (
+    ("worst minute, points", "{p[drop_minute]:pt.2f}"),
+    ("worst 5 minutes, points", "{p[drop_five_minutes]:pt.2f}"),
+)
+_NODES: Final = ("nodes", "{p[nodes]}")
+_REPAIRED: Final = ("repaired", "{p[repaired]}")
+_RUN_CRASHES: Final = Table(cases(RUN_CRASH_GROUP), ("R", "{p[run]}"), _NODES, *_WORST)
+_GRACES: Final = Table(cases(GRACE_GROUP), _NODES, ("grace, s", "{p[grace_s]:g}"), *_WORST, _REPAIRED)
 
 
-def _points(share: float) -> str:
-    return f"{share * 100:.2f}"
+def _if_moved(template: str) -> Cell:
+    """What a change costs: empty where nothing changes."""
+    return lambda row: text(template, row) if row.p["moved"] else ""
 
 
-def _balance(cases: Sequence[CaseResult]) -> Rows:
-    headings = ["shards", "keys, max / mean", "moved by one more, %", "fair, %"]
-    rows = []
-    for case in cases:
-        about = case.parameters
-        rows.append(
-            [
-                str(about["shards"]),
-                f"{about['max_to_mean']:.3f}",
-                _points(about["moved_by_join"]),
-                _points(about["fair"]),
-            ]
-        )
-    return "Random keys over equal shards", headings, rows
+def _scenarios(group: str) -> Table:
+    return Table(
+        cases(group), _NODES, ("replicas", "{p[replicas]}"), ("room", "{p[capacity]:g} %"),
+        ("scenario", "{p[scenario]}"), ("hit rate", "{p[hit_rate]:.4f}"),
+        ("moved, %", _if_moved("{p[moved][0]:pt.2f}")),
+        ("worst minute", _if_moved("{p[drop_minute]:pt.2f}")),
+        ("worst 5 minutes", _if_moved("{p[drop_five_minutes]:pt.2f}")),
+        _REPAIRED, ("copied", "{p[copied]}"), ("reads, max / mean", "{p[reads_max_to_mean]:.2f}"),
+    )  # fmt: skip
 
 
-def _runs(cases: Sequence[CaseResult]) -> Rows:
-    headings = ["block", "shards", "R", "keys, max / mean", "reads, max / mean", "shards asked, mean", "p95"]
-    rows = []
-    for case in cases:
-        about = case.parameters
-        rows.append(
-            [
-                f"{about['block_tokens']} tokens",
-                str(about["shards"]),
-                str(about["run"]),
-                f"{about['keys']:.2f}",
-                f"{about['reads']:.2f}",
-                f"{about['asked_mean']:.1f}",
-                f"{about['asked_p95']:.0f}",
-            ]
-        )
-    return "Keys of a chain in runs of R", headings, rows
+_CHANGES: Final = "Changes, and the points of hit rate they cost"
+_TITLED: Final = (
+    ("Random keys over equal shards", _BALANCE),
+    ("Keys of a chain in runs of R", _RUNS),
+    ("What the crash of a node costs, by run", _RUN_CRASHES),
+    (_CHANGES, _scenarios(SCENARIO_GROUP)),
+    ("A node joins, 1 replica, nothing is copied: by grace period", _GRACES),
+    (_CHANGES, _scenarios(MEMORY_GROUP)),
+)
 
 
-def _run_crashes(cases: Sequence[CaseResult]) -> Rows:
-    headings = ["R", "nodes", "worst minute, points", "worst 5 minutes, points"]
-    rows = [
-        [
-            str(case.parameters["run"]),
-            str(case.parameters["nodes"]),
-            _points(case.parameters["drop_minute"]),
-            _points(case.parameters["drop_five_minutes"]),
-        ]
-        for case in cases
-    ]
-    return "What the crash of a node costs, by run", headings, rows
-
-
-def _scenarios(cases: Sequence[CaseResult]) -> Rows:
-    headings = ["nodes", "replicas", "room", "scenario", "hit rate", "moved, %", "worst minute", "worst 5 minutes"]
-    headings += ["repaired", "copied", "reads, max / mean"]
-    rows = []
-    for case in cases:
-        about = case.parameters
-        rows.append(
-            [
-                str(about["nodes"]),
-                str(about["replicas"]),
-                f"{about['capacity']:g} %",
-                about["scenario"],
-                f"{about['hit_rate']:.4f}",
-                _points(about["moved"][0]) if about["moved"] else "",
-                _points(about["drop_minute"]) if about["moved"] else "",
-                _points(about["drop_five_minutes"]) if about["moved"] else "",
-                str(about["repaired"]),
-                str(about["copied"]),
-                f"{about['reads_max_to_mean']:.2f}",
-            ]
-        )
-    return "Changes, and the points of hit rate they cost", headings, rows
-
-
-def _graces(cases: Sequence[CaseResult]) -> Rows:
-    headings = ["nodes", "grace, s", "worst minute, points", "worst 5 minutes, points", "repaired"]
-    rows = [
-        [
-            str(case.parameters["nodes"]),
-            f"{case.parameters['grace_s']:g}",
-            _points(case.parameters["drop_minute"]),
-            _points(case.parameters["drop_five_minutes"]),
-            str(case.parameters["repaired"]),
-        ]
-        for case in cases
-    ]
-    return "A node joins, 1 replica, nothing is copied: by grace period", headings, rows
-
-
-_MAKE: Final[dict[str, Callable[[Sequence[CaseResult]], Rows]]] = {
-    BALANCE_GROUP: _balance,
-    RUN_GROUP: _runs,
-    RUN_CRASH_GROUP: _run_crashes,
-    SCENARIO_GROUP: _scenarios,
-    GRACE_GROUP: _graces,
-    MEMORY_GROUP: _scenarios,
-}
-
-
-def console_tables(cases: Sequence[Case]) -> list[Table]:
+def console_tables(measured: Sequence[Case]) -> list[ConsoleTable]:
     """All findings, for the terminal."""
-    tables = []
-    results = [CaseResult(case.to_json()) for case in cases]
-    for group, make in _MAKE.items():
-        mine = [case for case in results if case.parameters["group"] == group]
-        if mine:
-            title, headings, rows = make(mine)
-            table = Table(title=title, title_justify="left")
-            for heading in headings:
-                table.add_column(heading, justify="left" if heading == "scenario" else "right")
-            for row in rows:
-                table.add_row(*row)
-            tables.append(table)
-    return tables
+    result = Result({"cases": [case.to_json() for case in measured]})
+    found = [(title, *described.headings_and_rows(result)) for title, described in _TITLED]
+    return [console(title, headings, rows, left=("scenario",)) for title, headings, rows in found if rows]
 
 
-def _table(group: str) -> Callable[[Results], str]:
-    def make(results: Results) -> str:
-        cases = results[BENCHMARK].group(group)
-        return markdown(*_MAKE[group](cases)[1:]) if cases else "Not measured yet."
-
-    return make
-
-
-def changes(results: Results) -> str:
+def _changes(result: Result) -> str:
     """The cost of changes by size of the cluster: worst minute / worst five minutes, in points of hit rate."""
-    cases = [case for case in results[BENCHMARK].group(SCENARIO_GROUP) if case.parameters["moved"]]
-    sizes = sorted({case.parameters["nodes"] for case in cases})
+    changed = cases(SCENARIO_GROUP, where=lambda row: bool(row.p["moved"]))(result)
+    if not changed:
+        return ""
+    sizes = sorted({row.p["nodes"] for row in changed})
     costs: dict[tuple[int, str], dict[int, str]] = {}
-    for case in cases:
-        about = case.parameters
-        cost = f"{_points(about['drop_minute'])} / {_points(about['drop_five_minutes'])}"
-        costs.setdefault((about["replicas"], about["scenario"]), {})[about["nodes"]] = cost
+    for row in changed:
+        cost = text("{p[drop_minute]:pt.2f} / {p[drop_five_minutes]:pt.2f}", row)
+        costs.setdefault((row.p["replicas"], row.p["scenario"]), {})[row.p["nodes"]] = cost
     rows = [
         (scenario, str(replicas), *(by_size.get(size, "") for size in sizes))
         for (replicas, scenario), by_size in costs.items()
@@ -181,24 +106,23 @@ def changes(results: Results) -> str:
     return markdown(("change", "copies", *(f"{size} nodes" for size in sizes)), sorted(rows, key=lambda row: row[1]))
 
 
-def latency(results: Results) -> str:
+def _latency(result: Result) -> str:
     """The latency of calls on real servers by run, in ms."""
     rows = []
-    for case in results[LATENCY].cases:
-        for call in case.parameters["calls"]:
-            names = [name for name in case.operations if name.startswith(f"{call} ")]
-            rows.append((case.name, call, *(f"{case.seconds(name).median * 1e3:.2f}" for name in names)))
+    for row in cases()(result):
+        for call in row.p["calls"]:
+            names = [name for name in row.data.operations if name.startswith(f"{call} ")]
+            rows.append((row.case, call, *(text("{s:ms.2f}", row.at(name)) for name in names)))
             headings = [name.removeprefix(f"{call} ") for name in names]
     return markdown(("ms, 512 keys", "call", *headings), rows)
 
 
-# Marker in the document: the benchmark it needs, and the table.
-CLUSTER_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
-    "cluster_balance": (BENCHMARK, _table(BALANCE_GROUP)),
-    "cluster_runs": (BENCHMARK, _table(RUN_GROUP)),
-    "cluster_run_crashes": (BENCHMARK, _table(RUN_CRASH_GROUP)),
-    "cluster_changes": (BENCHMARK, changes),
-    "cluster_grace": (BENCHMARK, _table(GRACE_GROUP)),
-    "cluster_memory": (BENCHMARK, _table(MEMORY_GROUP)),
-    "cluster_latency": (LATENCY, latency),
+CLUSTER_TABLES: Final = {
+    "cluster_balance": section(BENCHMARK, _BALANCE),
+    "cluster_runs": section(BENCHMARK, _RUNS),
+    "cluster_run_crashes": section(BENCHMARK, _RUN_CRASHES),
+    "cluster_changes": section(BENCHMARK, _changes),
+    "cluster_grace": section(BENCHMARK, _GRACES),
+    "cluster_memory": section(BENCHMARK, _scenarios(MEMORY_GROUP)),
+    "cluster_latency": section(LATENCY, _latency),
 }

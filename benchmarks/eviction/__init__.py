@@ -2,6 +2,6 @@
 
 `python -m benchmarks.eviction --trace FILE` replays a trace through a shard of the server, without its sockets
 (`simulator`), and through textbook policies (`baselines`); with `--live`, through a real server too (`live`).
-`traces` reads Mooncake's format, `synthetic` makes traces, `cost` times the policies; `tables` and `charts` hold what
-the terminal and the documents show.
+`traces` makes chains of traces in Mooncake's format, `synthetic` makes traces, `cost` times the policies; `tables` and
+`charts` hold what the terminal and the documents show.
 """

@@ -36,11 +36,12 @@ from benchmarks.eviction.tables import (
     distances_table,
     live_line,
 )
-from benchmarks.eviction.traces import Trace, TraceError, read_trace
+from benchmarks.eviction.traces import Trace, read_trace
 from benchmarks.remote_kv_cache.harness import Benchmark
-from benchmarks.remote_kv_cache.report import Case, console
+from benchmarks.remote_kv_cache.report import console
 from benchmarks.results_reader import CaseResult
 from kvstore_client import KVStoreError
+from kvstore_serving.load.trace import TraceError
 
 CAPACITIES = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
 ROUNDS = 5
@@ -154,20 +155,14 @@ def _simulate(benchmark: Benchmark, trace: Trace) -> None:
         (name, way): [] for way in options.calls for name in names if name in POLICIES
     }
     rates |= {(name, None): [] for name in names if name not in POLICIES}  # they see the request, however it is called
-    with benchmark.progress() as bar:
-        task = bar.add_task(trace.name, total=len(rates) * len(capacities) * len(trace.chains))
-
-        def progress(done: int) -> None:
-            bar.update(task, advance=done, refresh=True)
-
+    with benchmark.steps(trace.name, len(rates) * len(capacities) * len(trace.chains)) as step:
         for (name, way), found in rates.items():
             for share in capacities:
-                bar.update(task, description=f"{trace.name}: {name} at {share:g} %", refresh=True)
-                found.append(_hit_rate(name, trace, _capacity(trace, share), way, progress))
+                step(f"{trace.name}: {name} at {share:g} %", 0)
+                found.append(_hit_rate(name, trace, _capacity(trace, share), way, lambda done: step(done=done)))
     for way in options.calls:
         mine = {name: rates[name, way if name in POLICIES else None] for name in names}
-        _keep(
-            benchmark,
+        benchmark.found(
             trace.name,
             group=TRACE_GROUP,
             call_blocks=way,
@@ -199,17 +194,9 @@ def _replay_live(benchmark: Benchmark, trace: Trace) -> None:
     for way, share in itertools.product(options.calls, options.capacities):
         wanted = _capacity(trace, share)
         server = contextlib.nullcontext(options.endpoint) if options.endpoint else own_server(wanted)
-        with benchmark.progress() as bar, server as endpoint:
-            task = bar.add_task(f"{trace.name}: live at {share:g} %", total=len(trace.chains))
-            result = replay_live(
-                trace,
-                endpoint,
-                wanted,
-                way,
-                lambda done, bar=bar, task=task: bar.update(task, advance=done, refresh=True),  # type: ignore[misc]
-            )
-        _keep(
-            benchmark,
+        with benchmark.steps(f"{trace.name}: live at {share:g} %", len(trace.chains)) as step, server as endpoint:
+            result = replay_live(trace, endpoint, wanted, way, lambda done: step(done=done))
+        benchmark.found(
             f"{trace.name} at {share:g} %",
             group=LIVE_GROUP,
             policy=result.policy,
@@ -228,11 +215,6 @@ def _time_policies(benchmark: Benchmark) -> None:
         benchmark.measure(policy, FullIndex(policy, blocks).operations(), group=COST_GROUP, blocks=blocks)
     for line in cost_lines(benchmark.cases):
         console().print(line)
-
-
-def _keep(benchmark: Benchmark, name: str, **parameters: Any) -> None:
-    """Keep a case without times: its parameters hold the findings."""
-    benchmark.cases.append(Case(name=name, seconds={}, moved={}, limits={}, parameters=parameters))
 
 
 def _results(benchmark: Benchmark, group: str) -> list[CaseResult]:

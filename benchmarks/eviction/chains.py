@@ -16,8 +16,8 @@ from rich.table import Table
 
 from benchmarks.remote_kv_cache.harness import Benchmark
 from benchmarks.remote_kv_cache.processes import kvstore_server
-from benchmarks.remote_kv_cache.report import Case, console
-from kvstore.store.rules import POLICIES
+from benchmarks.remote_kv_cache.report import console
+from kvstore._cext import BlockIndex
 from kvstore_client import KVStoreClient, Namespace
 from kvstore_client.keys import KeyArray
 
@@ -57,28 +57,20 @@ def round_of(policy: str, lengths: Sequence[int], shards: int, connections: int)
 
 def main() -> None:
     benchmark = Benchmark(__spec__.name, __doc__, ROUNDS, timed=False)
-    cases = list(itertools.product(SHAPES, SHARDS, CONNECTIONS, POLICIES))
+    cases = list(itertools.product(SHAPES, SHARDS, CONNECTIONS, BlockIndex.POLICIES))
     table = Table("chains", "shards", "connections", "policy", "least usable of a chain", "usable of memory")
-    with benchmark.progress() as bar:
-        task = bar.add_task("chains", total=len(cases) * benchmark.rounds)
+    with benchmark.steps("chains", len(cases) * benchmark.rounds) as step:
         for lengths, shards, connections, policy in cases:
             chain_shares, memory_shares = [], []
             for _ in range(benchmark.rounds):
                 found = round_of(policy, lengths, shards, connections)
                 chain_shares.append(min(usable / present for present, usable in found if present))
                 memory_shares.append(sum(usable for _, usable in found) / SLOTS)
-                bar.update(task, advance=1, refresh=True)
+                step()
             sizes = " + ".join(map(str, lengths))
             shares = {"chain": chain_shares, "memory": memory_shares}
-            benchmark.cases.append(
-                Case(
-                    name=f"{sizes} in {SLOTS} slots, {shards} shards, {connections} connections, {policy}",
-                    seconds={},
-                    moved={},
-                    limits={},
-                    parameters={name: [round(share, 4) for share in each] for name, each in shares.items()},
-                )
-            )
+            name = f"{sizes} in {SLOTS} slots, {shards} shards, {connections} connections, {policy}"
+            benchmark.found(name, **{part: [round(share, 4) for share in each] for part, each in shares.items()})
             texts = [f"{np.median(each):.3f} ({min(each):.3f} … {max(each):.3f})" for each in shares.values()]
             table.add_row(sizes, str(shards), str(connections), policy, *texts)
     console().print(table)

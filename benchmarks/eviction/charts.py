@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import matplotlib
-
-from benchmarks.bars import COLOURS, LIMIT, STYLE
 from benchmarks.eviction.tables import BENCHMARK, DEFAULT, OPTIMUM, TEXTBOOK, TRACE_GROUP
-from benchmarks.results_reader import CaseResult, Results
+from benchmarks.render.charts import COLOURS, LIMIT, Chart, figure, of
+from benchmarks.results_reader import CaseResult, Result
 
 _COLUMNS: Final = 3
 _OTHERS: Final = 12  # panels
@@ -18,21 +16,16 @@ _OTHERS: Final = 12  # panels
 
 def draw(path: Path, cases: Sequence[CaseResult]) -> None:
     """Draw a panel for each case. The optimum is the limit; textbook policies are dashed."""
-    from matplotlib.figure import Figure
-
     columns = min(_COLUMNS, len(cases))
     rows = -(-len(cases) // columns)
-    with matplotlib.rc_context(STYLE):
-        size = (8, 4.5) if columns == 1 else (4 * columns, 3 * rows + 0.6)
-        figure = Figure(figsize=size, layout="constrained")
-        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    with figure(path, *((8, 4.5) if columns == 1 else (4 * columns, 3 * rows + 0.6))) as drawn:
+        panels = list(drawn.subplots(rows, columns, squeeze=False).flat)
         for axes, case in zip(panels, cases, strict=False):
             _panel(axes, case)
         for axes in panels[len(cases) :]:
             axes.set_axis_off()
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
+        handles, labels = panels[0].get_legend_handles_labels()
+        drawn.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
 
 
 def _panel(axes: Any, case: CaseResult) -> None:
@@ -52,19 +45,14 @@ def _panel(axes: Any, case: CaseResult) -> None:
     axes.set_title(case.name, loc="left", fontsize=11)
 
 
-def eviction(results: Results, path: Path) -> None:
-    """The chart of the first trace."""
-    draw(path, results[BENCHMARK].group(TRACE_GROUP)[:1])
+def _some(first: int, last: int) -> Chart:
+    """The chart of some traces, or of the first if there are no such."""
+
+    def chart(result: Result, path: Path) -> None:
+        cases = result.group(TRACE_GROUP)
+        draw(path, cases[first:last] or cases)
+
+    return of(BENCHMARK, chart)
 
 
-def eviction_others(results: Results, path: Path) -> None:
-    """The chart of the next traces, or of the first if it is the only one."""
-    cases = results[BENCHMARK].group(TRACE_GROUP)
-    draw(path, cases[1 : 1 + _OTHERS] or cases)
-
-
-# File: the benchmark it needs, and the chart.
-EVICTION_CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
-    "eviction": (BENCHMARK, eviction),
-    "eviction_others": (BENCHMARK, eviction_others),
-}
+EVICTION_CHARTS: Final = {"eviction": _some(0, 1), "eviction_others": _some(1, 1 + _OTHERS)}

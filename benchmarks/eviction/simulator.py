@@ -15,7 +15,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Final, Protocol
 
 from benchmarks.eviction.traces import KEY_BYTES, Chain, Keys, Trace
@@ -23,6 +22,7 @@ from kvstore import wire
 from kvstore._cext import BlockIndex
 from kvstore.shard.account import Share
 from kvstore.shard.answers import Answers
+from kvstore.shard.outbox import Outbox
 from kvstore.shard.peer import Peer
 from kvstore.shard.places import Places
 from kvstore.shard.setup import ShardConfig
@@ -45,8 +45,8 @@ class Cache(Protocol):
         """Ask for a chain, head first, and store the missing blocks. -> how many leading blocks were there."""
 
 
-class _Connection(Peer):
-    """A connection whose socket is never used: it keeps the shard's last answer."""
+class _Answered(Outbox):
+    """Of a connection whose socket is never used: it keeps the shard's last answer."""
 
     answer: wire.Reply
     stream: Stream
@@ -59,6 +59,13 @@ class _Connection(Peer):
 
     def resume(self, stream: Stream) -> None:
         """Never needed: no block is half written between two requests."""
+
+
+class _Connection(Peer):
+    def __init__(self, state: ShardState, port: int) -> None:
+        share = Share(state.account, "simulated")
+        super().__init__(state, socket.socket(), share, "simulated", port, Line(), lambda peer: None)
+        self.outbox = self.answered = _Answered(state, self.sock, share, self.session, Line())
 
 
 class ServerCache:
@@ -94,22 +101,11 @@ class ServerCache:
             config, self._store, None, self._state, Places(self._state.account, "", lambda share: False)
         )
         namespace = Namespace(model="benchmarks.eviction", dtype="uint8", block_tokens=1, block_bytes=BLOCK_BYTES)
-        self._asking, self._moving = (
-            _Connection(
-                self._state,
-                socket.socket(),
-                Share(self._state.account, "simulated"),
-                "simulated",
-                port,
-                Line(),
-                lambda peer: None,
-            )
-            for port in (0, 1)
-        )
+        self._asking, self._moving = (_Connection(self._state, port) for port in (0, 1))
         if call_blocks is None:
             self._moving.sock.close()
             self._moving = self._asking
-        self._asking.namespace = self._moving.namespace = namespace.canonical()
+        self._asking.session.namespace = self._moving.session.namespace = namespace.canonical()
         self._keys = keys
         self._call_blocks = call_blocks
 
@@ -122,9 +118,7 @@ class ServerCache:
     def __enter__(self) -> ServerCache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._store.arena.close()
         self._asking.sock.close()
         self._moving.sock.close()
@@ -150,14 +144,14 @@ class ServerCache:
     def _match(self, keys: bytes, refresh: bool) -> int:
         request = wire.MatchPrefix(1, _DEADLINE_MS, len(keys) // KEY_BYTES, KEY_BYTES, refresh)
         self._answers.handle_keyed(self._asking, request, keys)
-        answer = self._asking.answer
+        answer = self._asking.answered.answer
         assert isinstance(answer, wire.MatchReply)
         return answer.length
 
     def _get(self, keys: bytes) -> None:
         request = wire.Get(1, _DEADLINE_MS, len(keys) // KEY_BYTES, KEY_BYTES)
         self._answers.handle_keyed(self._moving, request, keys)
-        stream = self._moving.stream
+        stream = self._moving.answered.stream
         while not stream.done:
             outgoing = stream.next_part(self._state.now)
             assert outgoing is not None

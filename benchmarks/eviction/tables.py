@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from rich.table import Table
+from rich.table import Table as ConsoleTable
 
 from benchmarks.eviction.cost import TARGET_S
 from benchmarks.eviction.live import AGREEMENT
-from benchmarks.markdown import markdown
 from benchmarks.remote_kv_cache.report import Case
-from benchmarks.results_reader import CaseResult, Results
+from benchmarks.render import cells
+from benchmarks.render.tables import Each, Table, console, markdown, names_of, section
+from benchmarks.results_reader import CaseResult, Result
 
 BENCHMARK: Final = "eviction"
 TRACE_GROUP: Final = "trace"
@@ -58,18 +59,10 @@ def _rows(case: CaseResult) -> tuple[list[str], list[list[str]]]:
     return headings, rows
 
 
-def console_table(case: Case) -> Table:
+def console_table(case: Case) -> ConsoleTable:
     """Hit rate by capacity, for the terminal."""
     result = CaseResult(case.to_json())
-    headings, rows = _rows(result)
-    table = Table(title=_title(result), title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for row in rows[:-1]:
-        table.add_row(*row)
-    table.add_section()
-    table.add_row(*rows[-1])
-    return table
+    return console(_title(result), *_rows(result), sums=True)
 
 
 def _title(case: CaseResult) -> str:
@@ -102,17 +95,11 @@ def _distances(cases: Sequence[CaseResult]) -> tuple[list[str], list[list[str]],
     return ["trace", "the server is called in", *(f"{share:g} %" for share in capacities)], rows, said
 
 
-def distances_table(cases: Sequence[CaseResult]) -> Table | None:
+def distances_table(cases: Sequence[CaseResult]) -> ConsoleTable | None:
     """`default` minus the best of LRU, S3-FIFO and ARC on each trace, for the terminal; None: not all were replayed."""
     headings, rows, said = _distances(cases)
-    if not rows:
-        return None
-    table = Table(title=f"{DEFAULT} - envelope, points", title_justify="left", caption=said)
-    for at, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if at > 1 else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    left = headings[:2]
+    return console(f"{DEFAULT} - envelope, points", headings, rows, left=left, caption=said) if rows else None
 
 
 def cost_lines(cases: list[Case]) -> list[str]:
@@ -139,12 +126,11 @@ def live_line(case: CaseResult) -> str:
 # ---- documents -----------------------------------------------------------------------------------------------------
 
 
-def hit_rates(results: Results) -> str:
+def _hit_rates(result: Result) -> str:
     """The table of the first trace, and how far the default policy is from the others on all of them."""
-    cases = results[BENCHMARK].group(TRACE_GROUP)
-    headings, rows = _rows(cases[0])
-    parts = [f"{_title(cases[0])}.\n\n{markdown(headings, rows)}"]
-    headings, rows, said = _distances(cases)
+    traces = result.group(TRACE_GROUP)
+    parts = [f"{_title(traces[0])}.\n\n{markdown(*_rows(traces[0]))}"]
+    headings, rows, said = _distances(traces)
     if rows:
         parts.append(
             f"`{DEFAULT}` minus the best of LRU, S3-FIFO and ARC, in points. {said}\n\n{markdown(headings, rows)}"
@@ -152,43 +138,16 @@ def hit_rates(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def cost(results: Results) -> str:
-    """The cost of each policy in ns per block."""
-    cases = results[BENCHMARK].group(COST_GROUP)
-    if not cases:
-        return "Not measured yet."
-    rows = [
-        (case.name, *(f"{case.seconds(name).median * 1e9:.0f}" for name in case.operations), f"≤ {TARGET_S * 1e9:.0f}")
-        for case in cases
-    ]
-    headings = (f"{cases[0].parameters['blocks']} blocks, ns a block", *cases[0].operations, "target")
-    return markdown(headings, rows)
-
-
-def live(results: Results) -> str:
-    """Live hit rates beside simulated ones."""
-    rows = [
-        (
-            case.name,
-            _calls(case),
-            case.parameters["policy"],
-            str(case.parameters["blocks"]),
-            f"{case.parameters['live']:.4f}",
-            f"{case.parameters['simulated']:.4f}",
-            f"{(case.parameters['live'] - case.parameters['simulated']) * 100:+.2f}",
-        )
-        for case in results[BENCHMARK].group(LIVE_GROUP)
-    ]
-    return (
-        markdown(("trace", "called in", "policy", "blocks", "live", "simulated", "points"), rows)
-        if rows
-        else "Not measured yet."
-    )
-
-
-# Marker in the document: the benchmark it needs, and the table.
-EVICTION_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
-    "eviction": (BENCHMARK, hit_rates),
-    "eviction_cost": (BENCHMARK, cost),
-    "eviction_live": (BENCHMARK, live),
-}
+EVICTION_TABLES: Final = {
+    "eviction": section(BENCHMARK, _hit_rates),
+    "eviction_cost": section(BENCHMARK, Table(
+        cells.cases(COST_GROUP), ("{p[blocks]} blocks, ns a block", "{case}"),
+        Each(names_of, lambda row: f"{row.s.median * 1e9:.0f}"), ("target", f"≤ {TARGET_S * 1e9:.0f}"),
+    )),
+    "eviction_live": section(BENCHMARK, Table(
+        cells.cases(LIVE_GROUP), ("trace", "{case}"), ("called in", lambda row: _calls(row.data)),
+        ("policy", "{p[policy]}"), ("blocks", "{p[blocks]}"), ("live", "{p[live]:.4f}"),
+        ("simulated", "{p[simulated]:.4f}"),
+        ("points", lambda row: f"{(row.p['live'] - row.p['simulated']) * 100:+.2f}"),
+    )),
+}  # fmt: skip

@@ -1,43 +1,28 @@
-"""Traces of requests in Mooncake's format: one JSON object a line, plain or gzip.
+"""Traces of requests as chains of blocks, head first.
 
-``timestamp`` in ms, ``input_length`` and ``output_length`` in tokens, ``hash_ids``: the prompt's chain of block ids,
-head first. An id stands for its block and for all before it, so equal ids are equal prefixes. The eviction simulator
-uses only the order of the lines and the chains, as its cache has no clock; the cluster simulator uses the times.
+An id stands for its block and for all before it, so equal ids are equal prefixes. The eviction simulator uses only the
+order of the requests and the chains, as its cache has no clock; the cluster simulator uses the times. The reader of
+files is that of `kvstore load`.
 """
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.wire import MAX_KEYS
+from kvstore_serving.load.trace import TraceError
+from kvstore_serving.load.trace import read_trace as read_lines
 
 KEY_BYTES: Final = 16
-FORMAT: Final = "a JSON object a line, with timestamp, input_length, output_length and hash_ids"
-_GZIP_MAGIC: Final = b"\x1f\x8b"
 
 Chain = npt.NDArray[np.int32]
 Keys = npt.NDArray[np.uint8]
-
-
-class TraceError(Exception):
-    """A file is not a trace. The message names the file, line and field, and what was expected."""
-
-
-class _Line(msgspec.Struct, frozen=True):
-    timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    input_length: Annotated[int, msgspec.Meta(ge=0)]
-    output_length: Annotated[int, msgspec.Meta(ge=0)]
-    hash_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]], msgspec.Meta(max_length=MAX_KEYS)]
 
 
 @dataclass(frozen=True)
@@ -79,33 +64,8 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Read a trace from a file. Raises `TraceError`."""
-    lines = list(_lines(path))
+    lines = list(read_lines(path))
     trace = Trace.of(path.name, (line.hash_ids for line in lines), [line.timestamp / 1000 for line in lines])
     if not trace.distinct:
-        raise TraceError(f"{path}: no blocks in it: expected {FORMAT}")
+        raise TraceError(f"{path}: no blocks in it")
     return trace
-
-
-def _lines(path: Path) -> Iterator[_Line]:
-    decoder = msgspec.json.Decoder(_Line)
-    number = 0
-    try:
-        with path.open("rb") as file:
-            packed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-        with gzip.open(path) if packed else path.open("rb") as file:
-            for line in file:
-                number += 1
-                if line.strip():
-                    yield decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}, line {number}: {_plain(str(error))}; a trace is {FORMAT}") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}, after line {number}: cannot be read: {error}") from None
-
-
-def _plain(message: str) -> str:
-    """msgspec's message in the form ``hash_ids[3]: expected ...``."""
-    what, _, where = message.partition(" - at ")
-    what = what[:1].lower() + what[1:]
-    field = where.strip("`").removeprefix("$").removeprefix(".")
-    return f"{field}: {what}" if field else what

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.kv_pipeline.rig import FETCHED, RATIOS
 from benchmarks.kv_pipeline.tables import (
@@ -16,43 +16,43 @@ from benchmarks.kv_pipeline.tables import (
 )
 from benchmarks.kv_pipeline.test_pipeline import KNEE
 from benchmarks.kv_pipeline.test_tokens import RESIDENT, TOKENS
-from benchmarks.ledger import Claim, Finding
+from benchmarks.render.ledger import Claim, Finding
 from benchmarks.results_reader import Result
 
-_MODULE: Final = "benchmarks.kv_pipeline"
+Find = Callable[[Result], Finding]
 
 
-def _knees(most: float) -> Callable[[Result], Finding]:
+def _by_ratio(
+    within: Callable[[dict[str, Any]], float], most: float, spec: str, unit: str, limit: str, need: int | None
+) -> Find:
+    """By ratio of KV to weights, how many rates of the link are within a bound; need: of how many, None: of all."""
+
     def find(result: Result) -> Finding:
-        told, good = [], True
         cases = [case.parameters for case in result.measured_group(KNEE)]
+        told, good = [], True
         for ratio in dict.fromkeys(case["ratio"] for case in cases):
-            off = [abs(case["knee"] / case["alpha"] - 1) for case in cases if case["ratio"] == ratio]
-            near = sum(each <= most for each in off)
-            told.append(f"KV {ratio} x weights: {near} of {len(off)} rates, {max(off):.0%} at worst")
-            good = good and near >= 4
-        if {case["ratio"] for case in cases} != set(RATIOS):
+            found = [within(case) for case in cases if case["ratio"] == ratio]
+            near = sum(each <= most for each in found)
+            told.append(f"KV {ratio} x weights: {near} of {len(found)} rates, {max(found):{spec}}{unit} at worst")
+            good = good and near >= (len(found) if need is None else need)
+        if need is not None and {case["ratio"] for case in cases} != set(RATIOS):
             raise KeyError("a ratio was not measured")
-        return Finding("; ".join(told), "alpha* from the link and the step of the same run", good)
+        return Finding("; ".join(told), limit, good)
 
     return find
 
 
-def _step(most: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        cases = [case.parameters for case in result.measured_group(KNEE)]
-        told, good = [], True
-        for ratio in dict.fromkeys(case["ratio"] for case in cases):
-            worst = [case["worst_to_max"] for case in cases if case["ratio"] == ratio]
-            within = sum(each <= most for each in worst)
-            told.append(f"KV {ratio} x weights: {within} of {len(worst)} rates, {max(worst):.2f} x at worst")
-            good = good and within == len(worst)
-        return Finding("; ".join(told), "the longer of copying and computing", good)
-
-    return find
+def _knees(most: float) -> Find:
+    limit = "alpha* from the link and the step of the same run"
+    return _by_ratio(lambda case: abs(case["knee"] / case["alpha"] - 1), most, ".0%", "", limit, 4)
 
 
-def _tokens(bound: float, gain: float) -> Callable[[Result], Finding]:
+def _step(most: float) -> Find:
+    limit = "the longer of copying and computing"
+    return _by_ratio(lambda case: case["worst_to_max"], most, ".2f", " x", limit, None)
+
+
+def _tokens(bound: float, gain: float) -> Find:
     def find(result: Result) -> Finding:
         told, gains = [], []
         for case in (each.parameters for each in result.measured_group(TOKENS)):
@@ -67,7 +67,7 @@ def _tokens(bound: float, gain: float) -> Callable[[Result], Finding]:
     return find
 
 
-def _as_planned(most: float) -> Callable[[Result], Finding]:
+def _as_planned(most: float) -> Find:
     def find(result: Result) -> Finding:
         told, good = [], True
         for case in (each.parameters for each in result.measured_group(TOKENS)):
@@ -80,33 +80,19 @@ def _as_planned(most: float) -> Callable[[Result], Finding]:
     return find
 
 
+# fmt: off
 PIPELINE_CLAIMS: Final = (
     Claim(
-        _MODULE,
         "KV pipeline: the knee within 10 % of alpha* at 4 rates of the link or more, for three ratios of KV to weights",
-        PIPELINE,
-        "",
-        _knees(0.10),
+        PIPELINE, _knees(0.10),
+    ),
+    Claim("KV pipeline, one layer ahead: a step ≤ 1.05 x the longer of copying and computing", PIPELINE, _step(1.05)),
+    Claim("KV pipeline, fixed resident bytes: TPOT ≤ 1.25 x and tokens/s ≥ 1.05 x at 3 rates of the link or more",
+        PIPELINE_TOKENS, _tokens(1.25, 1.05),
     ),
     Claim(
-        _MODULE,
-        "KV pipeline, one layer ahead: a step ≤ 1.05 x the longer of copying and computing",
-        PIPELINE,
-        "",
-        _step(1.05),
-    ),
-    Claim(
-        _MODULE,
-        "KV pipeline, fixed resident bytes: TPOT ≤ 1.25 x and tokens/s ≥ 1.05 x at 3 rates of the link or more",
-        PIPELINE_TOKENS,
-        "",
-        _tokens(1.25, 1.05),
-    ),
-    Claim(
-        _MODULE,
         "KV pipeline, fixed resident bytes: the batch that `plan pipeline` computes has a step ≤ 1.1 x the planned one",
-        PIPELINE_TOKENS,
-        "",
-        _as_planned(0.1),
+        PIPELINE_TOKENS, _as_planned(0.1),
     ),
 )
+# fmt: on

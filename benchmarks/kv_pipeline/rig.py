@@ -17,7 +17,7 @@ from benchmarks.kv_pipeline.blocks import connect
 from benchmarks.kv_pipeline.decoder import Decoder, Shape
 from benchmarks.kv_pipeline.lending import Fetched, Pushed, Resident, copying, fill, lent_layers, make_kv
 from benchmarks.remote_kv_cache.harness import Benchmark
-from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
+from benchmarks.remote_kv_cache.limited_link import LimitedLink
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from kvstore_client import KVStoreClient
 
@@ -27,11 +27,6 @@ RATIOS: Final = {"0.25": (4, 288), "0.5": (8, 288), "1": (8, 576)}  # batch and 
 FETCHED: Final = "fetched"
 PUSHED: Final = "pushed"
 ARMS: Final = {FETCHED: "KV comes", PUSHED: "attention goes"}
-
-
-def cannot() -> str:
-    """Why nothing can be measured here; empty if it can."""
-    return unavailable() or ("" if len(os.sched_getaffinity(0)) >= 2 else "two cores are needed")
 
 
 class Rig:

@@ -9,9 +9,10 @@ from benchmarks.kv_pipeline.rig import ARMS, FETCHED, PUSHED
 from benchmarks.kv_pipeline.test_pipeline import KNEE, MODES
 from benchmarks.kv_pipeline.test_pushed import BY_ARM
 from benchmarks.kv_pipeline.test_tokens import BOUNDS, RESIDENT, TOKENS
-from benchmarks.markdown import markdown
-from benchmarks.results_reader import CaseResult, Results, parameters_of
-from kvstore_serving.planning.pipeline import BUFFERS, largest_kv, plan_pipeline
+from benchmarks.render.cells import Cell, Row, cases
+from benchmarks.render.tables import Table, markdown, section
+from benchmarks.results_reader import CaseResult, Result, parameters_of
+from kvstore_serving.planning.pipeline import BUFFERS, Hardware, largest_kv, plan_pipeline
 
 PIPELINE: Final = "test_pipeline"
 PIPELINE_PUSHED: Final = "test_pushed"
@@ -27,27 +28,9 @@ def _chart(what: str, name: str) -> str:
     return f"![{what}](charts/planning-{name}.svg)"
 
 
-def knees(results: Results) -> str:
-    """The knee of the KV pipeline."""
-    rows = []
-    for case in parameters_of(results, PIPELINE, KNEE):
-        alpha, knee = case["alpha"], case["knee"]
-        rows.append(
-            (
-                case["ratio"], f"{case['kv_bytes'] / 1e6:.0f} MB", f"{case['link_bytes_per_s'] / 1e9:.2f} GB/s",
-                f"{case['step_s'] * 1e3:.1f} ms", f"{alpha:.1%}", f"{knee:.1%}",
-                f"{knee / alpha - 1:+.0%}", f"{case['worst_to_max']:.2f} x",
-            )
-        )  # fmt: skip
-    headings = (
-        "KV to weights", "KV", "link", "step", "alpha*", "knee", "off", "step at worst, of the longer"
-    )  # fmt: skip
-    return markdown(headings, rows)
-
-
-def modes(results: Results) -> str:
+def modes(result: Result) -> str:
     """What half of the layers cost, by the way they are read."""
-    cases = results[PIPELINE].group(MODES)
+    cases = result.group(MODES)
     names = list(cases[0].parameters["step_s"])
 
     def cell(case: CaseResult, name: str) -> str:
@@ -77,9 +60,10 @@ def proposal() -> str:
     rows = []
     for what, links in _LINKS.items():
         for link in links:
-            kv_bytes = largest_kv(_RESIDENT, link, _MEMORY, _WEIGHTS_S, 0.0)
+            hardware = Hardware(link, _MEMORY, _WEIGHTS_S, 0.0)
+            kv_bytes = largest_kv(_RESIDENT, hardware)
             assert kv_bytes is not None
-            plan = plan_pipeline(kv_bytes, link, _MEMORY, _WEIGHTS_S, 0.0)
+            plan = plan_pipeline(kv_bytes, hardware)
             first = plan.alpha_bandwidth
             rows.append(
                 (
@@ -96,9 +80,9 @@ _LAYER_MS: Final = (10.0, 0.47)  # vllm#15123: copying a layer's KV over PCIe, a
 _CLAIMED: Final = 0.30  # alpha, by the proposal
 
 
-def published(results: Results) -> str:
+def published(result: Result) -> str:
     """What others say of lent KV, beside what was measured here."""
-    cases = parameters_of(results, PIPELINE, KNEE)
+    cases = parameters_of(result, KNEE)
     shares = sorted(
         max(alpha * case["kv_bytes"] / case["link_bytes_per_s"], case["step_s"]) / seconds
         for case in cases
@@ -135,9 +119,9 @@ def arm_steps(case: Mapping[str, Any]) -> dict[str, float]:
     return {FETCHED: case["alpha"] * case["kv_bytes"] / case["link_bytes_per_s"], **case["step_s"]}
 
 
-def pushed(results: Results) -> str:
+def pushed(result: Result) -> str:
     """Steps with KV that comes, and with attention that goes, by the rate of the link."""
-    cases = parameters_of(results, PIPELINE_PUSHED, BY_ARM)
+    cases = parameters_of(result, BY_ARM)
     shares = sorted({case["alpha"] for case in cases})
     rows = []
     for first in (case for case in cases if case["alpha"] == shares[0]):
@@ -227,9 +211,9 @@ def _best(case: Mapping[str, Any], arm: str, bound: float) -> str:
     return f"{batch}: {rate:.0f} tokens/s, {rate / alone:.2f} x"
 
 
-def tokens(results: Results) -> str:
+def tokens(result: Result) -> str:
     """Tokens a second from fixed resident bytes, with bounds on the time between tokens."""
-    cases = parameters_of(results, PIPELINE_TOKENS, TOKENS)
+    cases = parameters_of(result, TOKENS)
     rows = []
     for case in cases:
         step_s, alone = rates_by_batch(case, FETCHED)[RESIDENT]
@@ -241,39 +225,47 @@ def tokens(results: Results) -> str:
         "link", f"nothing lent, batch of {RESIDENT}", "way",
         *(f"TPOT ≤ {bound:g} x: best batch" for bound in BOUNDS),
     )  # fmt: skip
-    return markdown(headings, rows) + "\n\n" + _chart("Tokens a second and their time, against the batch", "tokens")
-
-
-def tokens_planned(results: Results) -> str:
-    """The batch that the plan says fits, and what was measured with it."""
-    rows = []
-    for case in parameters_of(results, PIPELINE_TOKENS, TOKENS):
-        fits, batch = planned_batch(case)
-        seconds, rate = rates_by_batch(case, FETCHED)[batch]
-        lent = case["lent_layers"][FETCHED].get(str(batch), 0)
-        step_s = planned_step(case, batch)
-        rows.append(
-            (
-                _rate(case["link_bytes_per_s"]), "any" if fits is None else f"{fits}", f"{batch}",
-                f"{planned_share(case, batch):.1%}", f"{step_s * 1e3:.0f} ms", f"{batch / step_s:.0f}",
-                f"{lent / case['layers']:.1%}", f"{seconds * 1e3:.0f} ms", f"{rate:.0f}",
-                f"{case['lost_share']:.0%}",
-            )
-        )  # fmt: skip
-    headings = (
-        "link", "fits by the plan", "batch", "alpha, planned", "step, planned", "tokens/s, planned",
-        "alpha lent", "step, measured", "tokens/s, measured", "lost while copies run",
-    )  # fmt: skip
     return markdown(headings, rows)
 
 
-PIPELINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
-    "knees": (PIPELINE, knees),
-    "pipeline_modes": (PIPELINE, modes),
-    "pipeline_published": (PIPELINE, published),
-    "pipeline_pushed": (PIPELINE_PUSHED, pushed),
-    "pipeline_tokens": (PIPELINE_TOKENS, tokens),
-    "pipeline_planned": (PIPELINE_TOKENS, tokens_planned),
-}
+def _fits(row: Row) -> str:
+    fits, _ = planned_batch(row.p)
+    return "any" if fits is None else f"{fits}"
+
+
+def _of_batch(cell: Callable[[dict[str, Any], int], str]) -> Cell:
+    """A cell of the batch that the plan says fits."""
+    return lambda row: cell(dict(row.p), planned_batch(row.p)[1])
+
+
+def _lent(case: dict[str, Any], batch: int) -> str:
+    return f"{case['lent_layers'][FETCHED].get(str(batch), 0) / case['layers']:.1%}"
+
+
+PIPELINE_TABLES: Final = {
+    "knees": section(PIPELINE, Table(
+        cases(KNEE), ("KV to weights", "{p[ratio]}"), ("KV", "{p[kv_bytes]:M.0f} MB"),
+        ("link", "{p[link_bytes_per_s]:G.2f} GB/s"), ("step", "{p[step_s]:ms.1f} ms"), ("alpha*", "{p[alpha]:.1%}"),
+        ("knee", "{p[knee]:.1%}"), ("off", lambda row: f"{row.p['knee'] / row.p['alpha'] - 1:+.0%}"),
+        ("step at worst, of the longer", "{p[worst_to_max]:.2f} x"),
+    )),
+    "pipeline_modes": section(PIPELINE, modes),
+    "pipeline_published": section(PIPELINE, published),
+    "pipeline_pushed": section(PIPELINE_PUSHED, pushed),
+    "pipeline_tokens": section(
+        PIPELINE_TOKENS, tokens, _chart("Tokens a second and their time, against the batch", "tokens")
+    ),
+    "pipeline_planned": section(PIPELINE_TOKENS, Table(
+        cases(TOKENS), ("link", lambda row: _rate(row.p["link_bytes_per_s"])), ("fits by the plan", _fits),
+        ("batch", _of_batch(lambda case, batch: f"{batch}")),
+        ("alpha, planned", _of_batch(lambda case, batch: f"{planned_share(case, batch):.1%}")),
+        ("step, planned", _of_batch(lambda case, batch: f"{planned_step(case, batch) * 1e3:.0f} ms")),
+        ("tokens/s, planned", _of_batch(lambda case, batch: f"{batch / planned_step(case, batch):.0f}")),
+        ("alpha lent", _of_batch(_lent)),
+        ("step, measured", _of_batch(lambda case, batch: f"{rates_by_batch(case, FETCHED)[batch][0] * 1e3:.0f} ms")),
+        ("tokens/s, measured", _of_batch(lambda case, batch: f"{rates_by_batch(case, FETCHED)[batch][1]:.0f}")),
+        ("lost while copies run", "{p[lost_share]:.0%}"),
+    )),
+}  # fmt: skip
 # Of nothing that is measured.
 PIPELINE_COMPUTED: Final[dict[str, Callable[[], str]]] = {"proposal": proposal}

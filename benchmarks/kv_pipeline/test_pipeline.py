@@ -25,11 +25,11 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.kv_pipeline.lending import lent_layers, read_time
-from benchmarks.kv_pipeline.rig import FULL_RATE, Rig, cannot, in_turn, of_ratios
-from benchmarks.remote_kv_cache.harness import Benchmark
-from benchmarks.remote_kv_cache.limited_link import LimitedLink
-from benchmarks.remote_kv_cache.report import Case, console
-from kvstore_serving.planning.pipeline import plan_pipeline
+from benchmarks.kv_pipeline.rig import FULL_RATE, Rig, in_turn, of_ratios
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores
+from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
+from benchmarks.remote_kv_cache.report import console
+from kvstore_serving.planning.pipeline import Hardware, plan_pipeline
 
 KNEE: Final = "knee"
 MODES: Final = "modes"
@@ -39,8 +39,7 @@ ROUNDS: Final = 7
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__ or "", ROUNDS)
-    if reason := cannot():
-        benchmark.say(f"nothing is measured: {reason}")
+    if benchmark.lacks(unavailable(), missing_cores()):
         return 1
     for name, rig, link in of_ratios(benchmark):
         _knees(benchmark, name, rig, link)
@@ -64,7 +63,7 @@ def _knees(benchmark: Benchmark, name: str, rig: Rig, limited: LimitedLink) -> N
         step_s = found[0]
         # What starting each read takes is in the rate: layers are read one after the other, by one thread.
         link = shape.kv_bytes / found["all"]
-        plan = plan_pipeline(shape.kv_bytes, link, shape.kv_bytes / step_s, 0.0, 0.0)
+        plan = plan_pipeline(shape.kv_bytes, Hardware(link, shape.kv_bytes / step_s, 0.0, 0.0))
         curve = {lent / layers: found[lent] for lent in shares}
         measured = knee(curve)
         worst = max(curve[alpha] / max(alpha * shape.kv_bytes / link, step_s) for alpha in curve if alpha)
@@ -72,16 +71,10 @@ def _knees(benchmark: Benchmark, name: str, rig: Rig, limited: LimitedLink) -> N
             f"KV {name} x weights, link {link / 1e9:.2f} GB/s: step {step_s * 1e3:.1f} ms, alpha* {plan.alpha:.1%}, "
             f"knee {measured:.1%}, at worst {worst:.2f} x max(copy, compute)"
         )
-        benchmark.cases.append(
-            Case(
-                name=f"{name}, {wanted:g}", seconds={}, moved={}, limits={},
-                parameters={
-                    "group": KNEE, "ratio": name, "kv_bytes": shape.kv_bytes, "weight_bytes": shape.weight_bytes,
-                    "link_bytes_per_s": link, "step_s": step_s, "alpha": plan.alpha,
-                    "knee": measured, "curve": {f"{alpha:.4f}": seconds for alpha, seconds in curve.items()},
-                    "worst_to_max": worst,
-                },
-            )
+        benchmark.found(
+            f"{name}, {wanted:g}", group=KNEE, ratio=name, kv_bytes=shape.kv_bytes, weight_bytes=shape.weight_bytes,
+            link_bytes_per_s=link, step_s=step_s, alpha=plan.alpha, knee=measured,
+            curve={f"{alpha:.4f}": seconds for alpha, seconds in curve.items()}, worst_to_max=worst,
         )  # fmt: skip
 
 
@@ -117,13 +110,8 @@ def _modes(benchmark: Benchmark, name: str, rig: Rig) -> None:
     alone = found["nothing lent"]
     for mode, seconds in found.items():
         console().print(f"KV {name} x weights, half lent, {mode}: {seconds * 1e3:.1f} ms, {seconds / alone:.2f} x")
-    benchmark.cases.append(
-        Case(
-            name=f"{name}, modes", seconds={}, moved={}, limits={},
-            parameters={
-                "group": MODES, "ratio": name, "alpha": lent / shape.layers, "step_s": found,
-            },
-        )
+    benchmark.found(
+        f"{name}, modes", group=MODES, ratio=name, alpha=lent / shape.layers, step_s=found,
     )  # fmt: skip
 
 

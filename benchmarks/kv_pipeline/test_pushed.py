@@ -18,10 +18,10 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.kv_pipeline.lending import lent_layers, read_time
-from benchmarks.kv_pipeline.rig import ARMS, FETCHED, FULL_RATE, PUSHED, Rig, cannot, in_turn, of_ratios
-from benchmarks.remote_kv_cache.harness import Benchmark
-from benchmarks.remote_kv_cache.limited_link import LimitedLink
-from benchmarks.remote_kv_cache.report import Case, console
+from benchmarks.kv_pipeline.rig import ARMS, FETCHED, FULL_RATE, PUSHED, Rig, in_turn, of_ratios
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores
+from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
+from benchmarks.remote_kv_cache.report import console
 
 BY_ARM: Final = "arms"
 SHARES: Final = (1 / 8, 1 / 2)  # of the layers
@@ -33,8 +33,7 @@ ROUNDS: Final = 5
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__ or "", ROUNDS)
-    if reason := cannot():
-        benchmark.say(f"nothing is measured: {reason}")
+    if benchmark.lacks(unavailable(), missing_cores()):
         return 1
     for name, rig, link in of_ratios(benchmark):
         _measure(benchmark, name, rig, link)
@@ -71,15 +70,10 @@ def _measure(benchmark: Benchmark, name: str, rig: Rig, link: LimitedLink) -> No
             steps = {arm: found[share, arm] for arm in arms}
             told = ", ".join(f"{arm} {seconds / found['alone']:.2f} x" for arm, seconds in steps.items())
             console().print(f"KV {name} x weights, link {bytes_per_s / 1e6:.1f} MB/s, {share:.1%} lent: {told}")
-            benchmark.cases.append(
-                Case(
-                    name=f"{name}, {rate / 1e6:.0f} MB/s, {share:g}", seconds={}, moved={}, limits={},
-                    parameters={
-                        "group": BY_ARM, "ratio": name, "alpha": share, "kv_bytes": shape.kv_bytes,
-                        "link_bytes_per_s": bytes_per_s, "alone_s": found["alone"], "step_s": steps,
-                        "crossed_bytes": per_step,
-                    },
-                )
+            benchmark.found(
+                f"{name}, {rate / 1e6:.0f} MB/s, {share:g}", group=BY_ARM, ratio=name, alpha=share,
+                kv_bytes=shape.kv_bytes, link_bytes_per_s=bytes_per_s, alone_s=found["alone"], step_s=steps,
+                crossed_bytes=per_step,
             )  # fmt: skip
 
 

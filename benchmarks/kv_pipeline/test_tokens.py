@@ -27,11 +27,11 @@ import numpy as np
 
 from benchmarks.kv_pipeline.decoder import Shape
 from benchmarks.kv_pipeline.lending import lent_layers, read_time
-from benchmarks.kv_pipeline.rig import FETCHED, FULL_RATE, PUSHED, Rig, cannot, in_turn
-from benchmarks.remote_kv_cache.harness import Benchmark
-from benchmarks.remote_kv_cache.limited_link import LimitedLink
-from benchmarks.remote_kv_cache.report import Case, console
-from kvstore_serving.planning.pipeline import BUFFERS, largest_kv, plan_pipeline
+from benchmarks.kv_pipeline.rig import FETCHED, FULL_RATE, PUSHED, Rig, in_turn
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores
+from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
+from benchmarks.remote_kv_cache.report import console
+from kvstore_serving.planning.pipeline import BUFFERS, Hardware, largest_kv, plan_pipeline
 
 TOKENS: Final = "tokens"
 RESIDENT: Final = 8  # sequences whose KV fits the decoder's memory
@@ -55,8 +55,7 @@ def lent_of(batch: int, resident_bytes: int, buffers: int) -> int | None:
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__ or "", ROUNDS)
-    if reason := cannot():
-        benchmark.say(f"nothing is measured: {reason}")
+    if benchmark.lacks(unavailable(), missing_cores()):
         return 1
     with LimitedLink(FULL_RATE) as link, ExitStack() as stack:
         _measure(benchmark, Rig(SHAPE, link, stack), link)
@@ -93,25 +92,18 @@ def _measure(benchmark: Benchmark, rig: Rig, link: LimitedLink) -> None:
         slope, other_s = np.polyfit([each.shape.kv_bytes for each in rigs.values()], list(alone.values()), 1)
         memory = float(1 / slope)
         lost_share = max(0.0, 1 - alone[BATCHES[-1]] / found["beside copies"])
-        hardware = (bytes_per_s, memory, float(other_s), 0.0, SHAPE.layers, lost_share)
-        kv_bytes = largest_kv(resident_bytes, *hardware)
-        plan = plan_pipeline(kv_bytes, *hardware) if kv_bytes is not None else None
+        hardware = Hardware(bytes_per_s, memory, float(other_s), 0.0, SHAPE.layers, lost_share)
+        kv_bytes = largest_kv(resident_bytes, hardware)
+        plan = plan_pipeline(kv_bytes, hardware) if kv_bytes is not None else None
         steps = {arm: {RESIDENT: alone[RESIDENT], **{n: found[arm, n] for n in lent[arm]}} for arm in lent}
         for arm, by_batch in steps.items():
             told = ", ".join(f"{batch}: {batch / seconds:.1f}" for batch, seconds in by_batch.items())
             console().print(f"link {bytes_per_s / 1e9:.2f} GB/s, {arm}, tokens/s by batch: {told}")
-        benchmark.cases.append(
-            Case(
-                name=f"link {rate / 1e6:.0f} MB/s", seconds={}, moved={}, limits={},
-                parameters={
-                    "group": TOKENS, "link_bytes_per_s": bytes_per_s, "resident_bytes": resident_bytes,
-                    "memory_bytes_per_s": memory, "other_s": float(other_s), "layers": SHAPE.layers,
-                    "sequence_bytes": SHAPE.layers * SHAPE.block_bytes,
-                    "plan": msgspec.to_builtins(plan), "plan_kv_bytes": kv_bytes,
-                    "alone_s": alone, "lost_share": lost_share,
-                    "lent_layers": lent, "step_s": steps,
-                },
-            )
+        benchmark.found(
+            f"link {rate / 1e6:.0f} MB/s", group=TOKENS, link_bytes_per_s=bytes_per_s,
+            resident_bytes=resident_bytes, memory_bytes_per_s=memory, other_s=float(other_s), layers=SHAPE.layers,
+            sequence_bytes=SHAPE.layers * SHAPE.block_bytes, plan=msgspec.to_builtins(plan), plan_kv_bytes=kv_bytes,
+            alone_s=alone, lost_share=lost_share, lent_layers=lent, step_s=steps,
         )  # fmt: skip
 
 

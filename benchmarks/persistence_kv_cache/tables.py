@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-from rich.table import Table
+from rich.table import Table as ConsoleTable
 
-from benchmarks.markdown import markdown, spread_text
 from benchmarks.persistence_kv_cache import names
 from benchmarks.persistence_kv_cache.placements import (
     PLACEMENTS,
@@ -26,7 +25,9 @@ from benchmarks.persistence_kv_cache.stores import (
     threaded,
 )
 from benchmarks.remote_kv_cache.report import Case
-from benchmarks.results_reader import CaseResult, Results
+from benchmarks.render.cells import Cell, Row, cases, operations, text
+from benchmarks.render.tables import Each, Table, console, markdown, section
+from benchmarks.results_reader import CaseResult, Result
 
 PLACEMENT_GROUP: Final = "placement"
 RESTART_GROUP: Final = "restart"
@@ -51,156 +52,100 @@ def measured_placements(case: CaseResult) -> list[str]:
 # ---- where bytes lie ------------------------------------------------------------------------------------------------
 
 
-def _placement_rows(case: CaseResult) -> tuple[list[str], list[list[str]]]:
-    """Headings and a row for each placement: GB/s and, in brackets, the share of its plain file in the same rounds."""
-    headings = [
-        "GB/s (of plain)",
-        *MOVES,
-        "fsync's part of write",
-        "restart, ms",
-        "allocated ÷ blocks",
-        "at 95 %",
-        "files",
-    ]
-    rows = []
-    for name in measured_placements(case):
-        space = case.parameters["space"][name]
-        row = [name, *(_rate_cell(case, operation_name(name, move)) for move in MOVES), _sync_part(case, name)]
-        restart = operation_name(name, RESTART)
-        row.append(f"{case.seconds(restart).median * 1e3:.1f}" if restart in case.operations else "")
-        row += [f"{space['fresh']:.3f}", f"{space['churned']:.3f}", str(space["files"])]
-        rows.append(row)
-    return headings, rows
+def _at(move: str, cell: Cell) -> Cell:
+    """The cell of one operation of a placement."""
+    return lambda row: text(cell, row.at(operation_name(row.name, move)))
 
 
-def _rate_cell(case: CaseResult, operation: str) -> str:
-    if operation not in case.operations:
-        return ""
-    share = f" ({1 / case.to_limit(operation).median:.0%})" if operation in case.limits else ""
-    return f"{case.rate(operation).median:.2f}{share}"
+def _rate(row: Row) -> str:
+    share = f" ({row.share.median:.0%})" if row.name in row.data.limits else ""
+    return f"{row.rate.median:.2f}{share}"
 
 
-def _sync_part(case: CaseResult, placement: str) -> str:
+def _sync_part(row: Row) -> str:
     """The median share of the time of its writes that the final fsync took."""
-    operation = operation_name(placement, WRITE)
-    whole = case.data["seconds"][operation]
-    before = case.parameters["before_sync_s"][operation]
+    operation = operation_name(row.name, WRITE)
+    whole, before = row.data.data["seconds"][operation], row.p["before_sync_s"][operation]
     parts = sorted(1 - early / all_of_it for early, all_of_it in zip(before, whole, strict=True))
     return f"{parts[len(parts) // 2]:.0%}"
 
 
-def placement_console_table(case: Case) -> Table:
-    """The same rows for the terminal, transposed: a column for each placement."""
-    headings, rows = _placement_rows(CaseResult(case.to_json()))
-    table = Table(headings[0], *(row[0] for row in rows), title=case.name, title_justify="left")
-    for number, heading in enumerate(headings[1:], 1):
-        table.add_row(heading, *(row[number] for row in rows))
-    return table
+def _placements(case: CaseResult) -> tuple[list[str], list[list[str]]]:
+    """A column for each placement, a row for each measure: GB/s and, in brackets, the share of its plain file in the
+    same rounds. The heading of the first column comes first."""
+    described = Table(
+        lambda result: [Row(result, case, name) for name in measured_placements(case)],
+        ("GB/s (of plain)", "{name}"), *((move, _at(move, _rate)) for move in MOVES),
+        ("fsync's part of write", _sync_part), ("restart, ms", _at(RESTART, "{s:ms.1f}")),
+        ("allocated ÷ blocks", "{mine[space][fresh]:.3f}"), ("at 95 %", "{mine[space][churned]:.3f}"),
+        ("files", "{mine[space][files]}"),
+    )  # fmt: skip
+    headings, rows = described.headings_and_rows(Result({"parameters": {}, "cases": [case.data]}))
+    turned = [list(column) for column in zip(headings, *rows, strict=True)]
+    return turned[0], turned[1:]
 
 
-def placement(results: Results) -> str:
-    """One table for each shape, transposed so that it fits a page, and the conditions of the figures."""
-    result = results["test_placement"]
+def placement_console_table(case: Case) -> ConsoleTable:
+    """The same for the terminal."""
+    headings, rows = _placements(CaseResult(case.to_json()))
+    return console(case.name, headings, rows, left=headings)
+
+
+def _placement(result: Result) -> str:
+    """One table for each shape, and what was not measured."""
     parts = []
     for case in result.group(PLACEMENT_GROUP):
-        headings, rows = _placement_rows(case)
-        turned = [[heading, *(row[number] for row in rows)] for number, heading in enumerate(headings[1:], 1)]
+        headings, rows = _placements(case)
         title = f"{case.parameters['blocks']} blocks of {case.parameters['block_bytes']} bytes, {headings[0]}"
         missing = "".join(f"\n\n{name}: not measured, {reason}." for name, reason in case.data["unavailable"].items())
-        parts.append(markdown((title, *(row[0] for row in rows)), turned) + missing)
-    about = result.parameters
-    parts.append(f"File system: {about['file_system']}; cold by {about['cold']}; churn: {about['churn']}.")
+        parts.append(markdown((title, *headings[1:]), rows) + missing)
     return "\n\n".join(parts)
-
-
-def placement_restart(results: Results) -> str:
-    """Seconds until all keys are known."""
-    rows = []
-    for case in results["test_placement"].cases:
-        for name in PLACEMENTS:
-            operation = operation_name(name, RESTART)
-            if operation in case.operations:
-                blocks = case.parameters["blocks"]
-                seconds = case.seconds(operation)
-                each = f"{seconds.median / blocks * 1e6:.2f}"
-                size = f"{blocks} x {case.parameters['block_bytes']} B"
-                rows.append((name, size, spread_text(seconds.scaled(1e3)), each))
-    return markdown(("restart", "blocks", "ms, median (min … max)", "µs a block"), rows)
 
 
 # ---- the server's disk tier -----------------------------------------------------------------------------------------
 
 
-def disk_tier(results: Results) -> str:
-    """Rates through the server beside plain reads and writes, and the share that they reach."""
-    result = results["test_disk_tier"]
-    rows = []
-    for part, target in ((names.WRITE_PART, names.WRITE_TARGET), (names.READ_PART, names.READ_TARGET)):
-        for case in result.group(part):
-            plain = [name for name in (*names.PLAIN_WRITES, *names.PLAIN_READS) if name in case.operations]
-            for name in case.operations:
-                shares = ["", "", ""]
-                if name not in plain:
-                    best = min(plain, key=lambda one: case.seconds(one).median)
-                    own = case.limits[name]
-                    shares = [f"{1 / case.ratio(name, one):.2f} ({one})" for one in (own, best)]
-                    shares.append(f"≥ {target}")
-                rows.append((case.name, name, f"{case.rate(name).median:.2f}", *shares, _from_disk(case, name)))
-    about = result.parameters
-    headings = ("part", "operation", "GB/s", "of plain, one thread", "of the fastest plain", "target", "from disk")
-    remark = (
-        f"File system: {about['file_system']}; the page cache was emptied before every read and write "
-        f"({about['cold']}), and blocks left the server's memory by {about['not_in_memory']}; blocks were read in the "
-        f"order in which they were written, or another: {about['order']}."
-    )
-    return f"{markdown(headings, rows, figures=False)}\n\n{remark}"
+def _plain(row: Row) -> list[str]:
+    return [name for name in (*names.PLAIN_WRITES, *names.PLAIN_READS) if name in row.data.operations]
 
 
-def _from_disk(case: CaseResult, operation: str) -> str:
+def _of_plain(fastest: bool) -> Cell:
+    """The share of the plain file's throughput: of the operation's own limit, or of the fastest way of all."""
+
+    def cell(row: Row) -> str:
+        if row.name in (plain := _plain(row)):
+            return ""
+        one = min(plain, key=lambda name: row.at(name).s.median) if fastest else row.limit.name
+        return f"{1 / row.times(one):.2f} ({one})"
+
+    return cell
+
+
+def _target(row: Row) -> str:
+    target = names.WRITE_TARGET if row.p["group"] == names.WRITE_PART else names.READ_TARGET
+    return "" if row.name in _plain(row) else f"≥ {target}"
+
+
+def _from_disk(row: Row) -> str:
     """The smallest share of blocks that the server read from disk, over all rounds."""
-    shares = case.parameters.get("from_disk", {}).get(operation)
+    shares = row.mine.get("from_disk")
     return f"{min(shares):.0%}" if shares else ""
 
 
-def disk_tier_hybrid(results: Results) -> str:
-    """Throughput with a disk tier as a share of that without."""
-    rows = []
-    for case in results["test_disk_tier"].group(names.HYBRID_PART):
-        for name, limit in case.limits.items():
-            rates = (f"{case.rate(one).median:.2f}" for one in (limit, name))
-            share = spread_text(case.to_limit(name).inverse)
-            shape = case.parameters["shape"]
-            rows.append((f"{shape}: {name.removeprefix(names.HYBRID)}", *rates, share, f"≥ {names.HYBRID_TARGET}"))
-    return markdown(("blocks in memory", "memory only, GB/s", "with a disk tier, GB/s", "share", "target"), rows)
+def restart_target_s(about: Mapping[str, Any]) -> float:
+    return names.RESTART_TARGET_S * max(1.0, about["blocks"] / 100_000)
 
 
-def disk_tier_restart(results: Results) -> str:
-    """Seconds until ready and until readable, and the index's memory."""
-    rows = []
-    for case in results["test_disk_tier"].group(names.RESTART_PART):
-        blocks = case.parameters["blocks"]
-        cells = [spread_text(case.seconds(name)) for name in (names.NEW_START, names.READY, names.READABLE)]
-        bound = f"≤ {names.RESTART_TARGET_S * max(1.0, blocks / 100_000):g}"
-        index = f"{case.parameters['index_bytes'] / blocks:.0f} (≤ {names.INDEX_TARGET_BYTES})"
-        rows.append((f"{blocks} x {case.parameters['block_bytes']} B", *cells, bound, index))
-    headings = (
-        "blocks",
-        "new server, ready",
-        "restart, ready",
-        "restart, all readable",
-        "target",
-        "index bytes a block",
-    )
-    return markdown((f"{headings[0]}, s", *headings[1:]), rows)
+_BLOCKS: Final = "{p[blocks]} x {p[block_bytes]} B"
 
 
-def target_lines(cases: Sequence[Case]) -> list[str]:
+def target_lines(measured: Sequence[Case]) -> list[str]:
     """The figures of `test_disk_tier` beside each target, for the terminal."""
     lines = []
-    for case in (CaseResult(case.to_json()) for case in cases):
+    for case in (CaseResult(case.to_json()) for case in measured):
         part = case.parameters["group"]
         if part == names.RESTART_PART:
-            bound = names.RESTART_TARGET_S * max(1.0, case.parameters["blocks"] / 100_000)
+            bound = restart_target_s(case.parameters)
             seconds = case.seconds(names.READABLE).median
             index = case.parameters["index_bytes"] / case.parameters["blocks"]
             lines.append(f"{case.name}: all readable after {seconds:.2f} s (target ≤ {bound:g})")
@@ -212,16 +157,49 @@ def target_lines(cases: Sequence[Case]) -> list[str]:
             names.HYBRID_PART: names.HYBRID_TARGET,
         }
         for name, limit in case.limits.items():
-            share = spread_text(case.to_limit(name).inverse)
+            share = text("{share:.2f~}", Row(Result({}), case, name))
             lines.append(f"{case.name}: {name}: {share} of {limit} (target ≥ {targets[part]})")
     return lines
 
 
-# Marker in the document: the benchmark it needs, and the table.
-PERSISTENCE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
-    "placement": ("test_placement", placement),
-    "placement_restart": ("test_placement", placement_restart),
-    "disk_tier": ("test_disk_tier", disk_tier),
-    "disk_tier_hybrid": ("test_disk_tier", disk_tier_hybrid),
-    "disk_tier_restart": ("test_disk_tier", disk_tier_restart),
-}
+PERSISTENCE_TABLES: Final = {
+    "placement": section(
+        "test_placement", _placement, "File system: {run[file_system]}; cold by {run[cold]}; churn: {run[churn]}."
+    ),
+    "placement_restart": section("test_placement", Table(
+        lambda result: [
+            row.at(name) for row in cases()(result) for name in PLACEMENTS
+            if operation_name(name, RESTART) in row.data.operations
+        ],
+        ("restart", "{name}"), ("blocks", _BLOCKS), ("ms, median (min … max)", _at(RESTART, "{s:ms.2f~}")),
+        ("µs a block", _at(RESTART, lambda row: f"{row.s.median / row.p['blocks'] * 1e6:.2f}")),
+    )),
+    "disk_tier": section(
+        "test_disk_tier",
+        Table(
+            operations(names.WRITE_PART, names.READ_PART), ("part", "{case}"), ("operation", "{name}"),
+            ("GB/s", "{rate:.2f}"), ("of plain, one thread", _of_plain(fastest=False)),
+            ("of the fastest plain", _of_plain(fastest=True)), ("target", _target), ("from disk", _from_disk),
+            figures=False,
+        ),
+        "File system: {run[file_system]}; the page cache was emptied before every read and write ({run[cold]}), and "
+        "blocks left the server's memory by {run[not_in_memory]}; blocks were read in the order in which they were "
+        "written, or another: {run[order]}.",
+    ),
+    "disk_tier_hybrid": section("test_disk_tier", Table(
+        operations(names.HYBRID_PART, where=lambda row: row.name in row.data.limits),
+        ("blocks in memory", lambda row: f"{row.p['shape']}: {row.name.removeprefix(names.HYBRID)}"),
+        ("memory only, GB/s", "{limit.rate:.2f}"), ("with a disk tier, GB/s", "{rate:.2f}"), ("share", "{share:.2f~}"),
+        ("target", f"≥ {names.HYBRID_TARGET}"),
+    )),
+    "disk_tier_restart": section("test_disk_tier", Table(
+        cases(names.RESTART_PART), ("blocks, s", _BLOCKS), Each((names.NEW_START,), "{s:.2f~}", "new server, ready"),
+        Each((names.READY,), "{s:.2f~}", "restart, ready"),
+        Each((names.READABLE,), "{s:.2f~}", "restart, all readable"),
+        ("target", lambda row: f"≤ {restart_target_s(row.p):g}"),
+        (
+            "index bytes a block",
+            lambda row: f"{row.p['index_bytes'] / row.p['blocks']:.0f} (≤ {names.INDEX_TARGET_BYTES})",
+        ),
+    )),
+}  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from statistics import median
 from typing import Final
 
-from benchmarks.ledger import Claim, Finding
 from benchmarks.planning.tables import (
     INTERFERENCE,
     INTERVALS,
@@ -20,9 +19,8 @@ from benchmarks.planning.test_interference import NO_PROMPT, WHOLE
 from benchmarks.planning.test_predicted import COLOCATED
 from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
 from benchmarks.planning.test_simulator import BATCHES, CROSSOVER, FORMS, SEARCH
+from benchmarks.render.ledger import Claim, Finding
 from benchmarks.results_reader import Result
-
-_MODULE: Final = "benchmarks.planning"
 
 
 def _waits(result: Result) -> Finding:
@@ -92,50 +90,35 @@ def _first_tokens(most: float) -> Callable[[Result], Finding]:
     return find
 
 
+# fmt: off
 PLANNING_CLAIMS: Final = (
     Claim(
-        _MODULE,
         "simulated waits of a million arrivals, utilisation 0.1 … 0.9, three cases: mean, P90 and P99 within "
         f"{INTERVALS}",
-        SIMULATOR,
-        "",
-        _waits,
+        SIMULATOR, _waits,
+    ),
+    Claim("crossover of tensor and pipeline parallelism, within 2 % of the published loads",
+        SIMULATOR, _crossovers(0.02),
+    ),
+    Claim("a plan for 32 GPUs, all degrees, ≤ 60 s on two cores", SIMULATOR, _search),
+    *(
+        Claim(
+            f"attainment predicted for {engines}: ≤ 5 points off in the mean, ≤ 10 at worst",
+            benchmark,
+            _predicted(way, 5, 10),
+        )
+        for engines, benchmark, way in (
+            ("one engine", PREDICTED, COLOCATED),
+            ("prefill and decode apart", PREDICTED_APART, AS_IT_RUNS),
+        )
     ),
     Claim(
-        _MODULE,
-        "crossover of tensor and pipeline parallelism, within 2 % of the published loads",
-        SIMULATOR,
-        "",
-        _crossovers(0.02),
-    ),
-    Claim(_MODULE, "a plan for 32 GPUs, all degrees, ≤ 60 s on two cores", SIMULATOR, "", _search),
-    Claim(
-        _MODULE,
-        "attainment predicted for one engine: ≤ 5 points off in the mean, ≤ 10 at worst",
-        PREDICTED,
-        "",
-        _predicted(COLOCATED, 5, 10),
-    ),
-    Claim(
-        _MODULE,
-        "attainment predicted for prefill and decode apart: ≤ 5 points off in the mean, ≤ 10 at worst",
-        PREDICTED_APART,
-        "",
-        _predicted(AS_IT_RUNS, 5, 10),
-    ),
-    Claim(
-        _MODULE,
         "one prefill of 128 to 4096 tokens beside a batch that decodes, apart: the batch's longest gap ≤ 1.5 x the "
         "longest of as long without a prompt",
-        INTERFERENCE,
-        "",
-        _gaps(1.5),
+        INTERFERENCE, _gaps(1.5),
     ),
-    Claim(
-        _MODULE,
-        "the same, apart: the prompt's first token ≤ 1.1 x as late as from one engine that prefills whole prompts",
-        INTERFERENCE,
-        "",
-        _first_tokens(1.1),
+    Claim("the same, apart: the prompt's first token ≤ 1.1 x as late as from one engine that prefills whole prompts",
+        INTERFERENCE, _first_tokens(1.1),
     ),
 )
+# fmt: on

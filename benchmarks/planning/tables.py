@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.markdown import markdown
 from benchmarks.planning.test_headline import APART as PHASES_APART
 from benchmarks.planning.test_headline import CHUNKS as IN_CHUNKS
 from benchmarks.planning.test_headline import HEADLINE
@@ -17,7 +16,9 @@ from benchmarks.planning.test_parallelism import DECODES, PREFILLS
 from benchmarks.planning.test_predicted import APART, COLOCATED
 from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
 from benchmarks.planning.test_simulator import BATCHES, CROSSOVER, DISTSERVE, FORMS, ROUNDING, SEARCH, T_ALL, T_SINGLE
-from benchmarks.results_reader import Results, parameters_of
+from benchmarks.render.cells import Cell, Row, cases
+from benchmarks.render.tables import NOTHING, Column, Table, markdown, section
+from benchmarks.results_reader import Result, Results, parameters_of
 from kvstore_serving.planning.queueing import highest_load
 
 SIMULATOR: Final = "test_simulator"
@@ -41,45 +42,26 @@ def inside_intervals(cases: Sequence[dict[str, Any]]) -> tuple[int, int]:
     return sum(off <= T_ALL for off in offs), len(offs)
 
 
-def closed_forms(results: Results) -> str:
-    """The waits of a million arrivals beside the closed forms."""
-    cases = parameters_of(results, SIMULATOR, FORMS)
-    rows = []
-    for case in cases:
-        waits = case["waits"]
-        mean = waits["mean"]
-        cells = [f"{mean['found']:.3f} / {mean['expected']:.3f} ± {mean['error'] * T_SINGLE:.3f}"]
-        for percentile in (90, 99):
-            wait = waits[f"p{percentile}"]
-            share = f"{percentile + wait['off'] * 100:.2f} ± {wait['error'] * T_SINGLE * 100:.2f} %"
-            cells.append(f"{wait['found']:.3f} / {wait['expected']:.3f}: {share}")
-        rows.append((case["kind"], f"{case['load']:g}", *cells))
-    alone = sum(_off(wait) <= T_SINGLE for case in cases for wait in case["waits"].values())
-    together, of = inside_intervals(cases)
-    headings = (
-        "case",
-        "utilisation",
-        "mean: simulated / exact",
-        *(f"P{percentile}: simulated / exact: waits at most the exact" for percentile in (90, 99)),
-    )
-    return (
-        f"{markdown(headings, rows)}\n\n{alone} of {of} figures are within their own 95 % interval, {together} within "
-        f"{INTERVALS} ({BATCHES} batches)."
-    )
+def _percentile(percentile: int) -> Column:
+    def cell(row: Row) -> str:
+        wait = row.p["waits"][f"p{percentile}"]
+        share = f"{percentile + wait['off'] * 100:.2f} ± {wait['error'] * T_SINGLE * 100:.2f} %"
+        return f"{wait['found']:.3f} / {wait['expected']:.3f}: {share}"
+
+    return f"P{percentile}: simulated / exact: waits at most the exact", cell
 
 
-def crossovers(results: Results) -> str:
-    """Where inter-op becomes the faster one."""
-    rows = [
-        (
-            f"{float(case.name.removeprefix('K = ')):g}",
-            f"{case.parameters['published']:.2f}",
-            f"{case.parameters['ours']:.3f}",
-            f"{case.parameters['simulated']:.3f} ± {case.parameters['simulated_error'] * T_SINGLE:.3f}",
-        )
-        for case in results[SIMULATOR].group(CROSSOVER)
-    ]
-    return markdown(("speed-up K of two devices", "published R D", "closed forms", "simulated"), rows)
+def _mean(row: Row) -> str:
+    mean = row.p["waits"]["mean"]
+    return f"{mean['found']:.3f} / {mean['expected']:.3f} ± {mean['error'] * T_SINGLE:.3f}"
+
+
+def _inside(result: Result) -> str:
+    forms = parameters_of(result, FORMS)
+    alone = sum(_off(wait) <= T_SINGLE for case in forms for wait in case["waits"].values())
+    together, of = inside_intervals(forms)
+    inside = f"{alone} of {of} figures are within their own 95 % interval, {together} within {INTERVALS}"
+    return f"{inside} ({BATCHES} batches)."
 
 
 # TTFT in services for 90 % of prompts -> the utilisation that DistServe's authors allow one device.
@@ -95,86 +77,46 @@ def p90_loads() -> str:
     return markdown(("P90 of the time to the first token", "published", "ours"), rows)
 
 
-def distserve(results: Results) -> str:
-    """DistServe's workloads."""
-    rows = []
-    for case in parameters_of(results, SIMULATOR, DISTSERVE):
-        published = case["published"]
-        ours = case.get("ours")
-        rows.append(
-            (
-                case["workload"],
-                case["variant"],
-                "" if published is None else _degrees(published),
-                _rate(case["published_rps"]),
-                _rate(case.get("theirs")),
-                case.get("none", "") if ours is None else _degrees(ours),
-                _rate(case.get("ours_rps")),
-            )
-        )
-    headings = ("workload", "counted", "published degrees", "published", "simulated", "our degrees", "simulated")
-    return markdown(headings, rows)
+def _degrees(name: str) -> Cell:
+    """The degrees of a placement; empty, or why there are none."""
+
+    def cell(row: Row) -> str:
+        if (degrees := row.p.get(name)) is None:
+            return str(row.p.get("none", "")) if name == "ours" else ""
+        return f"({', '.join(map(str, degrees))})"
+
+    return cell
 
 
-def _degrees(degrees: list[int]) -> str:
-    return f"({', '.join(map(str, degrees))})"
+def _rate(name: str) -> Cell:
+    return lambda row: "" if row.p.get(name) is None else f"{row.p[name]:.2f}"
 
 
-def _rate(rate: float | None) -> str:
-    return "" if rate is None else f"{rate:.2f}"
-
-
-def prefill_degrees(results: Results) -> str:
+def _prefill_degrees(result: Result) -> str:
     """The mean time to the first token by rate, a table for each number of GPUs."""
-    cases = parameters_of(results, PARALLELISM, PREFILLS)
     tables = []
-    for profile, gpus in dict.fromkeys((case["profile"], case["gpus"]) for case in cases):
-        mine = [case for case in cases if (case["profile"], case["gpus"]) == (profile, gpus)]
-        rows = []
-        for case in mine:
-            times = case["ttft_s"].values()
-            best = min((each for each in times if each is not None), default=None)
-            cells = ("too many" if each is None else _best(f"{each * 1e3:.0f}", each == best) for each in times)
-            rows.append((f"{case['rate_rps']:g}", *cells))
-        tables.append(markdown((f"`{profile}`, {gpus} GPUs: prompts/s", *mine[0]["ttft_s"]), rows))
+    for of in dict.fromkeys((case.parameters["profile"], case.parameters["gpus"]) for case in result.group(PREFILLS)):
+        mine = cases(PREFILLS, where=lambda row, of=of: (row.p["profile"], row.p["gpus"]) == of)
+        degrees = [(name, lambda row, name=name: _ttft(row.p["ttft_s"], name)) for name in mine(result)[0].p["ttft_s"]]
+        tables.append(Table(mine, ("`{p[profile]}`, {p[gpus]} GPUs: prompts/s", "{p[rate_rps]:g}"), *degrees)(result))
     return "\n\n".join(tables)
 
 
-def _best(text: str, best: bool) -> str:
-    return f"**{text}**" if best else text
+def _ttft(times: dict[str, float | None], degrees: str) -> str:
+    """In milliseconds; the shortest in bold."""
+    if (mine := times[degrees]) is None:
+        return "too many"
+    best = mine == min(each for each in times.values() if each is not None)
+    return f"**{mine * 1e3:.0f}**" if best else f"{mine * 1e3:.0f}"
 
 
-def decode_degrees(results: Results) -> str:
-    """The time per token and the tokens a second of full batches."""
-    rows = [
-        (
-            f"`{case['profile']}`", f"({case['tp']}, {case['pp']})", f"{case['tpot_s'] * 1e3:.0f}",
-            f"{case['tokens_per_s']:.0f}", f"{case['tokens_per_s'] / (case['tp'] * case['pp']):.0f}",
-        )
-        for case in parameters_of(results, PARALLELISM, DECODES)
-    ]  # fmt: skip
-    return markdown(("profile", "(tp, pp)", "time per token, ms", "tokens/s", "tokens/s and GPU"), rows)
-
-
-def search_time(results: Results) -> str:
-    """How long a search takes."""
-    rows = [
-        (
-            case.name,
-            f"{median(case.parameters['seconds_to_search']):.1f} s",
-            f"{max(case.parameters['seconds_to_search']):.1f} s",
-            f"{case.parameters['target_s']:g} s",
-        )
-        for case in results[SIMULATOR].group(SEARCH)
-    ]
-    return markdown(("search", "took, median", "at most", "target"), rows)
-
-
-def predicted(results: Results) -> str:
+def _predicted(results: Results) -> str:
     """Attainment, predicted and measured."""
+    if PREDICTED not in results:
+        return NOTHING
     rows, said = [], ""
     for benchmark, way in ((PREDICTED, COLOCATED), (PREDICTED, APART), (PREDICTED_APART, AS_IT_RUNS)):
-        cases = parameters_of(results, benchmark, way) if benchmark in results else []
+        cases = parameters_of(results[benchmark], way) if benchmark in results else []
         for case in cases:
             rows.append(
                 (
@@ -197,11 +139,11 @@ def _pair(case: dict[str, Any], name: str) -> str:
     return f"{case[f'predicted_{name}_s'] * 1e3:.0f} / {'' if measured is None else f'{measured * 1e3:.0f}'}"
 
 
-def interference(results: Results) -> str:
+def _interference(result: Result) -> str:
     """The longest wait of requests that decode, and the prompt's own time, by the prompt's length."""
     rows = []
     for way in (*WAYS, SEPARATED, FOR_NOBODY, NO_PROMPT):
-        cases = {case["tokens"]: case for case in parameters_of(results, INTERFERENCE, way)}
+        cases = {case["tokens"]: case for case in parameters_of(result, way)}
         if cases:
             alone = f"{min(case['gap_alone_s'] for case in cases.values()) * 1e3:.0f}"
             cells = [
@@ -218,10 +160,10 @@ def interference(results: Results) -> str:
 _HEADLINE: Final = (7.4, 12.6)
 
 
-def headline(results: Results) -> str:
+def _headline(result: Result) -> str:
     """Prefill and decode apart beside engines that do both, simulated with published times."""
     rows = [("published, at most", "", "", "", *(f"{each:g} x" for each in _HEADLINE), "")]
-    for case in results[HEADLINES].group(HEADLINE):
+    for case in result.group(HEADLINE):
         rates, scales = case.parameters["rate_rps"], case.parameters["slo_scale"]
         old, new = (f"{rates[way]:.2f}" if way in rates else "at no rate" for way in (WHOLE_PROMPTS, IN_CHUNKS))
         cells = [
@@ -239,16 +181,41 @@ def headline(results: Results) -> str:
     return markdown(headings, rows)
 
 
-PLANNING_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
-    "closed_forms": (SIMULATOR, closed_forms),
-    "crossovers": (SIMULATOR, crossovers),
-    "distserve": (SIMULATOR, distserve),
-    "prefill_degrees": (PARALLELISM, prefill_degrees),
-    "decode_degrees": (PARALLELISM, decode_degrees),
-    "search_time": (SIMULATOR, search_time),
-    "predicted": (PREDICTED, predicted),
-    "headline": (HEADLINES, headline),
-    "interference": (INTERFERENCE, interference),
-}
+PLANNING_TABLES: Final = {
+    "closed_forms": section(
+        SIMULATOR,
+        Table(
+            cases(FORMS), ("case", "{p[kind]}"), ("utilisation", "{p[load]:g}"), ("mean: simulated / exact", _mean),
+            _percentile(90), _percentile(99),
+        ),
+        _inside,
+    ),
+    "crossovers": section(SIMULATOR, Table(
+        cases(CROSSOVER),
+        ("speed-up K of two devices", lambda row: f"{float(row.case.removeprefix('K = ')):g}"),
+        ("published R D", "{p[published]:.2f}"), ("closed forms", "{p[ours]:.3f}"),
+        ("simulated", lambda row: f"{row.p['simulated']:.3f} ± {row.p['simulated_error'] * T_SINGLE:.3f}"),
+    )),
+    "distserve": section(SIMULATOR, Table(
+        cases(DISTSERVE), ("workload", "{p[workload]}"), ("counted", "{p[variant]}"),
+        ("published degrees", _degrees("published")), ("published", _rate("published_rps")),
+        ("simulated", _rate("theirs")), ("our degrees", _degrees("ours")), ("simulated", _rate("ours_rps")),
+    )),
+    "prefill_degrees": section(PARALLELISM, _prefill_degrees),
+    "decode_degrees": section(PARALLELISM, Table(
+        cases(DECODES), ("profile", "`{p[profile]}`"), ("(tp, pp)", "({p[tp]}, {p[pp]})"),
+        ("time per token, ms", "{p[tpot_s]:ms.0f}"), ("tokens/s", "{p[tokens_per_s]:.0f}"),
+        ("tokens/s and GPU", lambda row: f"{row.p['tokens_per_s'] / (row.p['tp'] * row.p['pp']):.0f}"),
+    )),
+    "search_time": section(SIMULATOR, Table(
+        cases(SEARCH), ("search", "{case}"),
+        ("took, median", lambda row: f"{median(row.p['seconds_to_search']):.1f} s"),
+        ("at most", lambda row: f"{max(row.p['seconds_to_search']):.1f} s"), ("target", "{p[target_s]:g} s"),
+    )),
+    "headline": section(HEADLINES, _headline),
+    "interference": section(INTERFERENCE, _interference),
+}  # fmt: skip
+# Of two results, of which the first must be there.
+PLANNING_OVERVIEWS: Final = {"predicted": _predicted}
 # Of nothing that is measured.
 PLANNING_COMPUTED: Final[dict[str, Callable[[], str]]] = {"p90_loads": p90_loads}

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.planning.test_simulator import DOCUMENTED, FREE, OPT13, OPT66, WORKLOADS
 from benchmarks.remote_kv_cache.harness import Benchmark
-from benchmarks.remote_kv_cache.report import Case, console
+from benchmarks.remote_kv_cache.report import console
 from kvstore_serving.load.report import Slo
 from kvstore_serving.planning.fleet import Links, Pool
 from kvstore_serving.planning.goodput import Crew, Goal, attained, crew
@@ -89,7 +89,7 @@ def _compare(
     common = None
     if WHOLE in found:
         at = replace(old, goal=looser)
-        [served] = workers.goodputs([(at.fleet(found[WHOLE]), at.recipe, looser, 0, 1.0)])
+        [served] = workers.goodputs([(at.fleet(found[WHOLE]), at.recipe, looser, 1.0, 0)])
         common = served / found[WHOLE].gpus
         if common:  # else it holds twice the SLOs at no rate
             for way, placement in found.items():
@@ -97,10 +97,7 @@ def _compare(
                 scales |= {way: scale} if scale is not None else {}
     degrees = {way: _spell(placement) for way, placement in found.items()}
     console().print(f"{name}: requests/s a GPU {rates}, SLO scale at {common} {scales}, {degrees}")
-    parameters: dict[str, Any] = {
-        "group": HEADLINE, "rate_rps": rates, "slo_scale": scales, "scale_rps": common, "degrees": degrees,
-    }  # fmt: skip
-    benchmark.cases.append(Case(name=name, seconds={}, moved={}, limits={}, parameters=parameters))
+    benchmark.found(name, group=HEADLINE, rate_rps=rates, slo_scale=scales, scale_rps=common, degrees=degrees)
 
 
 def _tightest(question: Question, placement: Placement, rate_rps: float) -> float | None:

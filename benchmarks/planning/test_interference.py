@@ -26,9 +26,9 @@ from typing import Any, Final
 
 from benchmarks.planning.test_predicted import NO_CACHE
 from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, save_model
-from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores, missing_module
 from benchmarks.remote_kv_cache.processes import kvstore_server
-from benchmarks.remote_kv_cache.report import Case, console
+from benchmarks.remote_kv_cache.report import console
 from benchmarks.remote_kv_cache.served import engine, proxy
 from kvstore_serving.load.client import Bodies, Client
 from kvstore_serving.load.prompts import HASHED_TOKENS, Prompts
@@ -120,9 +120,7 @@ class Asking:
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__ or "", ROUNDS)
-    reason = missing_module("vllm") or ("" if len(os.sched_getaffinity(0)) >= 2 else "two cores are needed")
-    if reason:
-        benchmark.say(f"nothing is measured: {reason}")
+    if benchmark.lacks(missing_module("vllm"), missing_cores()):
         return 1
     model = ENGINE_MODELS["tiny" if benchmark.quick else "mid"]
     weights = save_model(model)
@@ -142,7 +140,7 @@ def main() -> int:
                     stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint, *WAYS[WHOLE]))
                     for core in (first, second)
                 ]
-                front = stack.enter_context(proxy(endpoint, urls[:1], urls[1:], "split", scratch / "proxy.log"))
+                front = stack.enter_context(proxy(endpoint, urls[:1], urls[1:], "split"))
                 beside |= _ways_apart(Asking(front, model.vocab_size, False), urls[0])
             _measure(benchmark, beside)
     benchmark.finish(batch=BATCH, context=CONTEXT, model=model.to_json())
@@ -179,14 +177,9 @@ def _measure(benchmark: Benchmark, ways: dict[str, Way]) -> None:
         console().print(
             f"{way}, {length}: gap {gap * 1e3:.0f} ms, alone {alone * 1e3:.1f} ms, TTFT {ttft * 1e3:.0f} ms"
         )
-        benchmark.cases.append(
-            Case(
-                name=f"{way}, {length}", seconds={}, moved={}, limits={},
-                parameters={
-                    "group": way, "tokens": length, "longest_gap_s": gap, "gap_alone_s": alone, "ttft_s": ttft,
-                    "rounds": [list(each) for each in rounds],
-                },
-            )
+        benchmark.found(
+            f"{way}, {length}", group=way, tokens=length, longest_gap_s=gap, gap_alone_s=alone, ttft_s=ttft,
+            rounds=[list(each) for each in rounds],
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.planning.test_simulator import FREE, OPT13, OPT66
 from benchmarks.remote_kv_cache.harness import Benchmark
-from benchmarks.remote_kv_cache.report import Case, console
+from benchmarks.remote_kv_cache.report import console
 from kvstore_serving.planning.fleet import Links, Pool
 from kvstore_serving.planning.placement import Engines, Placement, Shape
 from kvstore_serving.planning.profile import read_profile
@@ -72,7 +72,7 @@ def _decode_degrees(benchmark: Benchmark) -> None:
 
 def _keep(benchmark: Benchmark, name: str, **parameters: Any) -> None:
     console().print(name, {key: value for key, value in parameters.items() if key.endswith("_s")})
-    benchmark.cases.append(Case(name=name, seconds={}, moved={}, limits={}, parameters=parameters))
+    benchmark.found(name, **parameters)
 
 
 def main() -> None:

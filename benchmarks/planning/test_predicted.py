@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, save_model
-from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores, missing_module
 from benchmarks.remote_kv_cache.processes import environment, kvstore_server
-from benchmarks.remote_kv_cache.report import Case, console
+from benchmarks.remote_kv_cache.report import console
 from benchmarks.remote_kv_cache.served import engine, proxy
 
 COLOCATED: Final = "one engine"
@@ -57,9 +57,7 @@ def plan(*arguments: str) -> dict[str, Any]:
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__ or "", 1, _options)
-    reason = missing_module("vllm") or ("" if len(os.sched_getaffinity(0)) >= 2 else "two cores are needed")
-    if reason:
-        benchmark.say(f"nothing is measured: {reason}")
+    if benchmark.lacks(missing_module("vllm"), missing_cores()):
         return 1
     model = ENGINE_MODELS["tiny" if benchmark.quick else benchmark.options.model_size]
     requests = 20 if benchmark.quick else benchmark.options.requests
@@ -79,7 +77,7 @@ def main() -> int:
             stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint, *STEP))
             for core in (first, second)
         ]
-        front = stack.enter_context(proxy(endpoint, urls[:1], urls[1:], "split", scratch / "proxy.log"))
+        front = stack.enter_context(proxy(endpoint, urls[:1], urls[1:], "split"))
         apart = 1 / degree_prefill(degree)  # prompts that a prefill engine can compute a second
         compare(
             benchmark, APART, front, profile, [apart * share for share in SHARES], slo, requests,
@@ -144,15 +142,7 @@ def compare(
         console().print(
             f"{way}, {each['rate_rps']:.3g} req/s: predicted {each['predicted']:.1%}, measured {each['measured']:.1%}"
         )
-        benchmark.cases.append(
-            Case(
-                name=f"{way}, {each['rate_rps']:.3g} req/s",
-                seconds={},
-                moved={},
-                limits={},
-                parameters={"group": way, **each},
-            )
-        )
+        benchmark.found(f"{way}, {each['rate_rps']:.3g} req/s", group=way, **each)
     console().print(f"{way}: mean error {found['mean_error']:.1f} points, worst {found['worst_error']:.1f}")
 
 

@@ -29,7 +29,7 @@ from benchmarks.planning.test_predicted import (
     measure_profile,
 )
 from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, save_model
-from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores, missing_module
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.served import engine, proxy
 
@@ -44,9 +44,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__ or "", 1, _options)
-    reason = missing_module("vllm") or ("" if len(os.sched_getaffinity(0)) >= 2 else "two cores are needed")
-    if reason:
-        benchmark.say(f"nothing is measured: {reason}")
+    if benchmark.lacks(missing_module("vllm"), missing_cores()):
         return 1
     model = ENGINE_MODELS["tiny" if benchmark.quick else "mid"]
     weights = save_model(model)
@@ -64,7 +62,7 @@ def main() -> int:
         found = measure_profile(benchmark, urls[0], model, profile, "--beside", urls[1])
         [degree] = found["degrees"]
         ttft, tpot, _ = idle(degree)
-        front = stack.enter_context(proxy(endpoint, urls[:1], urls[1:], "split", scratch / "proxy.log"))
+        front = stack.enter_context(proxy(endpoint, urls[:1], urls[1:], "split"))
         rates = [share / degree_prefill(degree) for share in SHARES]
         slo = SCALE_TTFT * ttft, SCALE_TPOT * tpot
         placement = ("--prefill", "1,1,1", "--decode", "1,1,1", "--gpus-per-node", "2")

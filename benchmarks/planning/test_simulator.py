@@ -26,7 +26,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.remote_kv_cache.harness import Benchmark
-from benchmarks.remote_kv_cache.report import Case, console
+from benchmarks.remote_kv_cache.report import console
 from kvstore_serving.load.report import Slo
 from kvstore_serving.planning import queueing
 from kvstore_serving.planning.fleet import Links, Pool
@@ -68,10 +68,6 @@ def main() -> None:
             _distserve(benchmark, workers, *workload)
         _search(benchmark, workers)
     benchmark.finish(arrivals=QUICK_ARRIVALS if benchmark.quick else ARRIVALS)
-
-
-def _keep(benchmark: Benchmark, name: str, **parameters: Any) -> None:
-    benchmark.cases.append(Case(name=name, seconds={}, moved={}, limits={}, parameters=parameters))
 
 
 # ---- closed forms ------------------------------------------------------------------------------------------------
@@ -130,12 +126,11 @@ FORM: Final[dict[str, Any]] = {
 def _closed_forms(benchmark: Benchmark) -> None:
     arrivals = QUICK_ARRIVALS if benchmark.quick else ARRIVALS
     cases = [(kind, load, arrivals) for kind in FORM for load in LOADS]
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as executor, benchmark.progress() as bar:
-        task = bar.add_task(f"{arrivals} arrivals", total=len(cases))
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores) as executor, benchmark.steps(f"{arrivals} arrivals", len(cases)) as step:
         for (kind, load, _), found in zip(cases, executor.map(waits, cases), strict=True):
-            bar.advance(task)
-            bar.refresh()
-            _keep(benchmark, f"{kind}, utilisation {load:g}", group=FORMS, kind=kind, load=load, waits=found)
+            step()
+            benchmark.found(f"{kind}, utilisation {load:g}", group=FORMS, kind=kind, load=load, waits=found)
     table = Table(
         "case", "mean wait", "closed form", "P90", "closed form", "P99", "closed form", title="Waits, services"
     )
@@ -171,8 +166,7 @@ def _crossovers(benchmark: Benchmark) -> None:
         for (speedup, _), (found, error) in zip(cases, executor.map(crossing, cases), strict=True):
             closed, published = queueing.crossover(speedup), CROSSOVERS[speedup]
             console().print(f"K = {speedup:g}: crossover {closed:.3f}, simulated {found:.3f} ± {error:.4f}")
-            _keep(
-                benchmark, f"K = {speedup:g}", group=CROSSOVER, published=published, ours=closed, simulated=found,
+            benchmark.found(f"K = {speedup:g}", group=CROSSOVER, published=published, ours=closed, simulated=found,
                 simulated_error=error,
             )  # fmt: skip
 
@@ -289,7 +283,7 @@ def _distserve(
             kept["none"] = str(error)
         if published is not None:
             kept["theirs"] = _theirs(question, published, workers)
-        _keep(benchmark, f"{name}: {variant}", seconds_to_search=time.perf_counter() - begin, **kept)
+        benchmark.found(f"{name}: {variant}", seconds_to_search=time.perf_counter() - begin, **kept)
         console().print(name, variant, {key: kept.get(key) for key in ("ours", "ours_rps", "theirs", "none")})
 
 
@@ -332,7 +326,7 @@ def _search(benchmark: Benchmark, workers: Crew) -> None:
         seconds.append(time.perf_counter() - begin)
         told = f"{plan.gpus} GPUs, {plan.goodput_rps:.3g} requests/s"
         console().print(f"a plan for 32 GPUs: {seconds[-1]:.1f} s, {told}")
-    _keep(benchmark, "32 GPUs, 66B", group=SEARCH, seconds_to_search=seconds, gpus=32, target_s=SEARCH_TARGET_S)
+    benchmark.found("32 GPUs, 66B", group=SEARCH, seconds_to_search=seconds, gpus=32, target_s=SEARCH_TARGET_S)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""The targets of set, get, lookup, placement and engines."""
+"""The targets of set, get, lookup, placement, logins, TLS and engines.
+
+Over 400 lines because it is one list: what each target is found by, and the targets in the order of the document.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 from typing import Final
 
-from benchmarks.ledger import Claim, Finding
 from benchmarks.remote_kv_cache.copies import GATHER, NAIVE, NAIVE_WRITE, SCATTER
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import COMPUTED, CPU_TIER, FIRST_TOKEN, OWN
 from benchmarks.remote_kv_cache.first_token import STORE as FROM_STORE
-from benchmarks.remote_kv_cache.shapes import HEADLINE, size_text
+from benchmarks.remote_kv_cache.shapes import HEADLINE, MODELS, size_text
 from benchmarks.remote_kv_cache.test_beside_python import PACE
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
 from benchmarks.remote_kv_cache.test_hand_over import ALONE as NO_ARRIVALS
@@ -18,6 +21,9 @@ from benchmarks.remote_kv_cache.test_hand_over import APART, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_hand_over import CHUNKS as IN_CHUNKS
 from benchmarks.remote_kv_cache.test_hooks import EVERYTHING, NOTHING
 from benchmarks.remote_kv_cache.test_key_hashing import HASHING
+from benchmarks.remote_kv_cache.test_logins import ALONE, BESIDE, LOGGED_IN, OPEN
+from benchmarks.remote_kv_cache.test_many_clients import ALONE as ONE_CLIENT
+from benchmarks.remote_kv_cache.test_many_clients import TOGETHER
 from benchmarks.remote_kv_cache.test_request_time import FIRST as ALL_THE_WAY
 from benchmarks.remote_kv_cache.test_request_time import WAY
 from benchmarks.remote_kv_cache.test_sharding import (
@@ -43,522 +49,458 @@ from benchmarks.remote_kv_cache.test_slow_store import (
 from benchmarks.remote_kv_cache.test_transfer_out import ANSWERED, PREFILL, STORED, TARGET
 from benchmarks.remote_kv_cache.test_waiters import CONTAINS as BESIDE_WAITERS
 from benchmarks.remote_kv_cache.test_waiters import PING
-from benchmarks.remote_kv_cache.transfers import MEMCPY, PLAIN_GET, PLAIN_SET
-from benchmarks.results_reader import CaseResult, Result
+from benchmarks.remote_kv_cache.transfers import MEMCPY, PLAIN_GET, PLAIN_SET, REDIS_GETS, REDIS_SETS
+from benchmarks.render.cells import Cell, Row, Rows, at, cases, joined, operations, text
+from benchmarks.render.ledger import Claim, Finding, at_least, at_most, found
+from benchmarks.results_reader import Result
 
-_MODULE: Final = "benchmarks.remote_kv_cache"
-_TWO_MODELS: Final = (("tiny", "", ""), ("mid", "--model mid", "mid"))  # name, arguments, variant
+Find = Callable[[Result], Finding]
 _LARGE: Final = size_text(HEADLINE.block_bytes)
+_HEADLINE_ONLY: Final = f"--model {HEADLINE.name}"
+_MOVES: Final = ("get_into", "set")
 
 
-def _of_the_socket(operation: str, at_most: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = result.case(HEADLINE.name)
-        ratio = case.to_limit(operation)
-        limit = case.limits[operation]
-        return Finding(
-            f"{ratio.median:.2f} x ({ratio.low:.2f} … {ratio.high:.2f}), {case.rate(operation).median:.2f} GB/s",
-            f"{limit}: {case.rate(limit).median:.2f} GB/s",
-            ratio.median <= at_most,
-        )
+def _every_model(operation: str) -> Rows:
+    """A row for each of the five models. Raises `KeyError` if one was not measured: then nothing is known of the
+    target."""
 
-    return find
+    def rows(result: Result) -> list[Row]:
+        return [row for name in MODELS for row in operations(case=name, names=(operation,))(result)]
+
+    return rows
 
 
-def _of_memcpy(operation: str, at_most: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = result.case(HEADLINE.name)
-        ratio = case.to_limit(operation)
-        return Finding(
-            f"{ratio.median:.2f} x ({ratio.low:.2f} … {ratio.high:.2f}), {case.rate(operation).median:.1f} GB/s",
-            f"memcpy: {case.rate(MEMCPY).median:.1f} GB/s",
-            ratio.median <= at_most,
-        )
-
-    return find
+def _of_the_socket(operation: str, limit: float) -> Find:
+    limits = "{case}: {limit.name} {limit.rate:.2f} GB/s, {name} {rate:.2f} GB/s"
+    return found(_every_model(operation), "{case} {x:.2f~ x}", limits, at_most(limit), between="; ")
 
 
-def _small_and_shared(at_least: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        large, small = result.case(HEADLINE.name), result.case(size_text(SMALL_BYTES))
-        shares = {name: small.rate(name).median / large.rate(name).median for name in ("get_into", FROM_HOST)}
-        return Finding(
-            ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
-            f"{_LARGE}: " + ", ".join(f"{name} {large.rate(name).median:.1f} GB/s" for name in shares),
-            min(shares.values()) >= at_least,
-        )
-
-    return find
+def _of_memcpy(operation: str, limit: float) -> Find:
+    limits = at(MEMCPY, "{case}: memcpy {rate:.1f} GB/s")
+    return found(_every_model(operation), "{case} {x:.2f~ x}", limits, at_most(limit), between="; ")
 
 
-def _at_once(case_name: str, operation: str, at_most_s: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        seconds = result.case(case_name).seconds(operation)
-        return Finding(
-            f"{seconds.median * 1e3:.3f} ms ({seconds.low * 1e3:.3f} … {seconds.high * 1e3:.3f})",
-            "",
-            seconds.median <= at_most_s,
-        )
-
-    return find
+def _borrowed_within(limit_s: float) -> Find:
+    met = at_most(limit_s, lambda row: row.s.median)
+    return found(_every_model(BORROW), "{case} {s:ms.3f} ms", "", met)
 
 
-def _share_of_large(size: str, at_least: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = result.case("small blocks")
-        shares = {name: 1 / case.ratio(f"{name} {size}", f"{name} {_LARGE}") for name in ("get_into", "set")}
-        return Finding(
-            ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
-            f"{_LARGE}: " + ", ".join(f"{name} {case.rate(f'{name} {_LARGE}').median:.2f} GB/s" for name in shares),
-            min(shares.values()) >= at_least,
-        )
-
-    return find
+def _at_once(case: str, operation: str, limit_s: float) -> Find:
+    rows = operations(case=case, names=(operation,))
+    return found(rows, "{s:ms.3f~ ms}", "", at_most(limit_s, lambda row: row.s.median))
 
 
-def _latency(operation: str, at_most_s: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = result.cases[0]
-        seconds = case.seconds(operation)
-        limit = case.limits[operation]
-        return Finding(
-            f"{seconds.median * 1e3:.3f} ms (p99 {result.parameters['p99_seconds'][operation] * 1e3:.3f})",
-            f"{limit}: {case.seconds(limit).median * 1e3:.3f} ms",
-            seconds.median <= at_most_s,
-        )
-
-    return find
+def _a_gb(row: Row) -> float:
+    """Seconds of processor time for a GB."""
+    return 1 / row.rate.median
 
 
-def _placement(at_least: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = result.case(PLACEMENT)
-        rates = {name: case.parameters["keys"] / case.seconds(name).median for name in (EQUAL, DIFFERENT, REPLICAS)}
-        return Finding(
-            ", ".join(f"{name}: {rates[name] / 1e6:.1f} M" for name in (EQUAL, DIFFERENT)),
-            f"{REPLICAS}: {rates[REPLICAS] / 1e6:.1f} M",
-            min(rates[EQUAL], rates[DIFFERENT]) >= at_least,
-        )
+def _processor_time(operation: str, beside: tuple[str, ...], met: Callable[[Row], bool]) -> Find:
+    def others(row: Row) -> str:
+        return ", ".join(f"{name} {_a_gb(row.at(name)):.2f} s" for name in beside if name in row.data.operations)
 
-    return find
+    return found(operations(names=(operation,)), lambda row: f"{_a_gb(row):.2f} s", others, met)
 
 
-def _split(at_most_s: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        seconds = result.case(SPLIT).seconds(SPLIT_512)
-        return Finding(f"{seconds.median * 1e3:.3f} ms", "", seconds.median <= at_most_s)
-
-    return find
+def _first_among_sets(row: Row) -> bool:
+    return all(_a_gb(row) <= _a_gb(row.at(name)) for name in REDIS_SETS)
 
 
-def _two_shards(at_least: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = result.case(TWO_SHARDS)
-        shares = {
-            name: 1 / case.ratio(f"{name} 2 shards", f"{name} 1 shard") for name in ("set", "get_into", "stream_get")
-        }
-        return Finding(
-            ", ".join(f"{name} {share:.2f}" for name, share in shares.items()),
-            "one shard: " + ", ".join(f"{name} {case.rate(f'{name} 1 shard').median:.2f} GB/s" for name in shares),
-            min(shares.values()) >= at_least,
-        )
+def _small_and_shared(limit: float) -> Find:
+    def share(row: Row) -> float:
+        return row.at(row.result.case(size_text(SMALL_BYTES))).rate.median / row.rate.median
 
-    return find
+    names = ("get_into", FROM_HOST)
+    large = joined("{name} {rate:.1f} GB/s", names=names)
+    return found(
+        operations(case=HEADLINE.name, names=names),
+        lambda row: f"{row.name} {share(row):.0%}",
+        lambda row: f"{_LARGE}: {large(row)}",
+        at_least(limit, share),
+    )
 
 
-def _hashing(at_least: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        cases = result.group("hashing")
-        slowest = min(cases, key=lambda case: case.parameters["tokens"] / case.seconds(HASHING).median)
-        tokens = slowest.parameters["tokens"]
-        rate = tokens / slowest.seconds(HASHING).median
-        limit = tokens / slowest.seconds(slowest.limits[HASHING]).median
-        return Finding(
-            f"{rate / 1e6:.0f} M tokens/s at the slowest ({slowest.name})",
-            f"memcpy of the tokens: {limit / 1e6:.0f} M tokens/s",
-            rate >= at_least,
-        )
+def _share(case: str, this: str, other: str, spec: str, named: str, names: tuple[str, ...], limit: float) -> Find:
+    """The throughput of operations with one suffix as a share of that with the other."""
 
-    return find
+    def share(row: Row) -> float:
+        return 1 / row.at(f"{row.name} {this}").times(f"{row.name} {other}")
+
+    def of_other(row: Row) -> str:
+        rates = (f"{name} {row.at(f'{name} {other}').rate.median:.2f} GB/s" for name in names)
+        return f"{named}: {', '.join(rates)}"
+
+    rows = operations(case=case, names=names)
+    return found(rows, lambda row: f"{row.name} {format(share(row), spec)}", of_other, at_least(limit, share))
+
+
+def _latency(operation: str, limit_s: float) -> Find:
+    reached = "{s:ms.3f} ms (p99 {mine[p99_seconds]:ms.3f})"
+    limit = "{limit.name}: {limit.s:ms.3f} ms"
+    return found(operations(names=(operation,)), reached, limit, at_most(limit_s, lambda row: row.s.median))
+
+
+def _placement(limit: float) -> Find:
+    def rate(row: Row) -> float:
+        return float(row.p["keys"] / row.s.median)
+
+    return found(
+        operations(case=PLACEMENT, names=(EQUAL, DIFFERENT)),
+        lambda row: f"{row.name}: {rate(row) / 1e6:.1f} M",
+        lambda row: f"{REPLICAS}: {rate(row.at(REPLICAS)) / 1e6:.1f} M",
+        at_least(limit, rate),
+    )
+
+
+def _hashing(limit: float) -> Find:
+    def rate(row: Row) -> float:
+        return float(row.p["tokens"] / row.s.median)
+
+    return found(
+        lambda result: sorted(operations("hashing", names=(HASHING,))(result), key=rate)[:1],
+        lambda row: f"{rate(row) / 1e6:.0f} M tokens/s at the slowest ({row.case})",
+        lambda row: f"memcpy of the tokens: {rate(row.limit) / 1e6:.0f} M tokens/s",
+        at_least(limit, rate),
+    )
 
 
 def _copies(result: Result) -> Finding:
-    cases = result.group("copying")
-    gather = max(case.ratio(GATHER, NAIVE) for case in cases)
-    scatter = max(case.ratio(SCATTER, NAIVE_WRITE) for case in cases)
-    to_limit = max(case.to_limit(name).median for case in cases for name in (GATHER, SCATTER))
+    rows = cases("copying")(result)
+    gather = max(row.at(GATHER).times(NAIVE) for row in rows)
+    scatter = max(row.at(SCATTER).times(NAIVE_WRITE) for row in rows)
+    to_limit = max(row.at(name).x.median for row in rows for name in (GATHER, SCATTER))
     return Finding(
-        f"time at the worst of {len(cases)} sizes: gather {gather:.2f} x, scatter {scatter:.2f} x NumPy's",
+        f"time at the worst of {len(rows)} sizes: gather {gather:.2f} x, scatter {scatter:.2f} x NumPy's",
         f"one memcpy: {to_limit:.2f} x at the worst",
         max(gather, scatter) < 1.005,  # what is written as 1.00
     )
 
 
-def _pace(at_least: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = result.cases[0]
-        names = ("get_into", "set")
-        paces = {name: case.to_limit(f"{PACE} {name}").inverse for name in names}
-        rates = ", ".join(f"{name} {case.rate(name).median:.2f} GB/s" for name in (*names, PLAIN_GET, PLAIN_SET))
-        return Finding(
-            ", ".join(f"beside {name} {pace.median:.2f}" for name, pace in paces.items()),
-            rates,
-            min(pace.median for pace in paces.values()) >= at_least,
+def _first_token(limit: float) -> Find:
+    def reached(row: Row) -> str:
+        checks = row.run["checks"]
+        right = not checks["answers_wrong"] and checks["cached_as_expected"]
+        return (
+            f"1/{1 / row.times(COMPUTED):.0f} of {row.at(COMPUTED).s.median:.1f} s, {row.p['cached_tokens']} of "
+            f"{row.p['prompt_tokens']} tokens cached, tokens {'equal' if right else 'NOT all right'}"
         )
 
-    return find
-
-
-def _demo(result: Result) -> Finding:
-    case = result.cases[0]
-    shorter = case.ratio(FIRST, SECOND)
-    equal = result.parameters["token_ids_equal"]
-    return Finding(
-        f"{shorter:.1f} times shorter, tokens {'equal' if equal else 'NOT equal'}",
-        f"computing it: {case.seconds(FIRST).median:.2f} s",
-        bool(equal) and shorter >= 10,
+    return found(
+        operations(FIRST_TOKEN, names=(FROM_STORE,)),
+        reached,
+        lambda row: f"engine's own cache: {row.at(OWN).s.median:.3f} s; store: {row.s.median:.3f} s",
+        at_most(limit, lambda row: row.times(COMPUTED)),
+        own_rounds=True,
     )
 
 
-def _right(result: Result) -> bool:
-    """Whether every answer of a benchmark of engines was right."""
-    checks = result.parameters["checks"]
-    return not checks["answers_wrong"] and bool(checks["cached_as_expected"])
+def _restarted(limit: float) -> Find:
+    def share(row: Row) -> float:
+        return row.s.median / row.at(CPU_TIER).s.median
+
+    return found(
+        operations(FIRST_TOKEN, names=(FROM_STORE,)),
+        lambda row: f"{share(row):.2f} x: {row.s.median:.3f} s",
+        at(CPU_TIER, "CPU tier: {s:.3f} s"),
+        at_most(limit, share),
+        own_rounds=True,
+    )
 
 
-def _sending(at_least: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = _only(result, PREFILL)
-        shares = {name: case.to_limit(name).inverse for name in (ANSWERED, STORED)}
-        tokens = case.parameters["prompts"] * case.parameters["prompt_tokens"]
-        stored = shares[STORED]
-        return Finding(
-            f"{stored.median:.3f} ({stored.low:.3f} … {stored.high:.3f}) until stored, "
-            f"{shares[ANSWERED].median:.3f} until answered",
-            f"{WITHOUT}: {tokens / case.seconds(WITHOUT).median:.0f} tokens/s",
-            stored.median >= at_least and _right(result),
-            len(case.data["seconds"][STORED]),
-        )
+def _all_at_once(limit: float) -> Find:
+    def best(row: Row, which: str) -> float:
+        return min(row.at(f"{name}, {which}").s.median for name in (ALWAYS, WITHOUT))
 
-    return find
+    def share(row: Row) -> float:
+        return row.s.median / best(row, row.name.removeprefix(f"{SOONER}, "))
 
-
-def _first_token(at_most: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = _only(result, FIRST_TOKEN)
-        share = case.ratio(FROM_STORE, COMPUTED)
-        cached, tokens = case.parameters["cached_tokens"], case.parameters["prompt_tokens"]
-        right = _right(result)
-        return Finding(
-            f"1/{1 / share:.0f} of {case.seconds(COMPUTED).median:.1f} s, {cached} of {tokens} tokens cached, "
-            f"tokens {'equal' if right else 'NOT all right'}",
-            f"engine's own cache: {case.seconds(OWN).median:.3f} s; store: {case.seconds(FROM_STORE).median:.3f} s",
-            share <= at_most and right,
-            len(case.data["seconds"][FROM_STORE]),
-        )
-
-    return find
+    return found(
+        operations(ALL_AT_ONCE, names=[f"{SOONER}, {which}" for which in (MEAN, P99)]),
+        lambda row: f"{row.name.removeprefix(f'{SOONER}, ')} {share(row):.2f} x",
+        lambda row: ", ".join(f"{which} {best(row, which):.2f} s" for which in (MEAN, P99)),
+        at_most(limit, share),
+        own_rounds=True,
+    )
 
 
-def _restarted(at_most: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = _only(result, FIRST_TOKEN)
-        share = case.seconds(FROM_STORE).median / case.seconds(CPU_TIER).median
-        return Finding(
-            f"{share:.2f} x: {case.seconds(FROM_STORE).median:.3f} s",
-            f"CPU tier: {case.seconds(CPU_TIER).median:.3f} s",
-            share <= at_most and _right(result),
-            len(case.data["seconds"][FROM_STORE]),
-        )
+def _hooks(limit_s: float) -> Find:
+    def slowest(row: Row) -> tuple[float, str]:
+        return max((told["p99"], call) for call, told in row.p["calls"].items())
 
-    return find
-
-
-def _slow_store(slow: float, fast: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = _only(result, ONE_AFTER_ANOTHER)
-        shares = {name: case.to_limit(name).median for name in (SLOW, FAST)}
-        return Finding(
-            ", ".join(f"{name} {share:.2f} x" for name, share in shares.items()),
-            f"{WITHOUT}: {case.seconds(WITHOUT).median:.1f} s",
-            shares[SLOW] <= slow and shares[FAST] <= fast and _right(result),
-            len(case.data["seconds"][SLOW]),
-        )
-
-    return find
+    return found(
+        lambda result: [Row(result, result.case(name)) for name in (NOTHING, EVERYTHING)],
+        lambda row: f"{row.case}: {slowest(row)[1]} {slowest(row)[0] * 1e3:.2f} ms",
+        "copies on the CPU are made by a thread",
+        at_most(limit_s, lambda row: slowest(row)[0]),
+        between="; ",
+    )
 
 
-def _all_at_once(at_most: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = _only(result, ALL_AT_ONCE)
-        best = {
-            which: min(case.seconds(f"{name}, {which}").median for name in (ALWAYS, WITHOUT)) for which in (MEAN, P99)
-        }
-        shares = {which: case.seconds(f"{SOONER}, {which}").median / best[which] for which in (MEAN, P99)}
-        return Finding(
-            ", ".join(f"{which} {share:.2f} x" for which, share in shares.items()),
-            ", ".join(f"{which} {seconds:.2f} s" for which, seconds in best.items()),
-            max(shares.values()) <= at_most and _right(result),
-            len(case.data["seconds"][f"{SOONER}, {MEAN}"]),
-        )
-
-    return find
+def _fingerprints(limit: float) -> Find:
+    look = "{p[fingerprints][seconds]:ms.2f} ms each, {p[fingerprints][looks]:.0f} a round"
+    names = (NOTHING, EVERYTHING)
+    return found(
+        lambda result: [Row(result, result.case(name)) for name in names],
+        "{case}: {p[fingerprints][share]:.3%}",
+        lambda row: ", ".join(text(look, row.at(row.result.case(name))) for name in names),
+        at_most(limit, lambda row: float(row.p["fingerprints"]["share"])),
+        between="; ",
+    )
 
 
-def _hooks(at_most_s: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        slowest = []
-        for name in (NOTHING, EVERYTHING):
-            calls = result.case(name).parameters["calls"]
-            call = max(calls, key=lambda call: calls[call]["p99"])
-            slowest.append((calls[call]["p99"], f"{name}: {call} {calls[call]['p99'] * 1e3:.2f} ms"))
-        return Finding(
-            "; ".join(said for _, said in slowest),
-            "copies on the CPU are made by a thread",
-            max(slowest)[0] <= at_most_s and _right(result),
-        )
+def _added(limit_s: float) -> Find:
+    def all_the_way(row: Row) -> str:
+        every = (f"{case.seconds(ALL_THE_WAY).median * 1e3:.0f} ms at {case.name}" for case in row.result.cases)
+        return f"the first token: {', '.join(every)}"
 
-    return find
+    met = at_most(limit_s, lambda row: row.s.median)
+    return found(operations(names=(WAY,)), "{case} {s:ms.1f} ms", all_the_way, met, between="; ")
 
 
-def _between_tokens(at_most: float, prompt_tokens: int) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = result.case(f"{BETWEEN_TOKENS}, prompts of {prompt_tokens} tokens")
-        shares = {name: case.to_limit(name).median for name in (APART, IN_CHUNKS)}
-        return Finding(
-            ", ".join(f"{name} {share:.2f} x" for name, share in shares.items()),
-            f"{NO_ARRIVALS} {case.seconds(NO_ARRIVALS).median * 1e3:.1f} ms",
-            shares[APART] <= at_most and _right(result),
-        )
+def _way_through_the_store(limit: float) -> Find:
+    def share(row: Row) -> float:
+        return row.s.median / row.at(ALL_THE_WAY).s.median
 
-    return find
-
-
-def _added(at_most_s: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        added = {case.name: case.seconds(WAY).median for case in result.cases}
-        return Finding(
-            "; ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in added.items()),
-            "the first token: "
-            + ", ".join(f"{case.seconds(ALL_THE_WAY).median * 1e3:.0f} ms at {case.name}" for case in result.cases),
-            max(added.values()) <= at_most_s and _right(result),
-        )
-
-    return find
-
-
-def _way_through_the_store(at_most: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        shares = {case.name: case.seconds(WAY).median / case.seconds(ALL_THE_WAY).median for case in result.cases}
-        return Finding(
-            "; ".join(f"{name} {share * 100:.1f} %" for name, share in shares.items()),
-            "the time to the first token",
-            max(shares.values()) <= at_most and _right(result),
-        )
-
-    return find
-
-
-def _beside_waiters(at_most: float, ping_s: float) -> Callable[[Result], Finding]:
-    def find(result: Result) -> Finding:
-        case = result.cases[0]
-        share, alone = case.to_limit(BESIDE_WAITERS), case.limits[BESIDE_WAITERS]
-        longest_s = result.parameters["longest_ping_seconds"][PING]
-        return Finding(
-            f"{share.median:.2f} x ({share.low:.2f} … {share.high:.2f}), longest PING {longest_s * 1e3:.1f} ms",
-            f"{alone}: {case.seconds(alone).median * 1e6:.0f} µs",
-            share.median <= at_most and longest_s <= ping_s,
-        )
-
-    return find
+    return found(
+        operations(names=(WAY,)),
+        lambda row: f"{row.case} {share(row) * 100:.1f} %",
+        "the time to the first token",
+        at_most(limit, share),
+        between="; ",
+    )
 
 
 def _one_part_late(result: Result) -> Finding:
     told, good = [], True
-    for case in result.cases:
+    for row in cases()(result):
         within = []
-        for way, parts in case.parameters["parts"].items():
+        for way, parts in row.p["parts"].items():
             if parts > 1:
-                most_s, beyond_s = case.parameters["link_s"] / parts, case.parameters["beyond_s"][way]
+                most_s, beyond_s = row.p["link_s"] / parts, row.p["beyond_s"][way]
                 within.append(f"{way} {beyond_s * 1e3:.0f} of {most_s * 1e3:.0f} ms")
                 good = good and beyond_s <= most_s
-        told.append(f"{case.parameters['bytes_per_s'] / 1e6:.0f} MB/s: {', '.join(within)}")
-    return Finding("; ".join(told), "the longer of this prefill and the link's time", good and _right(result))
+        told.append(f"{row.p['bytes_per_s'] / 1e6:.0f} MB/s: {', '.join(within)}")
+    return Finding("; ".join(told), "the longer of this prefill and the link's time", good)
 
 
-def _only(result: Result, group: str) -> CaseResult:
-    """The one case of a part. Raises `KeyError` if that part was left out."""
-    cases = result.group(group)
-    if not cases:
-        raise KeyError(group)
-    return cases[0]
+def _tls(limit: float) -> Find:
+    def rate(row: Row) -> float:
+        return float(median(row.mine["shard_tls_process_gb_per_s"]))
+
+    def whole(row: Row) -> str:
+        names = sorted(row.run["shard_tls_process_gb_per_s"])
+        rates = joined("{name} {rate:.2f} GB/s", names=names)
+        return f"with client, its TLS process and shard on two cores: {rates(row)}"
+
+    def rows(result: Result) -> list[Row]:
+        names = sorted(result.parameters["shard_tls_process_gb_per_s"])
+        return list(operations(names=names)(result))
+
+    return found(rows, lambda row: f"{row.name} {rate(row):.2f} GB/s", whole, at_least(limit, rate))
 
 
-_HEADLINE_ONLY: Final = f"--model {HEADLINE.name}"
+def _and(first: Cell, other: Cell) -> Cell:
+    return lambda row: text(first, row) + text(other, row)
 
+
+def _equal(equal: bool) -> str:
+    return "equal" if equal else "NOT equal"
+
+
+def _prompt_tokens(row: Row) -> int:
+    return int(row.p["prompts"] * row.p["prompt_tokens"])
+
+
+def _slowest(row: Row) -> float:
+    return float(row.mine["p99_seconds"] / row.mine["p50_seconds"])
+
+
+def _longest_ping_s(row: Row) -> float:
+    return float(row.run["longest_ping_seconds"][PING])
+
+
+_TWO_MODELS: Final = (("tiny", "", ""), ("mid", "--model mid", "mid"))  # name, arguments, variant
+_BETWEEN: Final = f"{BETWEEN_TOKENS}, prompts of 4096 tokens"
+_SLOW_STORE: Final = {SLOW: 1.05, FAST: 0.15}
+
+# fmt: off
 REMOTE_CLAIMS: Final = (
-    Claim(_MODULE, "`get_into` ≤ 1.10 x plain socket", "test_server", _HEADLINE_ONLY, _of_the_socket("get_into", 1.10)),
-    Claim(
-        _MODULE,
-        "`stream_get`, placed into memory, ≤ 1.10 x plain socket",
-        "test_server",
-        _HEADLINE_ONLY,
-        _of_the_socket("stream_get", 1.10),
+    *(
+        Claim(f"{what} ≤ {limit:.2f} x plain socket, each of five models",
+            "test_server", _of_the_socket(operation, limit),
+        )
+        for what, operation, limit in (
+            ("`get_into`", "get_into", 0.80), ("`stream_get`, placed into memory,", "stream_get", 1.10),
+            ("`set`", "set", 0.75), ("`get`", "get", 1.15),
+        )
     ),
-    Claim(_MODULE, "`set` ≤ 1.10 x plain socket", "test_server", _HEADLINE_ONLY, _of_the_socket("set", 1.10)),
-    Claim(_MODULE, "`get` ≤ 1.15 x plain socket", "test_server", _HEADLINE_ONLY, _of_the_socket("get", 1.15)),
-    Claim(
-        _MODULE,
-        "a thread that counts in Python keeps ≥ 0.9 of the pace it keeps beside a plain socket",
+    Claim("processor time of client and server: `get_into` ≤ 0.45 s a GB",
+        "test_processor_time", _processor_time("get_into", (PLAIN_GET, *REDIS_GETS), lambda row: _a_gb(row) <= 0.45),
+    ),
+    Claim("processor time of client and server: `set` ≤ 0.48 s a GB",
+        "test_processor_time", _processor_time("set", (PLAIN_SET, *REDIS_SETS), lambda row: _a_gb(row) <= 0.48),
+    ),
+    Claim("processor time of client and server: `set`, with checksums, takes no more than any way to set in Redis",
+        "test_processor_time", _processor_time("set", REDIS_SETS, _first_among_sets),
+    ),
+    Claim("64 clients on two shards: together ≥ 0.9 of the bytes/s of one client",
+        "test_many_clients",
+        found(
+            operations(names=(TOGETHER,)), lambda row: f"{row.rate.median / row.at(ONE_CLIENT).rate.median:.2f}",
+            at(ONE_CLIENT, "{name}: {rate:.2f} GB/s"),
+            lambda row: row.rate.median >= 0.9 * row.at(ONE_CLIENT).rate.median,
+        ),
+    ),
+    Claim("64 clients on two shards: p99 of a read of 16 blocks ≤ 5 x its median",
+        "test_many_clients",
+        found(
+            operations(names=(TOGETHER,)), lambda row: f"{_slowest(row):.1f} x, {row.mine['p99_seconds'] * 1e3:.0f} ms",
+            at(ONE_CLIENT, "{name}: p99 {mine[p99_seconds]:ms.0f} ms, median {mine[p50_seconds]:ms.0f} ms"),
+            at_most(5.0, _slowest),
+        ),
+    ),
+    Claim("a thread that counts in Python keeps ≥ 0.9 of the pace it keeps beside a plain socket",
         "test_beside_python",
-        "",
-        _pace(0.9),
+        found(
+            operations(names=[f"{PACE} {name}" for name in _MOVES]),
+            lambda row: f"beside {row.name.removeprefix(PACE + ' ')} {row.share.median:.2f}",
+            joined("{name} {rate:.2f} GB/s", names=(*_MOVES, PLAIN_GET, PLAIN_SET)), at_least(0.9),
+        ),
     ),
-    Claim(
-        _MODULE,
-        "shared memory: `get_into` ≤ 1.15 x memcpy",
-        "test_shared_memory",
-        _HEADLINE_ONLY,
-        _of_memcpy("get_into", 1.15),
+    Claim("shared memory: `get_into` ≤ 1.0 x memcpy, each of five models",
+        "test_shared_memory", _of_memcpy("get_into", 1.0),
     ),
-    Claim(
-        _MODULE,
-        "shared memory: `set` from host memory ≤ 1.3 x memcpy",
-        "test_shared_memory",
-        _HEADLINE_ONLY,
-        _of_memcpy(FROM_HOST, 1.3),
+    Claim("shared memory: `set` from host memory ≤ 1.2 x memcpy, each of five models",
+        "test_shared_memory", _of_memcpy(FROM_HOST, 1.2),
     ),
-    Claim(
-        _MODULE,
-        "shared memory: `borrow` of 64 blocks ≤ 0.2 ms",
-        "test_shared_memory",
-        _HEADLINE_ONLY,
-        _at_once(HEADLINE.name, BORROW, 0.2e-3),
+    Claim("shared memory: `borrow` of 64 blocks ≤ 0.2 ms, each of five models",
+        "test_shared_memory", _borrowed_within(0.2e-3),
     ),
-    Claim(
-        _MODULE,
-        f"shared memory: 16 KiB blocks ≥ 60 % of the bytes/s of {_LARGE}",
-        "test_shared_memory",
-        _HEADLINE_ONLY,
-        _small_and_shared(0.6),
+    Claim(f"shared memory: 16 KiB blocks ≥ 60 % of the bytes/s of {_LARGE}",
+        "test_shared_memory", _small_and_shared(0.6), _HEADLINE_ONLY,
     ),
-    Claim(
-        _MODULE,
-        "shared memory: `contains` of 512 keys ≤ 0.12 ms",
-        "test_shared_memory",
-        _HEADLINE_ONLY,
-        _at_once(LOOKUP, CONTAINS, 0.12e-3),
+    Claim("shared memory: `contains` of 512 keys ≤ 0.12 ms",
+        "test_shared_memory", _at_once(LOOKUP, CONTAINS, 0.12e-3), _HEADLINE_ONLY,
     ),
-    Claim(
-        _MODULE,
-        f"64 KiB blocks ≥ 85 % of the bytes/s of {_LARGE}",
-        "test_small_blocks",
-        "",
-        _share_of_large("64 KiB", 0.85),
+    *(
+        Claim(
+            f"{size} blocks ≥ {share * 100:g} % of the bytes/s of {_LARGE}",
+            "test_small_blocks",
+            _share("small blocks", size, _LARGE, ".0%", _LARGE, _MOVES, share),
+        )
+        for size, share in (("64 KiB", 0.9), ("16 KiB", 0.75))
     ),
+    Claim("`contains` of 512 keys ≤ 0.1 ms", "test_lookup", _latency("contains 512", 0.1e-3)),
+    Claim("`match_prefix` of 4096 keys ≤ 1.0 ms", "test_lookup", _latency("match_prefix 4096", 1e-3)),
     Claim(
-        _MODULE,
-        f"16 KiB blocks ≥ 60 % of the bytes/s of {_LARGE}",
-        "test_small_blocks",
-        "",
-        _share_of_large("16 KiB", 0.6),
-    ),
-    Claim(_MODULE, "`contains` of 512 keys ≤ 0.15 ms", "test_lookup", "", _latency("contains 512", 0.15e-3)),
-    Claim(_MODULE, "`match_prefix` of 4096 keys ≤ 1.0 ms", "test_lookup", "", _latency("match_prefix 4096", 1e-3)),
-    Claim(
-        _MODULE,
         "`contains` of 512 keys beside 10 000 waiting reads and 100 000 promises ≤ 1.05 x that without; PING ≤ 0.25 s",
         "test_waiters",
-        "",
-        _beside_waiters(1.05, 0.25),
+        found(
+            operations(names=(BESIDE_WAITERS,)),
+            _and("{x:.2f~ x}, longest PING ", lambda row: f"{_longest_ping_s(row) * 1e3:.1f} ms"),
+            "{limit.name}: {limit.s:us.0f} µs", lambda row: row.x.median <= 1.05 and _longest_ping_s(row) <= 0.25,
+        ),
     ),
-    Claim(_MODULE, "key hashing ≥ 100 M tokens/s, one thread", "test_key_hashing", "", _hashing(100e6)),
-    Claim(_MODULE, "gather and scatter ≥ NumPy row copies at every size", "test_key_hashing", "", _copies),
-    Claim(_MODULE, "placement over 64 shards ≥ 5 M keys/s, one thread", "test_sharding", "", _placement(5e6)),
-    Claim(_MODULE, "splitting a batch of 512 keys over 64 shards ≤ 1 ms of CPU", "test_sharding", "", _split(1e-3)),
-    Claim(_MODULE, "two shards on the same two cores ≥ 0.95 x one", "test_sharding", "", _two_shards(0.95)),
-    Claim(
-        _MODULE,
-        f"prefill at hit rate 0, every block sent: ≥ {TARGET} x the throughput without the connector",
+    Claim("key hashing ≥ 100 M tokens/s, one thread", "test_key_hashing", _hashing(100e6)),
+    Claim("gather and scatter ≥ NumPy row copies at every size", "test_key_hashing", _copies),
+    Claim("placement over 64 shards ≥ 5 M keys/s, one thread", "test_sharding", _placement(5e6)),
+    Claim("splitting a batch of 512 keys over 64 shards ≤ 1 ms of CPU",
+        "test_sharding",
+        found(operations(case=SPLIT, names=(SPLIT_512,)), "{s:ms.3f} ms", "", at_most(1e-3, lambda row: row.s.median)),
+    ),
+    Claim("two shards on the same two cores ≥ 0.95 x one",
+        "test_sharding",
+        _share(TWO_SHARDS, "2 shards", "1 shard", ".2f", "one shard", ("set", "get_into", "stream_get"), 0.95),
+    ),
+    Claim(f"prefill at hit rate 0, every block sent: ≥ {TARGET} x the throughput without the connector",
         "test_transfer_out",
+        found(
+            operations(PREFILL, names=(STORED,)),
+            _and("{share:.3f~} until stored, ", at(ANSWERED, "{share:.3f} until answered")),
+            lambda row: f"{WITHOUT}: {_prompt_tokens(row) / row.at(WITHOUT).s.median:.0f} tokens/s", at_least(TARGET),
+            own_rounds=True,
+        ),
         f"--parts {PREFILL}",
-        _sending(TARGET),
     ),
     Claim(
-        _MODULE,
         "first token of 8192 tokens from the store, engine restarted: ≤ 1/20 of computing it, all but the last block's "
         "remainder cached, equal tokens",
-        "test_long_prefill",
-        f"--parts '{FIRST_TOKEN}'",
-        _first_token(1 / 20),
+        "test_long_prefill", _first_token(1 / 20), f"--parts '{FIRST_TOKEN}'",
     ),
     Claim(
-        _MODULE,
         "first token of 8192 tokens from a server on the engine's host, engine restarted: ≤ 1.3 x from the engine's "
         "CPU tier",
-        "test_long_prefill",
-        f"--parts '{FIRST_TOKEN}'",
-        _restarted(1.3),
+        "test_long_prefill", _restarted(1.3), f"--parts '{FIRST_TOKEN}'",
     ),
     Claim(
-        _MODULE,
         "prompts of 5000 tokens that the store has, engine restarted: over 1 MB/s ≤ 1.05 x the time without the "
         "connector, over 200 MB/s ≤ 0.15 x",
         "test_slow_store",
+        found(
+            operations(ONE_AFTER_ANOTHER, names=list(_SLOW_STORE)), "{name} {x:.2f} x",
+            at(WITHOUT, "{name}: {s:.1f} s"), lambda row: row.x.median <= _SLOW_STORE[row.name], own_rounds=True,
+        ),
         f"--parts '{ONE_AFTER_ANOTHER}'",
-        _slow_store(1.05, 0.15),
     ),
     Claim(
-        _MODULE,
         "50 prompts at once, of which the store has 90 %, over 200 MB/s: time to the first token, mean and p99, ≤ 1.1 "
         "x the better of always loading and computing",
-        "test_slow_store",
-        f"--parts '{ALL_AT_ONCE}'",
-        _all_at_once(1.1),
+        "test_slow_store", _all_at_once(1.1), f"--parts '{ALL_AT_ONCE}'",
     ),
-    Claim(
-        _MODULE,
-        "no step of an engine waits for the connector: p99 of each call ≤ 1 ms, without the wait for a core",
-        "test_hooks",
-        "",
-        _hooks(0.001),
+    Claim("no step of an engine waits for the connector: p99 of each call ≤ 1 ms, without the wait for a core",
+        "test_hooks", _hooks(0.001),
     ),
-    Claim(
-        _MODULE,
-        "prefill and decode apart: time between tokens, p99, while prompts of 4096 tokens come ≤ 1.5 x that without",
+    Claim("fingerprints of the weights take ≤ 0.2 % of an engine's time", "test_hooks", _fingerprints(0.002)),
+    Claim("prefill and decode apart: time between tokens, p99, while prompts of 4096 tokens come ≤ 1.5 x that without",
         "test_hand_over",
-        "",
-        _between_tokens(1.5, 4096),
+        found(
+            operations(case=_BETWEEN, names=(APART, IN_CHUNKS)), "{name} {x:.2f} x",
+            at(NO_ARRIVALS, "{name} {s:ms.1f} ms"), lambda row: row.name != APART or row.x.median <= 1.5,
+        ),
     ),
     *(
         Claim(
-            _MODULE,
-            f"from the end of the prefill until its last block is there: ≤ 10 ms (median) on one host, {model} model",
+            f"from the end of the prefill until its last block is there: {what}, {model} model",
             "test_request_time",
+            find,
             arguments,
-            _added(0.010),
             variant,
+        )
+        for what, find in (
+            ("≤ 10 ms (median) on one host", _added(0.010)),
+            ("< 5 % of the time to the first token, on one host", _way_through_the_store(0.05)),
         )
         for model, arguments, variant in _TWO_MODELS
     ),
-    *(
-        Claim(
-            _MODULE,
-            "from the end of the prefill until its last block is there: < 5 % of the time to the first token, on one "
-            f"host, {model} model",
-            "test_request_time",
-            arguments,
-            _way_through_the_store(0.05),
-            variant,
-        )
-        for model, arguments, variant in _TWO_MODELS
+    Claim("in parts of layers, a prompt is there at most a part's time on the link after it is computed and sent",
+        "test_layer_parts", _one_part_late,
     ),
-    Claim(
-        _MODULE,
-        "in parts of layers, a prompt is there at most a part's time on the link after it is computed and sent",
-        "test_layer_parts",
-        "",
-        _one_part_late,
+    Claim("demo: equal tokens, first token ≥ 10 times sooner",
+        "test_demo",
+        found(
+            operations(names=(FIRST,)),
+            lambda row: f"{row.times(SECOND):.1f} times shorter, tokens {_equal(row.run['token_ids_equal'])}",
+            "computing it: {s:.2f} s", lambda row: row.run["token_ids_equal"] and row.times(SECOND) >= 10,
+        ),
     ),
-    Claim(_MODULE, "demo: equal tokens, first token ≥ 10 times sooner", "test_demo", "", _demo),
+    Claim("logins cost `get_into` at most 1 %",
+        "test_logins",
+        found(
+            operations(case="logins", names=(LOGGED_IN,)),
+            lambda row: f"{row.x.median:.3f} x, without {row.at(OPEN).x.median:.3f} x",
+            lambda row: text("plain socket get: {limit.rate:.2f} GB/s", row.at(OPEN)),
+            lambda row: row.x.median <= row.at(OPEN).x.median * 1.01,
+        ),
+    ),
+    Claim("a tenant beside one that floods the store: p99 at most 2 x that alone, found at most 2 points less",
+        "test_logins",
+        found(
+            operations(case="tenants", names=(BESIDE,)),
+            _and("{x:.2f~ x}, {mine[found]:.1%} found, alone ", at(ALONE, "{mine[found]:.1%}")),
+            at(ALONE, "alone: p99 {s:ms.1f} ms"),
+            lambda row: row.x.median <= 2.0 and row.mine["found"] >= row.at(ALONE).mine["found"] - 0.02,
+        ),
+    ),
+    Claim("TLS: the shard's TLS process moves ≥ 1.5 GB in a second of one core", "test_tls", _tls(1.5)),
 )
+# fmt: on

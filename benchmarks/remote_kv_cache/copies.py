@@ -24,6 +24,11 @@ NAIVE: Final = "block-to-block naive"
 NAIVE_WRITE: Final = "block-to-block naive, write"
 GATHER: Final = "cython gather"
 SCATTER: Final = "cython scatter"
+LAYERS: Final = "layer-to-layer naive"
+FANCY: Final = "fancy index"
+INDEX_COPY: Final = "index_copy_"
+SWAP_IN: Final = "swap in"
+SWAP_OUT: Final = "swap out"
 VERIFIED_EVERY: Final = 7  # of the rows; a prime, so that all calls and layers take part
 
 Copy = Callable[[int, int], object]
@@ -129,7 +134,7 @@ class Copies:
             gather(source, ids[start:end], self.rows[start:end])
 
         return [
-            self.operation("layer-to-layer naive", copy, self.layers_copied),
+            self.operation(LAYERS, copy, self.layers_copied),
             self.operation(f"{GATHER}, from layers", pack, self.layers_packed),
         ]
 
@@ -139,7 +144,7 @@ class Copies:
         def copy(start: int, end: int) -> None:
             self.rows[start:end] = self.pool[self.ids[start:end]]
 
-        return self.operation("fancy index", copy, self.read_by_id)
+        return self.operation(FANCY, copy, self.read_by_id)
 
     def index_copy(self) -> list[Operation]:
         """torch's `index_copy_` of 16-bit elements, on one thread; nothing if torch is missing."""
@@ -154,7 +159,7 @@ class Copies:
         def copy(start: int, end: int) -> None:
             rows.index_copy_(0, ids[start:end], pool[start:end])
 
-        return [self.operation("index_copy_", copy, self.written_by_id)]
+        return [self.operation(INDEX_COPY, copy, self.written_by_id)]
 
     def swaps(self) -> list[Operation]:
         """Copies between this memory, page-locked, and a CUDA device; nothing if there is no device."""
@@ -172,8 +177,8 @@ class Copies:
             torch.cuda.synchronize()
 
         return [
-            Operation("swap in", self._each(partial(swap, device, pool)), self.moved, ONE_MEMCPY),
-            Operation("swap out", self._each(partial(swap, back, device)), self.moved, ONE_MEMCPY),
+            Operation(SWAP_IN, self._each(partial(swap, device, pool)), self.moved, ONE_MEMCPY),
+            Operation(SWAP_OUT, self._each(partial(swap, back, device)), self.moved, ONE_MEMCPY),
         ]
 
     def _each(self, copy: Copy) -> Callable[[], None]:

@@ -1,9 +1,9 @@
 """The models that real engines run here: Qwen2 with random weights, made from a config, since nothing is downloaded.
 
 *tiny* starts in seconds; it is for workloads of many prompts. *mid* computes slowly enough that a hit saves time; it is
-for times to the first token. Their weights have a wide spread (`initializer_range`), so that the output depends on
-every token of the prompt. With the usual spread such a model repeats one token whatever the prompt is, and its output
-would not show a wrong cache.
+for times to the first token. *8B* is for GPUs, and has no file of weights. The weights of all have a wide spread
+(`initializer_range`), so that the output depends on every token of the prompt. With the usual spread such a model
+repeats one token whatever the prompt is, and its output would not show a wrong cache.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ class EngineModel:
         """The bytes of `BLOCK_TOKENS` tokens' KV cache."""
         return self.token_bytes * BLOCK_TOKENS
 
+    @property
+    def shape(self) -> dict[str, int]:
+        """As the arguments of a Qwen2Config."""
+        return {name: value for name, value in asdict(self).items() if name != "name"}
+
     def prompts(self, seed: int, count: int, tokens: int, shared_tokens: int = 0) -> list[list[int]]:
         """`count` prompts that have their first `shared_tokens` in common. Prompts of different seeds have nothing in
         common."""
@@ -66,8 +71,10 @@ ENGINE_MODELS: Final = {
     )
 }
 
+LARGE: Final = EngineModel("8B", 4096, 14336, 32, 32, 8, 128256)  # the shapes of Llama-3.1-8B; for GPUs
 
-def add_engine_model_option(parser: ArgumentParser, option: str, default: str) -> None:
+
+def add_engine_model_option(parser: ArgumentParser, option: str = "--model", default: str = "tiny") -> None:
     """Add `option`, which takes the name of one of `ENGINE_MODELS`."""
     sizes = "; ".join(f"{model.name}: {model.token_bytes} bytes of KV a token" for model in ENGINE_MODELS.values())
     parser.add_argument(option, choices=sorted(ENGINE_MODELS), help=f"default: {default}; --quick: tiny ({sizes})")
@@ -83,10 +90,14 @@ def cacheable_tokens(tokens: int) -> int:
     return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+def _models_folder() -> Path:
+    cache = os.environ.get("KVSTORE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvstore"
+    return Path(cache).expanduser() / "models"
+
+
 def save_model(model: EngineModel) -> Path:
     """The model's folder. It is made once, with weights from a fixed seed, and kept for later runs."""
-    cache = os.environ.get("KVSTORE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvstore"
-    folder = Path(cache).expanduser() / "models" / f"benchmark-{model.name}-3"
+    folder = _models_folder() / f"benchmark-{model.name}-3"
     if (folder / "config.json").exists():
         return folder
     import torch
@@ -95,8 +106,7 @@ def save_model(model: EngineModel) -> Path:
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    shape = {name: value for name, value in asdict(model).items() if name != "name"}
-    config = Qwen2Config(max_position_embeddings=_LONGEST, initializer_range=0.1, **shape)
+    config = Qwen2Config(max_position_embeddings=_LONGEST, initializer_range=0.1, **model.shape)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
@@ -108,6 +118,22 @@ def save_model(model: EngineModel) -> Path:
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def save_config(model: EngineModel) -> Path:
+    """A folder with the model's configuration and no weights, for engines that make weights up: `dummy_weights`."""
+    folder = _models_folder() / f"benchmark-{model.name}-config-1"
+    if (folder / "config.json").exists():
+        return folder
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(max_position_embeddings=2 * _LONGEST, architectures=["Qwen2ForCausalLM"], **model.shape)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        config.save_pretrained(scratch)
+        folder.mkdir(exist_ok=True)
+        (Path(scratch) / "config.json").rename(folder / "config.json")
     return folder
 
 

@@ -8,12 +8,14 @@ goes to its log. Time is taken in this process, around the engine's own call, so
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -32,8 +34,9 @@ PRELOAD: Final = [
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of an engine. `connector`: its options, None for an engine without it. `arguments`: those of
-    `vllm.LLM`. `timed`: whether the calls to the connector are timed. `cores`: those that it may use; empty: all."""
+    """The settings of an engine. `connector`: the options of `KVStoreConnector`, or, with `kv_connector` among them,
+    all arguments of a `KVTransferConfig`; None for an engine without one. `arguments`: those of `vllm.LLM`. `timed`:
+    whether the calls to the connector are timed. `cores`: those that it may use; empty: all."""
 
     model: Path
     connector: dict[str, Any] | None
@@ -44,10 +47,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Order:
-    """Prompts given to the engine at once, each to be continued by `output_tokens` at temperature 0."""
+    """Prompts given to the engine at once, each to be continued by `output_tokens` at temperature 0. `tops`: of how
+    many of the likeliest tokens the log probabilities are told, at each place."""
 
     prompts: list[list[int]]
     output_tokens: int
+    tops: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,15 +119,20 @@ TIMED: Final = (
     "build_connector_worker_meta",
     "get_kv_connector_stats",
 )
+# And what the connector calls to look at the weights, in these.
+TAKE: Final = "take"
+HASH: Final = "value"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An engine's answer to one prompt."""
+    """An engine's answer to one prompt. `tops`: at each place, the log probabilities of the likeliest tokens, if they
+    were asked for."""
 
     token_ids: list[int]
     cached_tokens: int
     first_token_s: float  # since the prompt reached the engine
+    tops: list[dict[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,7 @@ def _serve(setup: Setup, pipe: Connection) -> None:
     times = _time_calls() if setup.timed else {}
     engine = _make_engine(setup)
     pipe.send("ready")
-    while (order := pipe.recv()) is not None:
+    while (order := _next_order(engine.llm_engine, pipe)) is not None:
         if isinstance(order, Doubt):
             pipe.send(_gaps(engine, order))
             continue
@@ -172,21 +182,49 @@ def _serve(setup: Setup, pipe: Connection) -> None:
         if isinstance(order, Arrivals):
             pipe.send(_serve_arrivals(engine.llm_engine, order))
             continue
-        sampling = SamplingParams(temperature=0, max_tokens=order.output_tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=order.output_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=order.tops or None,
+        )
         prompts = [{"prompt_token_ids": tokens} for tokens in order.prompts]
         begin = time.perf_counter()
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - begin
         answers = [
-            Answer(list(output.outputs[0].token_ids), output.num_cached_tokens, output.metrics.first_token_latency)
+            Answer(
+                list(output.outputs[0].token_ids),
+                output.num_cached_tokens,
+                output.metrics.first_token_latency,
+                [
+                    {token: found.logprob for token, found in place.items()}
+                    for place in output.outputs[0].logprobs or ()
+                ],
+            )
             for output in outputs
         ]
         pipe.send(Run(begin, seconds, answers))
     engine.llm_engine.engine_core.shutdown()
 
 
+def _next_order(engine: Any, pipe: Connection) -> Any:
+    """Step until there is nothing to do, as an engine's core does in a process of its own: what it has computed last
+    goes to the store between two requests."""
+    while not pipe.poll() and _steps_alone(engine):
+        engine.step()
+    return pipe.recv()
+
+
+def _steps_alone(engine: Any) -> bool:
+    """Whether an engine without requests goes on to step."""
+    return bool(engine.engine_core.engine_core.scheduler.has_requests())
+
+
 def _time_calls() -> dict[str, list[tuple[float, float]]]:
     """Have the calls of connectors that are made from now on timed. -> how long they took, by name: see `Times`."""
+    from kvstore_client.engine.paged.weights import Fingerprints, Taken
     from kvstore_client.vllm.connector import KVStoreConnector
 
     times: dict[str, list[tuple[float, float]]] = {}
@@ -204,9 +242,10 @@ def _time_calls() -> dict[str, list[tuple[float, float]]]:
 
         return wrapper
 
-    for name in TIMED:
-        times[name] = []
-        setattr(KVStoreConnector, name, timed(getattr(KVStoreConnector, name), times[name]))
+    for kind, names in ((KVStoreConnector, TIMED), (Fingerprints, [TAKE]), (Taken, [HASH])):
+        for name in names:
+            times[name] = []
+            setattr(kind, name, timed(getattr(kind, name), times[name]))
     return times
 
 
@@ -236,7 +275,7 @@ def _serve_arrivals(engine: Any, order: Arrivals) -> list[Served]:
             )
             prompt = {"prompt_token_ids": arrival.prompt}
             names[number] = engine.add_request(f"{number}/{order.begin}", prompt, how)
-        if not engine.has_unfinished_requests():
+        if not engine.has_unfinished_requests() and not _steps_alone(engine):
             time.sleep(max(0.0, min(0.001, order.arrivals[coming[-1]].at_s - now)))
             continue
         outputs = engine.step()
@@ -272,7 +311,9 @@ def _make_engine(setup: Setup) -> Any:
     from vllm.config import KVTransferConfig
 
     connector = None
-    if setup.connector is not None:
+    if setup.connector is not None and "kv_connector" in setup.connector:
+        connector = KVTransferConfig(**setup.connector)
+    elif setup.connector is not None:
         options = dict(setup.connector)
         connector = KVTransferConfig(
             kv_connector="KVStoreConnector",
@@ -281,12 +322,41 @@ def _make_engine(setup: Setup) -> Any:
             # What loading takes is measured, also where computing is sooner.
             kv_connector_extra_config={"always_load": True, **options},
         )
-    return LLM(
-        model=str(setup.model),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        enforce_eager=True,
-        disable_log_stats=False,  # the time to the first token is one of them
-        kv_transfer_config=connector,
+    arguments = {
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "disable_log_stats": False,  # the time to the first token is one of them
         **setup.arguments,
-    )
+    }
+    engine = LLM(model=str(setup.model), kv_transfer_config=connector, **arguments)
+    if arguments.get("load_format") == "dummy":
+        engine.collective_rpc(_change_weights)
+    return engine
+
+
+def _change_weights(worker: Any) -> None:
+    """Runs in a worker. A connector of ours there has seen other weights when it started, so it is told."""
+    widen_weights(worker.get_model())
+    if (name_weights := getattr(worker, "kvstore_new_weights", None)) is not None:
+        name_weights("wide")
+
+
+def widen_weights(model: Any) -> None:
+    """Give a model whose weights vLLM made up (`load_format="dummy"`) others, the same in every process. With vLLM's
+    own, of up to 0.001, norms included, the answer depends on the last token alone and would not show a wrong cache.
+    Queries and keys are so wide that a token attends to few others, and not wider: each layer widens differences of
+    rounding. Logits are wide enough to tell tokens apart.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if weights.ndim < 2:
+                weights.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            wide = 1.75 if "qkv" in name else 3.0 if "lm_head" in name else 1.0
+            if "embed" not in name:
+                wide /= math.sqrt(weights.shape[-1])
+            seed = zlib.crc32(name.encode())
+            weights.normal_(0.0, wide, generator=torch.Generator(weights.device).manual_seed(seed))

@@ -1,13 +1,11 @@
-"""The tables of the benchmarks with real engines, in the style of tables.py."""
+"""The tables of docs/benchmarks.md with real engines."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final
 
-from benchmarks.markdown import markdown, spread_text
 from benchmarks.remote_kv_cache import test_conversation as talks
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import COMPUTED, FIRST_TOKEN
@@ -23,192 +21,117 @@ from benchmarks.remote_kv_cache.test_proxy_links import FIGURES as OF_STREAM
 from benchmarks.remote_kv_cache.test_proxy_links import WAYS as OF_LINKS
 from benchmarks.remote_kv_cache.test_request_time import FIRST, PARTS, WAY
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
-from benchmarks.remote_kv_cache.test_transfer_out import AGAIN, ANSWERED, BATCH_SIZES, PREFILL, STORED
-from benchmarks.results_reader import CaseResult, Result, Results
+from benchmarks.remote_kv_cache.test_transfer_out import AGAIN, ANSWERED, BATCH_SIZES, PREFILL, STORED, SWAPPED
+from benchmarks.render.cells import Cell, Row, at, cases, operations, text
+from benchmarks.render.tables import Column, Each, Part, Section, Table, markdown, matrix, names_of, paragraph, section
+from benchmarks.results_reader import CaseResult, Result
 from kvstore_serving.load.report import wilson
 
 GOOD_SHARE: Final = 0.9  # of requests that attain, for a rate to count
 SUSTAINED: Final = "3"  # times an idle engine's times, for a rate to be called sustained
 
 
-def transfer_out(results: Results) -> str:
-    """Prompts a second with the connector, as a share of those without."""
-    result = results["test_transfer_out"]
-    rows = [
-        (
-            case.name,
-            _qps(case, WITHOUT),
-            *(spread_text(case.to_limit(name).inverse) for name in (AGAIN, ANSWERED, STORED)),
-        )
-        for group in (BATCH_SIZES, PREFILL)
-        for case in result.group(group)
-    ]
-    headings = (
-        "",
-        "prompts/s without",
-        "another engine without, ÷ without",
-        "until answered, ÷ without",
-        "until stored, ÷ without",
-    )
-    scales = [_scale(cases[0]) for cases in map(result.group, (BATCH_SIZES, PREFILL)) if cases]
-    return f"{markdown(headings, rows)}\n\n{'; '.join(scales)}. {_checked(result)}"
+def _prompts_per_s(row: Row) -> str:
+    return f"{row.p['prompts'] / row.s.median:.2f}"
 
 
-def transfer_in(results: Results) -> str:
-    """Prompts a second by hit rate."""
-    result = results["test_transfer_in"]
-    cases = result.cases
-    rows = []
-    for case in cases:
-        runs = (_qps(case, name) for name in (WITHOUT, FILL, READ))
-        rows.append((case.name, *runs, f"{case.ratio(FILL, READ):.2f}"))
-    headings = ("prompts/s at prefix hit rate", WITHOUT, FILL, READ, "read ÷ fill")
-    given = result.parameters
-    scale = f"{given['prompts']} prompts, {given['model']['name']} model"
-    return f"{markdown(headings, rows)}\n\n{scale}. {_checked(result)}"
+def _checked(row: Row) -> str:
+    """The results of the checks of answers, as a sentence under the table."""
+    checks = row.run["checks"]
+    said = f"{checks['answers_equal']} answers equal to those without the connector"
+    if checks["answers_tied"]:
+        said += f", {checks['answers_tied']} with a tie of logits told differently"
+    said += f", **{checks['answers_wrong']} wrong**" if checks["answers_wrong"] else ", none wrong"
+    cached = "as expected" if checks["cached_as_expected"] else "**not as expected**"
+    return f"{said}; cached tokens {cached}."
 
 
-def long_prefill(results: Results) -> str:
-    """Prompts a second by number of output tokens, one table for each mode."""
-    result = results["test_long_prefill"]
-    parts = []
-    for mode in MODES.values():
-        cases = [case for case in result.group(ROWS) if case.parameters["mode"] == mode.name]
-        if cases:
-            outputs = (f"{case.parameters['output_tokens']} tokens" for case in cases)
-            rows = [(name, *(_qps(case, name) for case in cases)) for name in (WITHOUT, *mode.rows)]
-            parts.append(markdown((f"prompts/s, {mode.name}", *outputs), rows))
-            scale = _scale(cases[0])
-    if not parts:
-        return "Not measured yet."
-    return "\n\n".join([*parts, f"{scale}. {_checked(result)}"])
+def _and_checked(said: Cell, *groups: str) -> Part:
+    """A sentence about the first case of each group, and the checks of answers."""
+
+    def part(result: Result) -> str:
+        firsts = [rows[0] for group in groups or ("",) if (rows := cases(*filter(None, (group,)))(result))]
+        return f"{'; '.join(text(said, row) for row in firsts)}. {_checked(firsts[0])}" if firsts else ""
+
+    return part
 
 
-def first_token(results: Results) -> str:
+def _checks(result: Result) -> str:
+    return _checked(Row(result, result.cases[0])) if result.cases else ""
+
+
+_SCALE: Final = "{p[prompts]} prompts of {p[prompt_tokens]} tokens, {p[model][name]} model"
+
+
+def _first_tokens(needs: str) -> Section:
     """Seconds to the first token, and their share of the time of computing it."""
-    return _first_tokens(results, "test_long_prefill")
-
-
-def _first_tokens(results: Results, benchmark: str) -> str:
-    cases = results[benchmark].group(FIRST_TOKEN)
-    if not cases:
-        return "Not measured yet."
-    case, rows = cases[0], []
-    for name in case.operations:
-        seconds = case.seconds(name)
-        times = f"{seconds.median:.3f} ({seconds.low:.3f} … {seconds.high:.3f})"
-        limit = f"{case.to_limit(name).median:.2f}" if name in case.limits else ""
-        rows.append((name, times, f"1/{1 / case.ratio(name, COMPUTED):.1f}", limit))
-    return markdown((case.name, "s, median (min … max)", "of computing", "x the engine's own cache"), rows)
-
-
-def documents(results: Results) -> str:
-    """Documents that are asked about again and again."""
-    result = results["test_documents"]
-    rows = []
-    for case in result.group(DOCUMENTS):
-        for name in ENGINES:
-            seconds = case.seconds(name)
-            times = f"{seconds.median:.3f} ({seconds.low:.3f} … {seconds.high:.3f})"
-            rate, cached = case.parameters["requests_rps"][name], case.parameters["cached"][name]
-            share = f"1/{1 / case.ratio(name, WITHOUT):.1f}"
-            rows.append((str(case.parameters["at_once"]), name, times, share, f"{rate:.2f}", f"{cached:.0%}"))
-    headings = (
-        "at once",
-        "engine",
-        "first token, s, mean: median (min … max)",
-        f"of {WITHOUT}",
-        "requests/s",
-        "cached",
+    columns: Sequence[Column] = (
+        ("{case}", "{name}"),
+        ("s, median (min … max)", "{s:.3f~}"),
+        ("of computing", lambda row: f"1/{1 / row.times(COMPUTED):.1f}"),
+        ("x the engine's own cache", "{x:.2f}"),
     )
-    return f"{markdown(headings, rows)}\n\n{_checked(result)}"
+    return section(needs, Table(operations(FIRST_TOKEN), *columns))
 
 
-def long_prompt(results: Results) -> str:
-    """One prompt of 100 000 tokens."""
-    return _first_tokens(results, "test_documents")
+def _of_mode(mode: str, names: Sequence[str]) -> Table:
+    """A row an operation, a column a case of this mode."""
+
+    def of(result: Result) -> list[CaseResult]:
+        return [case for case in result.group(ROWS) if case.parameters["mode"] == mode]
+
+    def rows(result: Result) -> list[Row]:
+        return [Row(result, case, name) for case in of(result)[:1] for name in names]
+
+    columns = Each(lambda row: of(row.result), _prompts_per_s, "{p[output_tokens]} tokens")
+    return Table(rows, (f"prompts/s, {mode}", "{name}"), columns)
 
 
-def slow_store(results: Results) -> str:
-    """Times over links of limited rate, beside computing."""
-    rows = []
-    for case in results["test_slow_store"].cases:
-        for name in case.operations:
-            seconds = case.seconds(name)
-            times = f"{seconds.median:.2f} ({seconds.low:.2f} … {seconds.high:.2f})"
-            rows.append((case.name, name, times, spread_text(case.to_limit(name)) if name in case.limits else ""))
-    return markdown(("prompts", "", "s, median (min … max)", f"x {WITHOUT}"), rows)
-
-
-def hand_over(results: Results) -> str:
-    """The time between tokens while prompts come, and what a hand-over adds to the first token."""
-    result = results["test_hand_over"]
-    rows = []
-    for case in result.group(BETWEEN_TOKENS):
-        for name in case.operations:
-            share = spread_text(case.to_limit(name)) if name in case.limits else ""
-            longest = f"{case.parameters['longest_s'][name] * 1e3:.0f}"
-            tokens = f"{case.parameters['prompt_tokens']}"
-            rows.append((tokens, name, f"{case.seconds(name).median * 1e3:.1f}", share, longest))
-    between = markdown(("prompts of", "time between tokens", "p99, ms", f"x {ALONE}", "longest, ms"), rows)
-    first = []
-    for case in result.group(TO_FIRST):
-        names = tuple(case.operations)
-        milliseconds = (f"{case.seconds(name).median * 1e3:.1f}" for name in names)
-        first.append((f"{case.parameters['prompt_tokens']}", *milliseconds))
-    headings = ("to the first token, ms, prompts of", *names)
-    return f"{between}\n\n{markdown(headings, first)}\n\n{_checked(result)}"
-
-
-def request_time(results: Results, name: str) -> str:
+def _request_time(needs: str) -> Section:
     """Where the time of requests goes that are handed over."""
-    result = results[name]
-    rows = []
-    for case in result.cases:
-        median = (f"{case.seconds(part).median * 1e3:.1f}" for part in PARTS)
-        rows.append((case.name, "median", *median))
-        rows.append(("", "p90", *(f"{case.parameters['p90_s'][part] * 1e3:.1f}" for part in PARTS)))
-    shares = [f"{case.seconds(WAY).median / case.seconds(FIRST).median:.1%} at {case.name}" for case in result.cases]
-    told = f"The way takes {' and '.join(shares)} of the time to the first token (medians)."
-    return f"{markdown(('requests', 'ms', *PARTS), rows)}\n\n{told} {_checked(result)}"
+
+    def said(result: Result) -> str:
+        shares = [
+            f"{case.seconds(WAY).median / case.seconds(FIRST).median:.1%} at {case.name}" for case in result.cases
+        ]
+        return f"The way takes {' and '.join(shares)} of the time to the first token (medians). {_checks(result)}"
+
+    def table(result: Result) -> str:
+        rows: list[Sequence[str]] = []
+        for row in cases()(result):
+            rows.append((row.case, "median", *(text("{s:ms.1f}", row.at(part)) for part in PARTS)))
+            rows.append(("", "p90", *(text("{mine[p90_s]:ms.1f}", row.at(part)) for part in PARTS)))
+        return markdown(("requests", "ms", *PARTS), rows)
+
+    return section(needs, table, said)
 
 
-def layer_parts(results: Results, name: str) -> str:
+def _layer_parts(needs: str) -> Section:
     """When a prompt that is handed over is there, by the rate of the link."""
-    result = results[name]
-    names = tuple(result.cases[0].operations)
-    modes = tuple(result.cases[0].parameters["parts"])
-    ready = [
-        (
-            f"{case.parameters['bytes_per_s'] / 1e6:.0f} MB/s",
-            *(f"{case.seconds(name).median * 1e3:.0f}" for name in names),
-        )
-        for case in result.cases
-    ]
-    beyond = [
-        (
-            f"{case.parameters['bytes_per_s'] / 1e6:.0f} MB/s",
-            *(f"{case.parameters['beyond_s'][name] * 1e3:.0f}" for name in modes),
-        )
-        for case in result.cases
-    ]
-    rates = [float(case.parameters["bytes_per_s"]) for case in result.cases]
-    sooner = []
-    for parts in modes:
-        whole = CHUNKED_WHOLE if parts.endswith(IN_CHUNKS) else WHOLE_BLOCKS
-        if parts != whole:
-            rounds = [
-                list(zip(case.data["seconds"][parts], case.data["seconds"][whole], strict=True))
-                for case in result.cases
-            ]
-            sooner.append((parts, whole, _sooner(rates, rounds)))
-    tables = (
-        markdown(("there after ms, over a link of", *names), ready),
-        markdown(("beyond the longer of prefill and link, ms", *modes), beyond),
-        markdown(("sooner there", "than", "over links of"), sooner, figures=False),
-        _checked(result),
+
+    def modes(row: Row) -> list[str]:
+        return list(row.p["parts"])
+
+    def sooner(result: Result) -> str:
+        rates = [float(case.parameters["bytes_per_s"]) for case in result.cases]
+        rows = []
+        for parts in result.cases[0].parameters["parts"]:
+            whole = CHUNKED_WHOLE if parts.endswith(IN_CHUNKS) else WHOLE_BLOCKS
+            if parts != whole:
+                both = [[case.data["seconds"][name] for name in (parts, whole)] for case in result.cases]
+                rows.append((parts, whole, _sooner(rates, [list(zip(*each, strict=True)) for each in both])))
+        return markdown(("sooner there", "than", "over links of"), rows, figures=False)
+
+    return section(
+        needs,
+        Table(cases(), ("there after ms, over a link of", _LINK), Each(names_of, "{s:ms.0f}")),
+        Table(cases(), ("beyond the longer of prefill and link, ms", _LINK), Each(modes, "{mine[beyond_s]:ms.0f}")),
+        sooner,
+        _checks,
     )
-    return "\n\n".join(tables)
+
+
+_LINK: Final = "{p[bytes_per_s]:M.0f} MB/s"
 
 
 def _sooner(rates: Sequence[float], rounds: Sequence[Sequence[tuple[float, float]]]) -> str:
@@ -219,35 +142,6 @@ def _sooner(rates: Sequence[float], rounds: Sequence[Sequence[tuple[float, float
         return "every rate"
     first = told.index(False)
     return f"up to {rates[first - 1] / 1e6:.0f} MB/s" if first else "none"
-
-
-def apart(results: Results) -> str:
-    """Requests at a rate: their times, and how many of them attain."""
-    result = results["test_apart"]
-    rows = []
-    for cases in zip(*(result.group(figure) for figure in FIGURES), strict=True):
-        attained = cases[0].parameters["attained"]
-        for way in WAYS:
-            times = (f"{case.seconds(way).median * 1e3:.0f}" for case in cases)
-            shares = (_attained(share, cases[0].parameters["requests"]) for share in attained[way].values())
-            rows.append((f"{cases[0].parameters['requests_per_s']:g}", way, *times, *shares))
-    case = result.cases[0]
-    scales = tuple(case.parameters["attained"][WAYS[0]])
-    headings = (
-        "requests/s",
-        "served by",
-        *(f"{figure}, ms" for figure in FIGURES),
-        *(f"{each} x, %" for each in scales),
-    )
-    promised = (
-        f"An idle engine has the first token after {case.parameters['idle_first_s'] * 1e3:.0f} ms and another one "
-        f"every {case.parameters['idle_each_s'] * 1e3:.1f} ms. The last columns: requests that hold so many times "
-        f"both, of {case.parameters['requests']}, with Wilson's interval of 95 %."
-    )
-    of_rates = [each.parameters for each in result.group(FIGURES[0])]
-    goodput = [(way, *(_goodput(of_rates, way, scale) for scale in scales)) for way in WAYS]
-    good = markdown((f"requests/s of which {GOOD_SHARE:.0%} attain", *(f"{each} x" for each in scales)), goodput)
-    return f"{markdown(headings, rows)}\n\n{promised}\n\n{good}\n\n{_checked(result)}"
 
 
 def _attained(share: float, requests: int) -> str:
@@ -269,111 +163,56 @@ def _goodput(of_rates: Sequence[dict[str, Any]], way: str, scale: str) -> str:
     return f"> {points[-1][0]:g}"
 
 
-def rfc(results: Results) -> str:
-    """What the RFC's comments report of one instance and 1P1D, beside what these engines do with the same lengths."""
-    result = results["test_apart"]
-    rows = [("the RFC's comments, A10s, each at the rate it sustains: 1.3 and 2.6 requests/s", "more", "-27 %")]
-    for first, each in zip(result.group(FIGURES[0]), result.group(FIGURES[1]), strict=True):
-        changes = (case.seconds(APART).median / case.seconds(ONE).median - 1 for case in (first, each))
-        rows.append(
-            (
-                f"these engines, {first.parameters['requests_per_s']:g} requests/s",
-                *(f"{change * 100:+.0f} %" for change in changes),
-            )
+def _of_figures(names: Sequence[str], same: str, heading: str = "{}, ms", cell: Cell = "{s:ms.0f}") -> list[Column]:
+    """A column a figure: figures are cases of their own, those of a row are the same in a parameter."""
+
+    def column(name: str) -> Cell:
+        return lambda row: next(
+            text(cell, row.at(case)) for case in row.result.group(name) if case.parameters[same] == row.p[same]
         )
+
+    return [(heading.format(name), column(name)) for name in names]
+
+
+def _scales(heading: str, cell: Callable[[Row, str], str]) -> list[Column]:
+    """A column for each multiple of an idle engine's times."""
+
+    def column(scale: str) -> Cell:
+        return lambda row: cell(row, scale)
+
+    return [(heading.format(f"{scale:g}"), column(f"{scale:g}")) for scale in SCALES]
+
+
+def _goodputs(result: Result, way: str, scale: str) -> str:
+    return _goodput([case.parameters for case in result.group(FIGURES[0])], way, scale)
+
+
+def _rfc(result: Result) -> str:
+    """What the RFC's comments report of one instance and 1P1D, beside what these engines do with the same lengths."""
+    rows = [("the RFC's comments, A10s, each at the rate it sustains: 1.3 and 2.6 requests/s", "more", "-27 %")]
+    for both in zip(*map(result.group, FIGURES[:2]), strict=True):
+        changes = (case.seconds(APART).median / case.seconds(ONE).median - 1 for case in both)
+        named = f"these engines, {both[0].parameters['requests_per_s']:g} requests/s"
+        rows.append((named, *(f"{change * 100:+.0f} %" for change in changes)))
     table = markdown(("1P1D against one instance, 1000/200 tokens", *FIGURES[:2]), rows)
-    of_rates = [each.parameters for each in result.group(FIGURES[0])]
-    one, apart = (_goodput(of_rates, way, SUSTAINED) for way in (ONE, APART))
+    one, apart = (_goodputs(result, way, SUSTAINED) for way in (ONE, APART))
     return (
         f"{table}\n\nRequests a second of which {GOOD_SHARE:.0%} hold {SUSTAINED} x an idle engine's times: {one} with "
         f"one engine, {apart} with prefill and decode apart."
     )
 
 
-def conversation(results: Results) -> str:
-    """A trace of conversations, with the prefixes it shares and without."""
-    result = results["test_conversation"]
-    given = result.parameters
-    kinds = {case.parameters["prompts"]: case.parameters for case in result.cases}
-    rows = []
-    for kind, parameters in kinds.items():
-        of_figures = [case for figure in FIGURES for case in result.group(figure) if case.parameters["prompts"] == kind]
-        for way in talks.WAYS:
-            times = (f"{case.seconds(way).median * 1e3:.0f}" for case in of_figures)
-            attained = (f"{share:.0%}" for share in parameters["attained"][way].values())
-            rows.append((kind, way, f"{parameters['found'][way]:.0%}", *times, *attained))
-    headings = (
-        "prompts",
-        "served by",
-        "not computed",
-        *(f"{figure}, ms" for figure in FIGURES),
-        *(f"attain {scale:g} x" for scale in SCALES),
-    )
-    said = (
-        f"{parameters['requests']} requests a row, {parameters['mean_prompt_tokens']} tokens of prompt on average and "
-        f"{given['most_output_tokens']} of answer at most, the trace {parameters['speed']:.1f} times as fast. An idle "
-        f"engine has the first token of such a prompt after {parameters['idle_first_s'] * 1e3:.0f} ms and another one "
-        f"every {parameters['idle_each_s'] * 1e3:.1f} ms; to attain is to hold so many times both."
-    )
-    return f"{markdown(headings, rows)}\n\n{said}"
-
-
-def faults(results: Results) -> str:
+def _faults(result: Result) -> str:
     """How often each fault met each phase of a request, and how long answers took beside it."""
-    result = results["test_faults"]
-    told = []
+    tables = []
     for case in result.cases:
         met = case.parameters["met"]
         phases = sorted({phase for of_fault in met.values() for phase in of_fault}, key=PHASES.index)
-        rows = [
-            (
-                fault,
-                *(f"{met[fault].get(phase, 0)}" for phase in phases),
-                f"{case.seconds(fault).median:.2f}",
-                f"{case.seconds(fault).high:.2f}",
-            )
-            for fault in case.operations
-        ]
-        told.append(markdown((case.name, *phases, "answer, s, median", "longest"), rows))
-    return "\n\n".join((*told, f"{result.parameters['faults']} requests, all of whose tokens were right."))
-
-
-def load_generators(results: Results) -> str:
-    """The figures of two load generators, which sent the same requests to one engine."""
-    cases = results["test_load_generators"].cases
-    rows = [
-        (
-            case.name,
-            *(f"{case.seconds(name).median * 1e3:.1f}" for name in (OURS, THEIRS)),
-            spread_text(case.to_limit(OURS)),
-        )
-        for case in cases
-    ]
-    given = cases[0].parameters
-    said = f"{given['requests']} requests a round, {given['requests_per_s']:g} a second."
-    return f"{markdown(('ms', OURS, THEIRS, f'x {THEIRS}'), rows)}\n\n{said}"
-
-
-def proxy_links(results: Results) -> str:
-    """What a user of the proxy waits for, by the rate of the links, beside one engine."""
-    result = results["test_proxy_links"]
-    rows = []
-    for of_rate in zip(*(result.group(figure) for figure in OF_STREAM), strict=True):
-        given = of_rate[0].parameters
-        rows.append(
-            (
-                f"{given['bytes_per_s'] / 1e6:.0f} MB/s",
-                f"{given['transfer_s'] * 1e3:.0f}",
-                *(f"{case.seconds(way).median * 1e3:.0f}" for case in of_rate for way in OF_LINKS),
-            )
-        )
-    headings = (
-        "links of",
-        "the prompt's KV takes, ms",
-        *(f"{figure}: {way}" for figure in OF_STREAM for way in OF_LINKS),
-    )
-    said = f"Prompts of {given['prompt_tokens']} tokens, answers of {given['answer_tokens']}; medians."
-    return f"{markdown(headings, rows)}\n\n{said} {_checked(result)}"
+        columns: list[Column] = [("{case}", "{name}")]
+        columns += [(phase, lambda row, phase=phase: f"{row.mine['met'].get(phase, 0)}") for phase in phases]
+        columns += [("answer, s, median", "{s:.2f}"), ("longest", "{s.high:.2f}")]
+        tables.append(Table(operations(case=case.name), *columns)(result))
+    return "\n\n".join(tables)
 
 
 _HOOK_COLUMNS: Final = {
@@ -384,61 +223,110 @@ _HOOK_COLUMNS: Final = {
 }
 
 
-def hooks(results: Results) -> str:
+def _hooks(result: Result) -> str:
     """The time of each call to the connector, in milliseconds."""
-    cases = {case.name: case.parameters["calls"] for case in results["test_hooks"].cases}
+    of_cases = {case.name: case.parameters["calls"] for case in result.cases}
     rows = []
-    for call in dict.fromkeys(name for calls in cases.values() for name in calls):
-        cells = [call]
-        for calls in cases.values():
-            told = calls.get(call)
-            cells += [f"{told[key] * 1e3:.3f}" for key in _HOOK_COLUMNS.values()] if told else [""] * len(_HOOK_COLUMNS)
-        rows.append(tuple(cells))
-    headings = [f"{name}: {what}" for name in cases for what in _HOOK_COLUMNS]
-    return markdown(("call, ms", *headings), rows)
+    for call in dict.fromkeys(name for calls in of_cases.values() for name in calls):
+        told = ((calls.get(call), key) for calls in of_cases.values() for key in _HOOK_COLUMNS.values())
+        rows.append([call, *(f"{each[key] * 1e3:.3f}" if each else "" for each, key in told)])
+    return markdown(("call, ms", *(f"{name}: {what}" for name in of_cases for what in _HOOK_COLUMNS)), rows)
 
 
-def _qps(case: CaseResult, operation: str) -> str:
-    return f"{case.parameters['prompts'] / case.seconds(operation).median:.2f}"
-
-
-def _scale(case: CaseResult) -> str:
-    """The size of the workload beside that of the reference."""
-    given = case.parameters
-    said = f"{given['prompts']} prompts of {given['prompt_tokens']} tokens, {given['model']['name']} model"
-    return said
-
-
-def _checked(result: Result) -> str:
-    """The results of the checks of answers, as a sentence under the table."""
-    checks = result.parameters["checks"]
-    said = f"{checks['answers_equal']} answers equal to those without the connector"
-    if checks["answers_tied"]:
-        said += f", {checks['answers_tied']} with a tie of logits told differently"
-    said += f", **{checks['answers_wrong']} wrong**" if checks["answers_wrong"] else ", none wrong"
-    cached = "as expected" if checks["cached_as_expected"] else "**not as expected**"
-    return f"{said}; cached tokens {cached}."
-
-
-# As in tables.py.
-ENGINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
-    "transfer_out": ("test_transfer_out", transfer_out),
-    "transfer_in": ("test_transfer_in", transfer_in),
-    "long_prefill": ("test_long_prefill", long_prefill),
-    "first_token": ("test_long_prefill", first_token),
-    "documents": ("test_documents", documents),
-    "long_prompt": ("test_documents", long_prompt),
-    "slow_store": ("test_slow_store", slow_store),
-    "request_time": ("test_request_time", partial(request_time, name="test_request_time")),
-    "request_time_mid": ("test_request_time_mid", partial(request_time, name="test_request_time_mid")),
-    "layer_parts": ("test_layer_parts", partial(layer_parts, name="test_layer_parts")),
-    "layer_parts_delayed": ("test_layer_parts_delayed", partial(layer_parts, name="test_layer_parts_delayed")),
-    "proxy_links": ("test_proxy_links", proxy_links),
-    "apart": ("test_apart", apart),
-    "rfc": ("test_apart", rfc),
-    "conversation": ("test_conversation", conversation),
-    "hooks": ("test_hooks", hooks),
-    "hand_over": ("test_hand_over", hand_over),
-    "faults": ("test_faults", faults),
-    "load_generators": ("test_load_generators", load_generators),
+# fmt: off
+ENGINE_TABLES: Final[dict[str, Section]] = {
+    "transfer_out": section("test_transfer_out",
+        Table(cases(BATCH_SIZES, PREFILL),
+            ("", "{case}"), ("prompts/s without", at(WITHOUT, _prompts_per_s)),
+            Each((AGAIN,), "{share:.2f~}", "another engine without, ÷ without"),
+            Each((SWAPPED,), "{share:.2f~}", "swapping out only, ÷ without"),
+            Each((ANSWERED,), "{share:.2f~}", "until answered, ÷ without"),
+            Each((STORED,), "{share:.2f~}", "until stored, ÷ without"),
+        ),
+        _and_checked(_SCALE, BATCH_SIZES, PREFILL),
+    ),
+    "transfer_in": section("test_transfer_in",
+        Table(cases(),
+            ("prompts/s at prefix hit rate", "{case}"), Each((WITHOUT, FILL, READ), _prompts_per_s),
+            ("read ÷ fill", lambda row: f"{row.at(FILL).times(READ):.2f}"),
+        ),
+        _and_checked("{run[prompts]} prompts, {run[model][name]} model"),
+    ),
+    "long_prefill": section("test_long_prefill",
+        *(_of_mode(mode.name, (WITHOUT, *mode.rows)) for mode in MODES.values()), _and_checked(_SCALE, ROWS),
+    ),
+    "first_token": _first_tokens("test_long_prefill"),
+    "documents": section("test_documents",
+        Table(operations(DOCUMENTS, names=ENGINES),
+            ("at once", "{p[at_once]}"), ("engine", "{name}"),
+            ("first token, s, mean: median (min … max)", "{s:.3f~}"),
+            (f"of {WITHOUT}", lambda row: f"1/{1 / row.times(WITHOUT):.1f}"),
+            ("requests/s", "{mine[requests_rps]:.2f}"), ("cached", "{mine[cached]:.0%}"),
+        ),
+        _checks,
+    ),
+    "long_prompt": _first_tokens("test_documents"),
+    "slow_store": section("test_slow_store", Table(operations(),
+        ("prompts", "{case}"), ("", "{name}"), ("s, median (min … max)", "{s:.2f~}"), (f"x {WITHOUT}", "{x:.2f~}"),
+    )),
+    "request_time": _request_time("test_request_time"), "request_time_mid": _request_time("test_request_time_mid"),
+    "layer_parts": _layer_parts("test_layer_parts"), "layer_parts_delayed": _layer_parts("test_layer_parts_delayed"),
+    "proxy_links": section("test_proxy_links",
+        Table(cases(OF_STREAM[0]),
+            ("links of", _LINK), ("the prompt's KV takes, ms", "{p[transfer_s]:ms.0f}"),
+            *(
+                column
+                for figure in OF_STREAM
+                for way in OF_LINKS
+                for column in _of_figures((figure,), "bytes_per_s", f"{{}}: {way}", at(way, "{s:ms.0f}"))
+            ),
+        ),
+        _and_checked("Prompts of {p[prompt_tokens]} tokens, answers of {p[answer_tokens]}; medians"),
+    ),
+    "apart": section("test_apart",
+        Table(operations(FIGURES[0], names=WAYS),
+            ("requests/s", "{p[requests_per_s]:g}"), ("served by", "{name}"), *_of_figures(FIGURES, "requests_per_s"),
+            *_scales("{} x, %", lambda row, scale: _attained(row.mine["attained"][scale], row.p["requests"])),
+        ),
+        "An idle engine has the first token after {p[idle_first_s]:ms.0f} ms and another one every "
+        "{p[idle_each_s]:ms.1f} ms. The last columns: requests that hold so many times both, of {p[requests]}, with "
+        "Wilson's interval of 95 %.",
+        Table(lambda result: operations(FIGURES[0], names=WAYS)(result)[: len(WAYS)],
+            (f"requests/s of which {GOOD_SHARE:.0%} attain", "{name}"),
+            *_scales("{} x", lambda row, scale: _goodputs(row.result, row.name, scale)),
+        ),
+        _checks,
+    ),
+    "rfc": section("test_apart", _rfc),
+    "conversation": section("test_conversation",
+        Table(operations(FIGURES[0], names=talks.WAYS),
+            ("prompts", "{p[prompts]}"), ("served by", "{name}"), ("not computed", "{mine[found]:.0%}"),
+            *_of_figures(FIGURES, "prompts"),
+            *_scales("attain {} x", lambda row, scale: f"{row.mine['attained'][scale]:.0%}"),
+        ),
+        paragraph(
+            "{p[requests]} requests a row, {p[mean_prompt_tokens]} tokens of prompt on average and "
+            "{run[most_output_tokens]} of answer at most, the trace {p[speed]:.1f} times as fast. An idle engine has "
+            "the first token of such a prompt after {p[idle_first_s]:ms.0f} ms and another one every "
+            "{p[idle_each_s]:ms.1f} ms; to attain is to hold so many times both.",
+            lambda result: cases()(result)[-1:],
+        ),
+    ),
+    "hooks": section("test_hooks", _hooks),
+    "hand_over": section("test_hand_over",
+        Table(operations(BETWEEN_TOKENS),
+            ("prompts of", "{p[prompt_tokens]}"), ("time between tokens", "{name}"), ("p99, ms", "{s:ms.1f}"),
+            (f"x {ALONE}", "{x:.2f~}"), ("longest, ms", "{mine[longest_s]:ms.0f}"),
+        ),
+        matrix("to the first token, ms, prompts of", "{s:ms.1f}", names_of, TO_FIRST, row="{p[prompt_tokens]}"),
+        _checks,
+    ),
+    "faults": section("test_faults", _faults, "{run[faults]} requests, all of whose tokens were right."),
+    "load_generators": section("test_load_generators",
+        Table(cases(),
+            ("ms", "{case}"), Each((OURS, THEIRS), "{s:ms.1f}"), Each((OURS,), "{x:.2f~}", f"x {THEIRS}"),
+        ),
+        "{p[requests]} requests a round, {p[requests_per_s]:g} a second.",
+    ),
 }
+# fmt: on

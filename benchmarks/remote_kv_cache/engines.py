@@ -1,8 +1,9 @@
 """Real vLLM engines that are measured, and a watch on when the store holds the blocks they sent.
 
-An engine is a process of its own, forked from one that has only imported vLLM. Between orders it waits and uses no CPU,
-so that two engines can live at the same time and take turns. Its scheduler, model and connector share that process (no
-separate engine core), and the model computes on all cores. So the connector's background work competes with the model.
+An engine is a process of its own; where there is no GPU, it is forked from one that has only imported vLLM. Between
+orders it waits and uses no CPU, so that two engines can live at the same time and take turns. Its scheduler, model and
+connector share that process (no separate engine core), and on a CPU the model computes on all cores: there the
+connector's background work competes with the model.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from benchmarks.remote_kv_cache import engine_process
-from benchmarks.remote_kv_cache.engine_models import BLOCK_TOKENS, EngineModel, save_model
+from benchmarks.remote_kv_cache.engine_models import BLOCK_TOKENS, EngineModel, save_config, save_model
 from benchmarks.remote_kv_cache.engine_process import (
     Arrival,
     Arrivals,
@@ -36,7 +36,16 @@ from kvstore_client import KVStoreClient, Namespace
 
 WITHOUT: Final = "without the connector"  # what an engine is compared with, in every benchmark of engines
 
-_START_S: Final = 120.0
+ENGINE_ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it compiles kernels first, and needs a package that may be missing
+    # A machine without a network has no address but this one.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+_START_S: Final = 240.0  # vLLM compiles kernels when it first runs on a GPU
 _ANSWER_S: Final = 1200.0
 _STOP_S: Final = 30.0
 _LOG_TAIL: Final = 4000
@@ -67,21 +76,31 @@ class Engine:
         *,
         timed: bool = False,
         cores: Sequence[int] = (),
+        weights: bool = True,
         **arguments: Any,
     ) -> None:
         """connector: its options; None for an engine without it. timed: whether the calls to it are timed. cores: those
-        that it may use; empty: all. arguments: further ones of `vllm.LLM`, beside those below."""
+        that it may use; empty: all. weights: from a file; if not, they are made up, which takes a large model no time.
+        arguments: further ones of `vllm.LLM`, beside those below."""
         # Read when torch and transformers are imported, which is before an engine's own settings are made.
         os.environ["OMP_NUM_THREADS"] = str(compute_threads())
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(engine_process.PRELOAD)
-        settings = {
-            **environment(),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
-        setup = Setup(save_model(model), connector, {"block_size": BLOCK_TOKENS, **arguments}, timed, frozenset(cores))
+        context: Any
+        if any(Path("/dev").glob("nvidia[0-9]*")):  # what is imported may open the device, which a fork cannot use
+            context = multiprocessing.get_context("spawn")
+        else:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(engine_process.PRELOAD)
+        if not weights:
+            arguments["load_format"] = "dummy"
+        setup = Setup(
+            save_model(model) if weights else save_config(model),
+            connector,
+            {"block_size": BLOCK_TOKENS, **arguments},
+            timed,
+            frozenset(cores),
+        )
+        settings = {**environment(), **ENGINE_ENVIRONMENT}
         descriptor, name = tempfile.mkstemp(suffix=".log")
         os.close(descriptor)
         self._log = Path(name)
@@ -97,10 +116,10 @@ class Engine:
             self._receive(_START_S)
             self._ready = True
 
-    def generate(self, prompts: Sequence[list[int]], output_tokens: int) -> Run:
-        """Give the engine all prompts at once and wait for the answers."""
+    def generate(self, prompts: Sequence[list[int]], output_tokens: int, tops: int = 0) -> Run:
+        """Give the engine all prompts at once and wait for the answers. tops: see `Order`."""
         self.wait_ready()
-        self._pipe.send(Order(list(prompts), output_tokens))
+        self._pipe.send(Order(list(prompts), output_tokens, tops))
         run = self._receive(_ANSWER_S)
         assert isinstance(run, Run)
         return run
@@ -142,9 +161,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _receive(self, timeout_s: float) -> Any:
@@ -176,13 +193,13 @@ class Store:
         """How many blocks have ever been sent to a reader."""
         return sum(namespace.hits for namespace in self._namespaces())
 
-    def wait_created(self, blocks: int) -> float:
+    def wait_created(self, blocks: int, within_s: float = _STORED_S) -> float:
         """Wait until so many blocks were created. -> when, on the clock of `time.perf_counter`. Raises RuntimeError
-        after a minute."""
-        deadline = time.monotonic() + _STORED_S
+        if they were not `within_s`."""
+        deadline = time.monotonic() + within_s
         while (created := self.created()) < blocks:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"after {_STORED_S:.0f} s the store has {created} of {blocks} blocks")
+                raise RuntimeError(f"after {within_s:.0f} s the store has {created} of {blocks} blocks")
             time.sleep(_POLL_S)
         return time.perf_counter()
 
@@ -199,9 +216,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
 
     def _namespaces(self) -> list[NamespaceInfo]:

@@ -15,7 +15,7 @@ from typing import Final
 
 from benchmarks.remote_kv_cache.engine_checks import Checks
 from benchmarks.remote_kv_cache.engine_models import BLOCK_TOKENS, EngineModel, cacheable_tokens, full_blocks
-from benchmarks.remote_kv_cache.engine_process import Answer
+from benchmarks.remote_kv_cache.engine_process import Answer, Run
 from benchmarks.remote_kv_cache.engines import Engine, Store
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.report import Case
@@ -27,35 +27,46 @@ FILLED: Final = "computed and filled in"
 STORE: Final = "from the store, after a restart"
 CPU_TIER: Final = "from the CPU tier"
 STEPS: Final = 5
-_OUTPUT_TOKENS: Final = 8
-_WARM_UP_TOKENS: Final = 200
+OUTPUT_TOKENS: Final = 8
+WARM_UP_TOKENS: Final = 200
 
 
-class _Asking:
+class Asking:
     """Asks engines one prompt after the other and checks each answer."""
 
-    def __init__(self, store: Store, plain: Engine, checks: Checks, step: Callable[[str], object]) -> None:
+    def __init__(
+        self, store: Store, plain: Engine, checks: Checks, step: Callable[[str], object], tops: int = 0
+    ) -> None:
+        """plain: the engine without a connector, which judges answers that differ. step: called with what has been
+        asked. tops: see `Order`; with them, `plain` is not asked again."""
         self.seconds: dict[str, list[float]] = {}
         self._store = store
         self._plain = plain
         self._checks = checks
         self._step = step
+        self._tops = tops
         self._right: list[Answer] = []
 
-    def ask(self, name: str, engine: Engine, prompt: list[int], from_cache: int = 0, from_store: int = 0) -> None:
+    def ask(self, name: str, engine: Engine, prompt: list[int], from_cache: int = 0, from_store: int = 0) -> Run:
         """from_cache: tokens expected from a cache; from_store: how many blocks of them from the store. All answers
-        must equal that of COMPUTED."""
+        must equal the last one of COMPUTED."""
         read_before = self._store.read()
-        answers = engine.generate([prompt], _OUTPUT_TOKENS).answers
+        run = engine.generate([prompt], OUTPUT_TOKENS, self._tops)
+        came = self._store.read() - read_before
+        self.check(name, prompt, run, from_cache)
+        self._checks.that(came == from_store, f"{name}: the store gave {came} blocks, expected {from_store}")
+        return run
+
+    def check(self, name: str, prompt: list[int], run: Run, from_cache: int) -> None:
+        """Count an answer, and check it; see `ask`."""
+        answers = run.answers
         if name == COMPUTED:
             self._right = answers
         self.seconds.setdefault(name, []).append(answers[0].first_token_s)
         what = f"first token {name}"
         self._checks.tokens(what, [prompt], answers, self._right, self._plain)
         self._checks.cached(what, answers, from_cache, from_cache)
-        came = self._store.read() - read_before
-        self._checks.that(came == from_store, f"{what}: the store gave {came} blocks, expected {from_store}")
-        self._step(what)
+        self._step(f"{what}: {answers[0].first_token_s:.3f} s")
 
 
 def measure_first_token(
@@ -71,12 +82,12 @@ def measure_first_token(
     a round."""
     blocks = full_blocks(prompt_tokens)
     cached = cacheable_tokens(prompt_tokens)
-    room = (blocks + full_blocks(_WARM_UP_TOKENS) + 2) * model.block_bytes
+    room = (blocks + full_blocks(WARM_UP_TOKENS) + 2) * model.block_bytes
     arguments = {
-        "max_model_len": max(prompt_tokens, _WARM_UP_TOKENS) + 2 * _OUTPUT_TOKENS,
+        "max_model_len": max(prompt_tokens, WARM_UP_TOKENS) + 2 * OUTPUT_TOKENS,
         "kv_cache_memory_bytes": room + (64 << 20),
     }
-    warm_ups = iter(model.prompts(-1, rounds + 2, _WARM_UP_TOKENS))
+    warm_ups = iter(model.prompts(-1, rounds + 2, WARM_UP_TOKENS))
     with ExitStack() as stack:
         endpoint = stack.enter_context(kvstore_server(room * (rounds + 2)))
         connector = {"endpoint": endpoint, "cpu_bytes": 2 * room if cpu_bytes is None else cpu_bytes}
@@ -84,8 +95,8 @@ def measure_first_token(
         plain = stack.enter_context(Engine(model, None, **arguments))
         filler = stack.enter_context(Engine(model, connector, **arguments))
         for engine in (plain, filler):
-            engine.generate([next(warm_ups)], _OUTPUT_TOKENS)
-        asking = _Asking(store, plain, checks, step)
+            engine.generate([next(warm_ups)], OUTPUT_TOKENS)
+        asking = Asking(store, plain, checks, step)
         for prompt in model.prompts(0, rounds, prompt_tokens):
             asking.ask(COMPUTED, plain, prompt)
             asking.ask(OWN, plain, prompt, cached)
@@ -93,7 +104,7 @@ def measure_first_token(
             asking.ask(FILLED, filler, prompt)
             store.settle(before + blocks)
             with Engine(model, connector, enable_prefix_caching=False, **arguments) as reader:
-                reader.generate([next(warm_ups)], _OUTPUT_TOKENS)
+                reader.generate([next(warm_ups)], OUTPUT_TOKENS)
                 store.settle()
                 asking.ask(STORE, reader, prompt, cached, cached // BLOCK_TOKENS)
                 if connector["cpu_bytes"]:
@@ -101,7 +112,6 @@ def measure_first_token(
     return Case(
         name=f"{prompt_tokens} tokens, {model.name} model",
         seconds=asking.seconds,
-        moved=dict.fromkeys(asking.seconds, 0),
         limits={name: OWN for name in (STORE, CPU_TIER) if name in asking.seconds},
         references=(COMPUTED,),
         parameters={
@@ -109,7 +119,7 @@ def measure_first_token(
             "model": model.to_json(),
             "prompt_tokens": prompt_tokens,
             "cached_tokens": cached,
-            "output_tokens": _OUTPUT_TOKENS,
+            "output_tokens": OUTPUT_TOKENS,
             "cpu_bytes": connector["cpu_bytes"],
         },
     )

@@ -9,13 +9,15 @@ counted. It runs in the given order, so an operation that reads must stand after
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.util
 import json
+import os
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +25,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.measures import measured_by
 from benchmarks.remote_kv_cache.report import Case, case_table, console, matrix_table
 from benchmarks.remote_kv_cache.rig import busy_share, commit, load_average, rig, versions
 from benchmarks.remote_kv_cache.shapes import FULL, HEADLINE, MODELS, QUICK, Batch, Model
@@ -80,6 +83,7 @@ class Benchmark:
         self.batch: Batch = QUICK if self.quick else FULL
         self.name = name
         self.cases: list[Case] = []
+        self.skipped: dict[str, str] = {}  # what this machine cannot run -> why
         self._load = load_average()
         self._timed = timed
         self._busy = busy_share() if timed and not self.quick else None
@@ -96,18 +100,17 @@ class Benchmark:
     ) -> Case:
         """Run the rounds, print their table, keep the case."""
         seconds: dict[str, list[float]] = {operation.name: [] for operation in operations}
-        with self.progress() as bar:
-            task = bar.add_task(case, total=(self.rounds + 1) * len(operations))
+        with self.steps(case, (self.rounds + 1) * len(operations)) as step:
             for number in range(self.rounds + 1):
                 order = list(operations)
                 if number:
                     random.Random(number).shuffle(order)
                 for operation in order:
-                    bar.update(task, description=f"{case}: {operation.name}", refresh=True)
+                    step(f"{case}: {operation.name}", 0)
                     elapsed = _timed(operation)
                     if number:
                         seconds[operation.name].append(elapsed)
-                    bar.advance(task)
+                    step()
         result = Case(
             name=case,
             seconds=seconds,
@@ -117,14 +120,59 @@ class Benchmark:
             unavailable=unavailable or {},
             parameters=parameters,
         )
-        self.cases.append(result)
-        console().print(case_table(result))
+        self.keep(result)
         return result
 
-    def progress(self) -> Progress:
-        """A progress bar that is drawn only between operations: a drawing thread would take its share of two cores."""
+    def add(
+        self,
+        name: str,
+        seconds: Mapping[str, Sequence[float]],
+        *,
+        moved: Mapping[str, int] | None = None,
+        limits: Mapping[str, str] | None = None,
+        references: Sequence[str] = (),
+        **parameters: Any,
+    ) -> None:
+        """Add a case whose times the benchmark has taken itself: see `Case`. Prints no table."""
+        self.cases.append(Case(name, seconds, moved or {}, limits or {}, references, parameters=parameters))
+
+    def found(self, name: str, /, **parameters: Any) -> None:
+        """Add a case without times: its parameters are what was found."""
+        self.cases.append(Case(name, parameters=parameters))
+
+    def keep(self, case: Case) -> None:
+        """Add a case that was measured, in the place of an earlier state of it: print its table, and write what there
+        is so far, should the run be cut off."""
+        self.cases = [*(each for each in self.cases if each.name != case.name), case]
+        console().print(case_table(case))
+        self._write(complete=False)
+
+    def skip(self, what: str, why: str) -> None:
+        """Note that something is not measured here, and why. It is part of the result."""
+        self.skipped[what] = why
+        self.say(f"skipped: {what}: {why}")
+
+    def lacks(self, *missing: str) -> bool:
+        """Whether it cannot run here, and says so. missing: for each thing that it needs, why it cannot be used, or
+        nothing."""
+        why = next(filter(None, missing), "")
+        if why:
+            self.say(f"nothing is measured: {why}")
+        return bool(why)
+
+    @contextlib.contextmanager
+    def steps(self, doing: str, total: int) -> Iterator[Callable[..., None]]:
+        """A progress bar while the body runs. -> `step(doing, done)`, which says that one more step is done, or so
+        many, and what is done now. It is drawn only then: a drawing thread would take its share of two cores."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        return Progress(*columns, console=self._stderr, transient=True, auto_refresh=False)
+        with Progress(*columns, console=self._stderr, transient=True, auto_refresh=False) as bar:
+            task = bar.add_task(doing, total=total)
+            bar.refresh()
+
+            def step(doing: str | None = None, done: int = 1) -> None:
+                bar.update(task, description=doing, advance=done, refresh=True)
+
+            yield step
 
     def matrix(self, title: str, reference: str = "") -> None:
         """Print all cases side by side, as multiples of one operation, or of each one's limit."""
@@ -136,25 +184,33 @@ class Benchmark:
 
     def finish(self, **parameters: Any) -> None:
         """Write the JSON, if one was asked for."""
+        self._write(complete=True, **parameters)
+
+    def _write(self, *, complete: bool, **parameters: Any) -> None:
+        """complete: whether the run has come to its end."""
         if self.options.json is None:
             return
         result = {
             "benchmark": self.name.rpartition(".")[2],
             "command": self._command(),
             "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
-            "commit": commit(self.name),
+            "commit": commit(measured_by(self.name)),
             "seconds": round(time.monotonic() - self._began, 1),
             "quick": self.quick,
+            "complete": complete,
             "rounds": self.rounds,
             "rig": rig(),
             "timed": self._timed,
             "load": {"average_before": self._load, "average_after": load_average(), "busy_before": self._busy},
             "versions": versions(),
             "parameters": parameters,
+            "skipped": self.skipped,
             "cases": [case.to_json() for case in self.cases],
         }
         self.options.json.parent.mkdir(parents=True, exist_ok=True)
-        self.options.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        scratch = self.options.json.with_name(f".{self.options.json.name}.part")
+        scratch.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        scratch.rename(self.options.json)
 
     def _command(self) -> str:
         """The command that runs this again, without the path of the JSON."""
@@ -198,3 +254,8 @@ def chosen_models(options: argparse.Namespace) -> list[Model]:
 def missing_module(module: str) -> str:
     """Why an optional package cannot be used; empty if it can."""
     return "" if importlib.util.find_spec(module) else f"{module} is not installed"
+
+
+def missing_cores(count: int = 2) -> str:
+    """Why there are fewer than `count` cores for this process; empty if there are enough."""
+    return "" if len(os.sched_getaffinity(0)) >= count else f"{count} cores are needed"

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from benchmarks.remote_kv_cache import frame_relay
@@ -98,9 +97,7 @@ class LimitedLink:
         sent, received = (sum(int((each / name).read_text()) for each in counters) for name in ("tx_bytes", "rx_bytes"))
         return sent, received
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for relay in self._relays:
             frame_relay.end(relay)
         _run("ip", "netns", "del", self._namespace)  # and the links with it

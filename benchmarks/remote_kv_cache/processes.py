@@ -13,10 +13,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import psutil
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -47,7 +49,8 @@ def free_port() -> int:
             return port
 
 
-def _end(process: subprocess.Popen[Any]) -> None:
+def end(process: subprocess.Popen[Any]) -> None:
+    """Ask a process to end, and kill it if it does not."""
     process.terminate()
     try:
         process.wait(_STOP_S)
@@ -105,9 +108,15 @@ def child(command: Sequence[str], ready: str, what: str) -> Iterator[str]:
             yield line.removeprefix(ready).split()[0]
         finally:
             late.cancel()
-            _end(process)
+            end(process)
             if process.stdout is not None:
                 process.stdout.close()
+
+
+def processor_seconds(processes: Iterable[psutil.Process]) -> float:
+    """The processor time of these processes so far, as the scheduler has counted it: all threads that are alive."""
+    files = [file for each in processes for file in Path(f"/proc/{each.pid}/task").glob("*/schedstat")]
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 def redis_missing() -> str:
@@ -136,7 +145,7 @@ def redis_server() -> Iterator[Redis | None]:
             with client:
                 yield client
         finally:
-            _end(process)
+            end(process)
 
 
 def _await_redis(client: Redis, process: subprocess.Popen[Any]) -> None:

@@ -19,13 +19,14 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Case:
-    """The rounds of operations that were compared with each other. `moved`: payload bytes of one run, 0 for none.
-    `limits`: operation -> the one that is its physical limit. `unavailable`: operations that were not run, and why."""
+    """The rounds of operations that were compared with each other. `moved`: payload bytes of one run, for operations
+    that move some. `limits`: operation -> the one that is its physical limit. `unavailable`: operations that were not
+    run, and why."""
 
     name: str
-    seconds: Mapping[str, Sequence[float]]
-    moved: Mapping[str, int]
-    limits: Mapping[str, str]
+    seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    moved: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, str] = field(default_factory=dict)
     references: Sequence[str] = ()
     unavailable: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -36,11 +37,10 @@ class Case:
 
     def ratios(self, operation: str, reference: str) -> list[float]:
         """Round by round, the operation's time as a multiple of the reference's."""
-        scale = 1.0
-        if self.moved[operation] and self.moved[reference]:
-            scale = self.moved[reference] / self.moved[operation]
+        mine, other = (self.moved.get(name, 0) for name in (operation, reference))
+        scale = other / mine if mine and other else 1.0
         pairs = zip(self.seconds[operation], self.seconds[reference], strict=True)
-        return [mine / other * scale for mine, other in pairs]
+        return [mine_s / other_s * scale for mine_s, other_s in pairs]
 
     def ratio(self, operation: str, reference: str) -> float:
         """The median of `ratios`."""
@@ -52,7 +52,7 @@ class Case:
         return {
             "case": self.name,
             "parameters": dict(self.parameters),
-            "bytes": {name: self.moved[name] for name in names},
+            "bytes": {name: self.moved.get(name, 0) for name in names},
             "limit": dict(self.limits),
             "unavailable": dict(self.unavailable),
             "seconds": {name: [_short(value) for value in self.seconds[name]] for name in names},
@@ -98,7 +98,7 @@ def case_table(case: Case) -> Table:
             name,
             time_text(middle),
             f"{time_text(min(seconds))} … {time_text(max(seconds))}",
-            f"{case.moved[name] / middle / 1e9:.2f}" if case.moved[name] else "",
+            f"{case.moved[name] / middle / 1e9:.2f}" if case.moved.get(name) else "",
             f"{case.ratio(name, limit):.2f}" if limit else "",
             *(f"{case.ratio(name, reference):.2f}" for reference in case.references),
             limit,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.remote_kv_cache.engine_models import BLOCK_TOKENS
-from benchmarks.remote_kv_cache.processes import environment, free_port
+from benchmarks.remote_kv_cache.processes import child, end, environment, free_port
 
 START_S: Final = 300.0
 
@@ -59,29 +59,15 @@ def engine(model: Path, core: int, log: Path, store: str | None, *options: str) 
                 time.sleep(0.3)
         yield url
     finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
 
 
 @contextmanager
-def proxy(store: str, prefill: Sequence[str], decode: Sequence[str], policy: str, log: Path) -> Iterator[str]:
+def proxy(store: str, prefill: Sequence[str], decode: Sequence[str], policy: str) -> Iterator[str]:
     """`kvstore proxy` before prefill and decode engines. -> its URL."""
     command = [sys.executable, "-m", "kvstore_cli", "proxy", "--listen", "127.0.0.1:0", "--store", store]
     command += ["--policy", policy, "--access-log", ""]
     command += [word for url in prefill for word in ("--prefill", url)]
     command += [word for url in decode for word in ("--decode", url)]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment())
-    try:
-        assert process.stdout is not None
-        words = process.stdout.readline().split()
-        if words[:3] != ["kvstore", "proxy", "ready"]:
-            raise RuntimeError(f"the proxy did not start:\n{log.read_text(errors='replace')[-2000:]}")
-        yield words[3]
-    finally:
-        process.terminate()
-        process.wait(30)
+    with child(command, "kvstore proxy ready ", "kvstore proxy") as url:
+        yield url

@@ -12,9 +12,7 @@ Needs vLLM and two cores; without them nothing is measured.
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import sys
 import time
 from collections.abc import Sequence
@@ -34,10 +32,10 @@ from benchmarks.remote_kv_cache.engine_models import (
 )
 from benchmarks.remote_kv_cache.engine_process import Answer, Arrival, Served
 from benchmarks.remote_kv_cache.engines import Engine
-from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores, missing_module
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.report import Case, console, time_text
-from benchmarks.remote_kv_cache.test_hand_over import DECODE, PREFILL
+from benchmarks.remote_kv_cache.test_hand_over import arrivals, hand_over
 
 ONE: Final = "one engine"
 TWO: Final = "two engines"
@@ -107,13 +105,11 @@ class Rig:
     def serve(self, way: str, seed: int, times: Sequence[float]) -> list[Served]:
         """-> what became of the requests that come at these times."""
         prompts = self.prompts(seed, len(times))
-        begin = time.perf_counter() + _LEAD_S
         asked = list(zip(times, prompts, strict=True))
         if way == APART:
-            self.decode.begin([Arrival(at, prompt, ANSWER_TOKENS, DECODE) for at, prompt in asked], begin)
-            self.prefill.begin([Arrival(at, prompt, 1, PREFILL) for at, prompt in asked], begin)
-            prefilled = self.prefill.served()
-            return [shown(*each) for each in zip(prefilled, self.decode.served(), strict=True)]
+            answers = hand_over(self.prefill, self.decode, asked, ANSWER_TOKENS)
+            return [shown(*each) for each in zip(*answers, strict=True)]
+        begin = time.perf_counter() + _LEAD_S
         engines = self.plain[: 1 if way == ONE else 2]
         served: list[Served] = [Served([], [], 0)] * len(asked)
         for number, engine in enumerate(engines):
@@ -131,16 +127,13 @@ def measure(benchmark: Benchmark, rig: Rig, model: EngineModel, checks: Checks) 
     """All rounds, rate by rate."""
     rounds, requests = benchmark.rounds, _REQUESTS // (4 if benchmark.quick else 1)
     seeds = iter(range(1, 1_000_000))
-    with benchmark.progress() as bar:
-        task = bar.add_task("rounds", total=rounds * len(RATES))
-        bar.refresh()
+    with benchmark.steps("rounds", rounds * len(RATES)) as step:
         for rate in RATES:
             taken = {way: Taken() for way in WAYS}
             figures: dict[str, dict[str, list[float]]] = {figure: {way: [] for way in WAYS} for figure in FIGURES}
             for number in range(rounds):
                 seed = next(seeds)
-                chooser = random.Random(seed)
-                times = np.cumsum([0.0, *(chooser.expovariate(rate) for _ in range(requests - 1))]).tolist()
+                times = arrivals(seed, rate, requests)
                 answers: dict[str, list[Served]] = {}
                 for way in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
                     answers[way] = served = rig.serve(way, seed, times)
@@ -159,7 +152,7 @@ def measure(benchmark: Benchmark, rig: Rig, model: EngineModel, checks: Checks) 
                 for way in WAYS[1:]:
                     told = [Answer(each.token_ids, each.cached_tokens, 0.0) for each in answers[way]]
                     checks.tokens(f"{way}, {rate} requests/s", rig.prompts(seed, requests), told, right, rig.plain[0])
-                bar.update(task, advance=1, refresh=True)
+                step()
             attained = {
                 way: {
                     f"{scale:g}": each.attaining(scale * rig.idle_first_s, scale * rig.idle_each_s) for scale in SCALES
@@ -167,50 +160,41 @@ def measure(benchmark: Benchmark, rig: Rig, model: EngineModel, checks: Checks) 
                 for way, each in taken.items()
             }
             for figure, seconds_of in figures.items():
-                benchmark.cases.append(
-                    Case(
-                        name=f"{rate:g} requests/s, {figure}",
-                        seconds=seconds_of,
-                        moved=dict.fromkeys(seconds_of, 0),
-                        limits={},
-                        references=(),
-                        parameters={
-                            "model": model.to_json(),
-                            "group": figure,
-                            "requests_per_s": rate,
-                            "requests": requests * rounds,
-                            "prompt_tokens": PROMPT_TOKENS,
-                            "answer_tokens": ANSWER_TOKENS,
-                            "idle_first_s": rig.idle_first_s,
-                            "idle_each_s": rig.idle_each_s,
-                            "attained": attained,
-                        },
-                    )
+                benchmark.add(
+                    f"{rate:g} requests/s, {figure}",
+                    seconds_of,
+                    model=model.to_json(),
+                    group=figure,
+                    requests_per_s=rate,
+                    requests=requests * rounds,
+                    prompt_tokens=PROMPT_TOKENS,
+                    answer_tokens=ANSWER_TOKENS,
+                    idle_first_s=rig.idle_first_s,
+                    idle_each_s=rig.idle_each_s,
+                    attained=attained,
                 )
 
 
 def show(cases: Sequence[Case]) -> None:
-    table = Table("", *WAYS)
+    """A column for each way; `found`: where the cases have the shares of prompts' tokens that were in a cache."""
+    ways = list(cases[0].seconds)
+    table = Table("", *ways)
     for case in cases:
-        table.add_row(case.name, *(time_text(case.median(way)) for way in WAYS))
+        table.add_row(case.name, *(time_text(case.median(way)) for way in ways))
         if case.parameters["group"] == FIGURES[-1]:
+            if found := case.parameters.get("found"):
+                table.add_row("  not computed", *(f"{found[way]:.0%}" for way in ways))
             for scale in SCALES:
-                shares = (f"{case.parameters['attained'][way][f'{scale:g}']:.0%}" for way in WAYS)
+                shares = (f"{case.parameters['attained'][way][f'{scale:g}']:.0%}" for way in ways)
                 table.add_row(f"  attain {scale:g} x an idle engine's times", *shares)
     console().print(table)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_engine_model_option(parser, "--model", "tiny")
-
-
 def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # each engine has one core
-    benchmark = Benchmark(__spec__.name, __doc__, rounds=5, add_options=_add_options)
+    benchmark = Benchmark(__spec__.name, __doc__, rounds=5, add_options=add_engine_model_option)
     cores = sorted(os.sched_getaffinity(0))
-    missing = missing_module("vllm") or ("there is one core" if len(cores) < 2 else "")
-    if missing:
-        benchmark.say(f"apart: {missing}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm"), missing_cores()):
         return 0
     checks = Checks()
     model = ENGINE_MODELS[benchmark.options.model or "tiny"]

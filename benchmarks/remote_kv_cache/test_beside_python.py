@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from benchmarks.remote_kv_cache.harness import Benchmark, Operation
-from benchmarks.remote_kv_cache.plain import PlainSocket, plain_peer
+from benchmarks.remote_kv_cache.plain import plain_socket
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.shapes import HEADLINE
 from benchmarks.remote_kv_cache.transfers import PLAIN_GET, PLAIN_SET, Blocks, connect
@@ -71,8 +71,7 @@ def main() -> None:
     keys, out, source = blocks.keys[first:last], blocks.out[first:last], blocks.source[first:last]
     with contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(kvstore_server(blocks.total_bytes))
-        port = stack.enter_context(plain_peer(benchmark.batch.blocks, HEADLINE.block_bytes))
-        plain = stack.enter_context(contextlib.closing(PlainSocket(port)))
+        plain = stack.enter_context(plain_socket(benchmark.batch.blocks, HEADLINE.block_bytes))
         client = stack.enter_context(connect(endpoint, "beside python", HEADLINE.block_bytes))
         client.set(blocks.keys, blocks.source)
         plain.set(blocks.source, 0, len(blocks.source))

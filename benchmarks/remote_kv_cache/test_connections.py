@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from benchmarks.remote_kv_cache.harness import Benchmark, Operation
-from benchmarks.remote_kv_cache.plain import PlainSocket, plain_peer
+from benchmarks.remote_kv_cache.plain import plain_socket
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.shapes import HEADLINE
 from benchmarks.remote_kv_cache.transfers import (
@@ -58,11 +58,7 @@ def main() -> None:
     blocks = Blocks(benchmark.batch, HEADLINE.block_bytes)
     with contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(kvstore_server(blocks.total_bytes))
-        plain = stack.enter_context(
-            contextlib.closing(
-                PlainSocket(stack.enter_context(plain_peer(benchmark.batch.blocks, HEADLINE.block_bytes)))
-            )
-        )
+        plain = stack.enter_context(plain_socket(benchmark.batch.blocks, HEADLINE.block_bytes))
         operations: list[Operation] = []
         for count in COUNTS:
             client = stack.enter_context(connect(endpoint, "connections", HEADLINE.block_bytes, connections=count))

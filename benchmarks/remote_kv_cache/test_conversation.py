@@ -30,14 +30,12 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from rich.table import Table
 
 from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, save_model
-from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores, missing_module
 from benchmarks.remote_kv_cache.processes import environment, kvstore_server
-from benchmarks.remote_kv_cache.report import Case, console, time_text
 from benchmarks.remote_kv_cache.served import engine, proxy
-from benchmarks.remote_kv_cache.test_apart import APART, EACH, FIGURES, FIRST, GAP, SCALES
+from benchmarks.remote_kv_cache.test_apart import APART, EACH, FIGURES, FIRST, GAP, SCALES, show
 from kvstore_serving.load.trace import TraceLine, read_trace
 from kvstore_serving.planning.metrics_page import metrics_of
 
@@ -89,14 +87,14 @@ def _ways(model: EngineModel, weights: Path, scratch: Path, stack: ExitStack) ->
             for core, log in zip(cores, logs, strict=True)
         ]
 
-    def front(name: str, prefill: Sequence[str], decode: Sequence[str], policy: str) -> str:
-        return stack.enter_context(proxy(endpoint, prefill, decode, policy, scratch / f"{name}.log"))
+    def front(prefill: Sequence[str], decode: Sequence[str], policy: str) -> str:
+        return stack.enter_context(proxy(endpoint, prefill, decode, policy))
 
     plain, stored = engines("plain", None), engines("stored", endpoint)
     return {
-        OWN: Way(front("own", plain, plain, "colocate"), plain),
-        STORE: Way(front("store", stored, stored, "colocate"), stored),
-        APART: Way(front("apart", stored[:1], stored[1:], "split"), stored[:1]),
+        OWN: Way(front(plain, plain, "colocate"), plain),
+        STORE: Way(front(stored, stored, "colocate"), stored),
+        APART: Way(front(stored[:1], stored[1:], "split"), stored[:1]),
     }
 
 
@@ -160,9 +158,7 @@ def measure(benchmark: Benchmark, model: EngineModel, rounds: Sequence[Sequence[
     """All rounds, in each of them all ways and both traces."""
     served = {kind: {way: Served() for way in WAYS} for kind in (SHARED, UNSHARED)}
     seeds = count(1)  # a new one each time, so that nothing is there from before
-    with ExitStack() as stack, benchmark.progress() as bar:
-        task = bar.add_task("starting engines", total=len(rounds) * len(WAYS) * len(served))
-        bar.refresh()
+    with ExitStack() as stack, benchmark.steps("starting engines", len(rounds) * len(WAYS) * len(served)) as step:
         ways = _ways(model, save_model(model), scratch, stack)
         mean = round(float(np.mean([line.input_length for lines in rounds for line in lines])))
         idle = Served()
@@ -180,7 +176,7 @@ def measure(benchmark: Benchmark, model: EngineModel, rounds: Sequence[Sequence[
         for number, lines in enumerate(rounds):
             for kind, trace in _write_traces(lines, scratch).items():
                 for way in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
-                    bar.update(task, description=f"{kind}: {way}", refresh=True)
+                    step(f"{kind}: {way}", 0)
                     found, asked = ways[way].tokens()
                     of_way = served[kind][way]
                     of_way.add(
@@ -192,9 +188,9 @@ def measure(benchmark: Benchmark, model: EngineModel, rounds: Sequence[Sequence[
                     now_found, now_asked = ways[way].tokens()
                     of_way.found_tokens += now_found - found
                     of_way.asked_tokens += now_asked - asked
-                    bar.advance(task)
+                    step()
     for kind, of_ways in served.items():
-        parameters = {
+        parameters: dict[str, Any] = {
             "model": model.to_json(),
             "prompts": kind,
             "requests": len(of_ways[OWN].lines),
@@ -210,28 +206,7 @@ def measure(benchmark: Benchmark, model: EngineModel, rounds: Sequence[Sequence[
         }
         for figure in FIGURES:
             seconds = {way: each.seconds[figure] for way, each in of_ways.items()}
-            benchmark.cases.append(
-                Case(
-                    name=f"{kind}, {figure}",
-                    seconds=seconds,
-                    moved=dict.fromkeys(seconds, 0),
-                    limits={},
-                    references=(),
-                    parameters={**parameters, "group": figure},
-                )
-            )
-
-
-def show(cases: Sequence[Case]) -> None:
-    table = Table("", *WAYS)
-    for case in cases:
-        table.add_row(case.name, *(time_text(case.median(way)) for way in WAYS))
-        if case.parameters["group"] == FIGURES[-1]:
-            table.add_row("  not computed", *(f"{case.parameters['found'][way]:.0%}" for way in WAYS))
-            for scale in SCALES:
-                shares = (f"{case.parameters['attained'][way][f'{scale:g}']:.0%}" for way in WAYS)
-                table.add_row(f"  attain {scale:g} x an idle engine's times", *shares)
-    console().print(table)
+            benchmark.add(f"{kind}, {figure}", seconds, **parameters, group=figure)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -240,9 +215,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__, rounds=3, add_options=_add_options)
-    missing = missing_module("vllm") or ("" if len(os.sched_getaffinity(0)) >= 2 else "there is one core")
-    if missing or benchmark.options.trace is None:
-        benchmark.say(f"nothing is measured: {missing or 'it needs --trace FILE'}")
+    no_trace = "it needs --trace FILE" if benchmark.options.trace is None else ""
+    if benchmark.lacks(missing_module("vllm"), missing_cores(), no_trace):
         return 0
     requests = _WARM_UP + _REQUESTS // (10 if benchmark.quick else 1)
     fitting = (line for line in read_trace(benchmark.options.trace) if line.input_length <= MOST_INPUT)

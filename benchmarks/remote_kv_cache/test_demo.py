@@ -27,8 +27,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     benchmark = Benchmark(__spec__.name, __doc__, rounds=3, add_options=_add_options)
-    if missing_module("vllm"):
-        benchmark.say(f"demo: {missing_module('vllm')}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm")):
         return
     tokens = benchmark.options.prompt_tokens or (512 if benchmark.quick else 8192)
     size = benchmark.options.model_size or ("tiny" if benchmark.quick else "mid")
@@ -41,7 +40,7 @@ def main() -> None:
         FIRST: [result["without_cache"]["ttft_s"] for result in results],
         SECOND: [result["remote_cache"]["ttft_s"] for result in results],
     }
-    case = Case(f"{tokens} tokens, {size} model", seconds, dict.fromkeys(seconds, 0), limits={}, references=(SECOND,))
+    case = Case(f"{tokens} tokens, {size} model", seconds, references=(SECOND,))
     benchmark.cases.append(case)
     equal = all(result["token_ids_equal"] for result in results)
     table = Table("", "seconds", title=case.name, title_justify="left")

@@ -27,7 +27,7 @@ from benchmarks.remote_kv_cache.engines import WITHOUT, Engine, Store
 from benchmarks.remote_kv_cache.first_token import STEPS, measure_first_token
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.processes import kvstore_server
-from benchmarks.remote_kv_cache.report import Case, console
+from benchmarks.remote_kv_cache.report import console
 
 DOCUMENTS: Final = "documents"
 LONG: Final = "one long prompt"
@@ -114,8 +114,7 @@ class Library:
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__, rounds=_ROUNDS, add_options=_options)
-    if missing_module("vllm"):
-        benchmark.say(f"documents: {missing_module('vllm')}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm")):
         return 0
     checks = Checks()
     model = ENGINE_MODELS["tiny" if benchmark.quick else "mid"]
@@ -123,12 +122,7 @@ def main() -> int:
         _documents(benchmark, model, 256 if benchmark.quick else DOCUMENT_TOKENS, checks)
     if LONG in benchmark.options.parts:
         tokens = benchmark.options.long_tokens or (1000 if benchmark.quick else LONG_TOKENS)
-        with benchmark.progress() as bar:
-            task = bar.add_task(f"{tokens} tokens", total=STEPS)
-
-            def step(what: str) -> None:
-                bar.update(task, description=what, advance=1, refresh=True)
-
+        with benchmark.steps(f"{tokens} tokens", STEPS) as step:
             case = measure_first_token(ENGINE_MODELS["tiny"], tokens, 1, None, checks, step)
         benchmark.cases.append(case)
         for name in case.seconds:
@@ -138,36 +132,28 @@ def main() -> int:
 
 def _documents(benchmark: Benchmark, model: EngineModel, tokens: int, checks: Checks) -> None:
     found: dict[tuple[int, str], list[tuple[float, float, float]]] = {}
-    with ExitStack() as stack, benchmark.progress() as bar:
-        task = bar.add_task("starting three engines", total=benchmark.rounds * len(AT_ONCE))
-        bar.refresh()
+    with ExitStack() as stack, benchmark.steps("starting three engines", benchmark.rounds * len(AT_ONCE)) as step:
         library = Library(stack, model, tokens, checks)
         for number in range(benchmark.rounds):
             for at_once in random.Random(number).sample(AT_ONCE, len(AT_ONCE)):
-                bar.update(task, description=f"round {number + 1}: {at_once} at once", refresh=True)
+                step(f"round {number + 1}: {at_once} at once", 0)
                 for name, values in library.round(100 * number + at_once, at_once).items():
                     found.setdefault((at_once, name), []).append(values)
-                bar.advance(task)
+                step()
     table = Table("at once", "engine", "first token, s", "requests/s", "from a cache", title="Six documents")
     for at_once in AT_ONCE:
         firsts = {name: [values[0] for values in found[at_once, name]] for name in ENGINES}
-        benchmark.cases.append(
-            Case(
-                name=f"{at_once} at once",
-                seconds=firsts,
-                moved=dict.fromkeys(firsts, 0),
-                limits={},
-                references=(WITHOUT,),
-                parameters={
-                    "group": DOCUMENTS,
-                    "at_once": at_once,
-                    "documents": COUNT,
-                    "document_tokens": tokens // BLOCK_TOKENS * BLOCK_TOKENS,
-                    "asked": ASKED,
-                    "requests_rps": {name: _rate([each[1] for each in found[at_once, name]]) for name in ENGINES},
-                    "cached": {name: _mean([each[2] for each in found[at_once, name]]) for name in ENGINES},
-                },
-            )
+        benchmark.add(
+            f"{at_once} at once",
+            firsts,
+            references=(WITHOUT,),
+            group=DOCUMENTS,
+            at_once=at_once,
+            documents=COUNT,
+            document_tokens=tokens // BLOCK_TOKENS * BLOCK_TOKENS,
+            asked=ASKED,
+            requests_rps={name: _rate([each[1] for each in found[at_once, name]]) for name in ENGINES},
+            cached={name: _mean([each[2] for each in found[at_once, name]]) for name in ENGINES},
         )
         for name in ENGINES:
             rate = benchmark.cases[-1].parameters["requests_rps"][name]

@@ -60,16 +60,7 @@ def cases_of(rounds: Sequence[dict[str, Any]]) -> list[Case]:
         for each in of_way:
             seconds.setdefault(each["fault"], []).append(each["waited_s"])
             met.setdefault(each["fault"], Counter())[each["phase"]] += 1
-        cases.append(
-            Case(
-                name=way,
-                seconds=dict(sorted(seconds.items())),
-                moved=dict.fromkeys(seconds, 0),
-                limits={},
-                references=(),
-                parameters={"met": met},
-            )
-        )
+        cases.append(Case(way, dict(sorted(seconds.items())), parameters={"met": met}))
     return cases
 
 
@@ -93,8 +84,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__, rounds=1, add_options=_add_options, timed=False)
-    if missing := missing_module("vllm"):
-        benchmark.say(f"faults: {missing}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm")):
         return 0
     options = benchmark.options
     seed = options.seed if options.seed is not None else random.randrange(1 << 32)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from benchmarks.remote_kv_cache.engine_models import (
 )
 from benchmarks.remote_kv_cache.engine_process import Answer, Arrival, Served
 from benchmarks.remote_kv_cache.engines import Engine
-from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores, missing_module
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.report import Case, console, time_text
 
@@ -73,6 +74,23 @@ def _gaps(answers: Sequence[Served], end_s: float) -> list[float]:
         for sooner, later in zip(answer.token_s, answer.token_s[1:], strict=False)
         if sooner > _SETTLED_S and later <= end_s
     ]
+
+
+def hand_over(
+    prefill: Engine, decode: Engine, asked: Sequence[tuple[float, list[int]]], answer_tokens: int
+) -> tuple[list[Served], list[Served]]:
+    """Ask both engines at once, for each prompt at its time. -> what came of each request, from either."""
+    begin = time.perf_counter() + _LEAD_S
+    decode.begin([Arrival(at, prompt, answer_tokens, DECODE) for at, prompt in asked], begin)
+    prefill.begin([Arrival(at, prompt, 1, PREFILL) for at, prompt in asked], begin)
+    return prefill.served(), decode.served()
+
+
+def arrivals(seed: int, rate: float, requests: int) -> list[float]:
+    """When each request arrives, in seconds: the first at 0, the others at random (Poisson) at `rate` a second."""
+    chooser = random.Random(seed)
+    times: list[float] = np.cumsum([0.0, *(chooser.expovariate(rate) for _ in range(requests - 1))]).tolist()
+    return times
 
 
 class Rig:
@@ -165,8 +183,7 @@ def measure(benchmark: Benchmark, rig: Rig, parts: Sequence[str], checks: Checks
     modes = (ALONE, WHOLE, CHUNKS, APART, KNOWN)
     rounds = benchmark.rounds
     seeds = iter(range(1, 1_000_000, 2))
-    with benchmark.progress() as bar:
-        task = bar.add_task("rounds", total=rounds * len(LENGTHS) * len(parts))
+    with benchmark.steps("rounds", rounds * len(LENGTHS) * len(parts)) as step:
         for tokens in LENGTHS:
             between: dict[str, list[float]] = {mode: [] for mode in modes}
             longest: dict[str, list[float]] = {mode: [] for mode in modes}
@@ -175,32 +192,28 @@ def measure(benchmark: Benchmark, rig: Rig, parts: Sequence[str], checks: Checks
                 if FIRST_TOKEN in parts:
                     for name, seconds in rig.first_token(next(seeds), tokens, checks).items():
                         first[name].append(seconds)
-                    bar.update(task, advance=1, refresh=True)
+                    step()
                 if BETWEEN_TOKENS in parts:
                     for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
                         gaps = rig.between_tokens(mode, next(seeds), tokens)
                         between[mode].append(float(np.percentile(gaps, 99)))
                         longest[mode].append(max(gaps))
-                    bar.update(task, advance=1, refresh=True)
-            parameters = {"model": rig.model.to_json(), "prompt_tokens": tokens, "prefill_s": rig.prefill_s[tokens]}
+                    step()
             longest_s = {mode: float(np.median(found)) for mode, found in longest.items() if found}
             for part, seconds_of, limits in (
                 (FIRST_TOKEN, first, {}),
                 (BETWEEN_TOKENS, between, dict.fromkeys(modes[1:], ALONE)),
             ):
                 if part in parts:
-                    benchmark.cases.append(
-                        Case(
-                            name=f"{part}, prompts of {tokens} tokens",
-                            seconds=seconds_of,
-                            moved=dict.fromkeys(seconds_of, 0),
-                            limits=limits,
-                            parameters={
-                                **parameters,
-                                "group": part,
-                                "longest_s": longest_s if part == BETWEEN_TOKENS else {},
-                            },
-                        )
+                    benchmark.add(
+                        f"{part}, prompts of {tokens} tokens",
+                        seconds_of,
+                        limits=limits,
+                        model=rig.model.to_json(),
+                        prompt_tokens=tokens,
+                        prefill_s=rig.prefill_s[tokens],
+                        group=part,
+                        longest_s=longest_s if part == BETWEEN_TOKENS else {},
                     )
 
 
@@ -220,7 +233,7 @@ def show(cases: Sequence[Case]) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_engine_model_option(parser, "--model", "tiny")
+    add_engine_model_option(parser)
     parser.add_argument("--parts", nargs="+", choices=(FIRST_TOKEN, BETWEEN_TOKENS), help="default: both")
 
 
@@ -228,9 +241,7 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # each engine has one core
     benchmark = Benchmark(__spec__.name, __doc__, rounds=7, add_options=_add_options)
     cores = sorted(os.sched_getaffinity(0))
-    missing = missing_module("vllm") or ("there is one core" if len(cores) < 2 else "")
-    if missing:
-        benchmark.say(f"hand-over: {missing}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm"), missing_cores()):
         return 0
     checks = Checks()
     model = ENGINE_MODELS[benchmark.options.model or "tiny"]

@@ -3,14 +3,16 @@
 Prompts that nobody has seen, several at a time and in chunks, with a few tokens of output (*nothing stored*); then the
 same prompts on another engine (*all stored*). Every call is timed by itself, around the connector's own method. Left
 out is for how long the engine's thread could run but had no core, because the model, the store and the connector's
-threads share the cores of this machine; the longest call with that is told, too. Needs vLLM; without it nothing is
-measured.
+threads share the cores of this machine; the longest call with that is told, too. Some of these calls take a fingerprint
+of the weights: the share of a round that all fingerprints take is told, from the first prompt to the last answer. Needs
+vLLM; without it nothing is measured.
 """
 
 from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.remote_kv_cache.engine_checks import Checks, conclude
 from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, add_engine_model_option, full_blocks
+from benchmarks.remote_kv_cache.engine_process import HASH, TAKE
 from benchmarks.remote_kv_cache.engines import Engine, Store
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.processes import kvstore_server
@@ -60,6 +63,12 @@ def percentiles(calls: dict[str, list[Taken]]) -> dict[str, dict[str, float]]:
     return found
 
 
+def _looks(takes: Taken, hashes: Taken, seconds: float) -> dict[str, float]:
+    """Of one round: how often the weights were looked at, how long one look took, and which share of the round all."""
+    taken = sum(float(_running(each).sum()) for each in (takes, hashes) if each)
+    return {"looks": len(takes), "seconds": taken / max(1, len(takes)), "share": taken / seconds}
+
+
 def measure(benchmark: Benchmark, model: EngineModel, checks: Checks) -> None:
     """Rounds of new prompts, each computed by one engine and then loaded by another one."""
     rounds = benchmark.rounds
@@ -71,8 +80,8 @@ def measure(benchmark: Benchmark, model: EngineModel, checks: Checks) -> None:
         "kv_cache_memory_bytes": 2 * blocks * model.block_bytes + (64 << 20),
     }
     calls: dict[str, dict[str, list[Taken]]] = {NOTHING: {}, EVERYTHING: {}}
-    with ExitStack() as stack, benchmark.progress() as bar:
-        task = bar.add_task("rounds", total=rounds)
+    looks: dict[str, list[dict[str, float]]] = {NOTHING: [], EVERYTHING: []}
+    with ExitStack() as stack, benchmark.steps("rounds", rounds) as step:
         endpoint = stack.enter_context(kvstore_server(blocks * model.block_bytes * (rounds + 2)))
         store = stack.enter_context(Store(endpoint))
         connector = {"endpoint": endpoint}
@@ -85,26 +94,26 @@ def measure(benchmark: Benchmark, model: EngineModel, checks: Checks) -> None:
             for name, engine in engines.items():
                 engine.times()  # those of the round before, which may have gone on after its answers
                 before = store.settle()
-                answers.append(engine.generate(prompts, _OUTPUT_TOKENS).answers)
+                run = engine.generate(prompts, _OUTPUT_TOKENS)
+                answers.append(run.answers)
                 if name == NOTHING:
                     store.settle(before + _PROMPTS * full_blocks(_TOKENS))
-                for call, taken in engine.times().items():
+                times = engine.times()
+                looks[name].append(_looks(times.pop(TAKE), times.pop(HASH), run.seconds))
+                for call, taken in times.items():
                     calls[name].setdefault(call, []).append(taken)
             checks.tokens(f"round {number}", prompts, answers[1], answers[0], engines[NOTHING])
-            bar.update(task, advance=1, refresh=True)
+            step()
     for name, timed in calls.items():
         told = percentiles(timed)
-        benchmark.cases.append(
-            Case(
-                name=name,
-                seconds={
-                    call: [float(np.percentile(_running(taken), 99)) for taken in timed[call] if taken] for call in told
-                },
-                moved=dict.fromkeys(told, 0),
-                limits={},
-                references=(),
-                parameters={"model": model.to_json(), "prompts": _PROMPTS, "prompt_tokens": _TOKENS, "calls": told},
-            )
+        benchmark.add(
+            name,
+            {call: [float(np.percentile(_running(taken), 99)) for taken in timed[call] if taken] for call in told},
+            model=model.to_json(),
+            prompts=_PROMPTS,
+            prompt_tokens=_TOKENS,
+            calls=told,
+            fingerprints={key: median(look[key] for look in looks[name]) for key in looks[name][0]},
         )
 
 
@@ -116,14 +125,16 @@ def show(cases: list[Case]) -> None:
             times = (time_text(told[key]) for key in ("p50", "p99", "max", "max_waiting"))
             table.add_row(name, f"{told['calls']}", *times)
         console().print(table)
+        looks = case.parameters["fingerprints"]
+        console().print(
+            f"the weights were looked at {looks['looks']:.0f} times a round, for {time_text(looks['seconds'])} each: "
+            f"{looks['share']:.3%} of its time"
+        )
 
 
 def main() -> int:
-    benchmark = Benchmark(
-        __spec__.name, __doc__, rounds=7, add_options=lambda parser: add_engine_model_option(parser, "--model", "tiny")
-    )
-    if missing_module("vllm"):
-        benchmark.say(f"hooks: {missing_module('vllm')}, so it is not measured")
+    benchmark = Benchmark(__spec__.name, __doc__, rounds=7, add_options=add_engine_model_option)
+    if benchmark.lacks(missing_module("vllm")):
         return 0
     checks = Checks()
     measure(benchmark, ENGINE_MODELS[benchmark.options.model or "tiny"], checks)

@@ -35,12 +35,12 @@ from benchmarks.remote_kv_cache.engine_models import (
 )
 from benchmarks.remote_kv_cache.engine_process import Answer, Arrival
 from benchmarks.remote_kv_cache.engines import Engine
-from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores, missing_module
 from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
 from benchmarks.remote_kv_cache.plain import plain_socket_at
 from benchmarks.remote_kv_cache.processes import kvstore_server
-from benchmarks.remote_kv_cache.report import Case, case_table, console
-from benchmarks.remote_kv_cache.test_hand_over import DECODE, PREFILL
+from benchmarks.remote_kv_cache.report import case_table, console
+from benchmarks.remote_kv_cache.test_hand_over import hand_over
 
 COMPUTE: Final = "computing it"
 LINK: Final = "its bytes on the link, plain socket"
@@ -104,11 +104,7 @@ class Pair:
 
     def hand_over(self, prompt: list[int], checks: Checks, plain: Engine) -> tuple[float, float]:
         """-> when it is ready, and when the prefill had its token, in seconds from the request."""
-        begin = time.perf_counter() + _LEAD_S
-        self.decode.begin([Arrival(0.0, prompt, 2, DECODE)], begin)
-        self.prefill.begin([Arrival(0.0, prompt, 1, PREFILL)], begin)
-        [prefilled] = self.prefill.served()
-        [decoded] = self.decode.served()
+        [prefilled], [decoded] = hand_over(self.prefill, self.decode, [(0.0, prompt)], 2)
         self.decode.begin([Arrival(0.0, prompt, 2)], time.perf_counter() + _LEAD_S)
         [again] = self.decode.served()
         answers = [Answer(decoded.token_ids, decoded.cached_tokens, decoded.token_s[0])]
@@ -123,9 +119,7 @@ def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], chec
     rates = DELAYED_RATES if round_trip_s else RATES
     nbytes = TOKENS * model.token_bytes
     seeds = iter(range(1, 1_000_000))
-    with ExitStack() as stack, benchmark.progress() as bar:
-        task = bar.add_task("rounds", total=rounds * len(rates))
-        bar.refresh()
+    with ExitStack() as stack, benchmark.steps("rounds", rounds * len(rates)) as step:
         link = stack.enter_context(LimitedLink(_FULL, links=2, round_trip_s=round_trip_s))
         sock = stack.enter_context(plain_socket_at(link.address, link.command, 1, nbytes))
         row = np.ones((1, nbytes), dtype=np.uint8)
@@ -157,29 +151,23 @@ def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], chec
                     ready, prefilled = pair.hand_over(prompt, checks, plain)
                     taken[pair.mode.name].append(ready)
                     beyond[pair.mode.name].append(ready - max(prefilled, taken[LINK][-1]))
-                bar.update(task, advance=1, refresh=True)
-            benchmark.cases.append(
-                Case(
-                    name=f"a link of {rate / 1e6:.0f} MB/s",
-                    seconds=taken,
-                    moved=dict.fromkeys(taken, nbytes),
-                    limits={},
-                    references=(),
-                    parameters={
-                        "model": model.to_json(),
-                        "prompt_tokens": TOKENS,
-                        "bytes_per_s": rate,
-                        "round_trip_s": round_trip_s,
-                        "parts": {mode.name: mode.parts for mode in MODES},
-                        "link_s": float(np.median(taken[LINK])),
-                        "beyond_s": {name: float(np.median(found)) for name, found in beyond.items()},
-                    },
-                )
+                step()
+            benchmark.add(
+                f"a link of {rate / 1e6:.0f} MB/s",
+                taken,
+                moved=dict.fromkeys(taken, nbytes),
+                model=model.to_json(),
+                prompt_tokens=TOKENS,
+                bytes_per_s=rate,
+                round_trip_s=round_trip_s,
+                parts={mode.name: mode.parts for mode in MODES},
+                link_s=float(np.median(taken[LINK])),
+                beyond_s={name: float(np.median(found)) for name, found in beyond.items()},
             )
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_engine_model_option(parser, "--model", "tiny")
+    add_engine_model_option(parser)
     parser.add_argument(
         "--round-trip-ms", type=float, default=0.0, metavar="MS", help="that the links' delay adds (default: 0)"
     )
@@ -190,9 +178,7 @@ def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__, rounds=7, add_options=_add_options)
     cores = sorted(os.sched_getaffinity(0))
     delays = benchmark.options.round_trip_ms > 0
-    missing = missing_module("vllm") or unavailable(delays) or ("there is one core" if len(cores) < 2 else "")
-    if missing:
-        benchmark.say(f"layer parts: {missing}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm"), missing_cores(), unavailable(delays)):
         return 0
     checks = Checks()
     measure(benchmark, ENGINE_MODELS[benchmark.options.model or "tiny"], cores, checks)

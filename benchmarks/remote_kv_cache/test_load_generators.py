@@ -21,9 +21,9 @@ from typing import Final
 
 from benchmarks.remote_kv_cache import vllm_bench
 from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, save_model
-from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores, missing_module
 from benchmarks.remote_kv_cache.processes import environment
-from benchmarks.remote_kv_cache.report import Case, case_table, console
+from benchmarks.remote_kv_cache.report import case_table, console
 from benchmarks.remote_kv_cache.served import engine
 
 OURS: Final = "kvstore load"
@@ -98,9 +98,8 @@ def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], fold
     weights, log = save_model(model), folder / "engine.log"
     seconds: dict[str, dict[str, list[float]]] = {figure: {OURS: [], THEIRS: []} for figure in FIGURES}
     options = ("--no-enable-prefix-caching", "--max-num-batched-tokens", "512")
-    with engine(weights, cores[0], log, None, *options) as url, benchmark.progress() as bar:
-        task = bar.add_task("warming up", total=2 * benchmark.rounds + 1)
-        bar.refresh()
+    turns = 2 * benchmark.rounds + 1
+    with engine(weights, cores[0], log, None, *options) as url, benchmark.steps("warming up", turns) as step:
         trace = folder / "trace.jsonl"
         ways: dict[str, Callable[[int], dict[str, float]]] = {
             OURS: lambda seed: _ours(url, model, trace, seed, cores[1]),
@@ -108,32 +107,23 @@ def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], fold
         }
         write_trace(trace, 0, requests)
         ways[OURS](0)
-        bar.advance(task)
+        step()
         for number in range(1, benchmark.rounds + 1):
             write_trace(trace, number, requests)
             for name in (OURS, THEIRS) if number % 2 else (THEIRS, OURS):
-                bar.update(task, description=name, refresh=True)
+                step(name, 0)
                 for figure, value in ways[name](number).items():
                     seconds[figure][name].append(value)
-                bar.advance(task)
-    benchmark.cases += [
-        Case(
-            name=figure,
-            seconds=of_tools,
-            moved=dict.fromkeys(of_tools, 0),
-            limits={OURS: THEIRS},
-            parameters={"model": model.to_json(), "requests": requests, "requests_per_s": RATE},
-        )
-        for figure, of_tools in seconds.items()
-    ]
+                step()
+    shape, limits = model.to_json(), {OURS: THEIRS}
+    for figure, of_tools in seconds.items():
+        benchmark.add(figure, of_tools, limits=limits, model=shape, requests=requests, requests_per_s=RATE)
 
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__, rounds=7)
     cores = sorted(os.sched_getaffinity(0))
-    missing = missing_module("vllm") or ("there is one core" if len(cores) < 2 else "")
-    if missing:
-        benchmark.say(f"load generators: {missing}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm"), missing_cores()):
         return 0
     with tempfile.TemporaryDirectory() as folder:
         measure(benchmark, ENGINE_MODELS["tiny"], cores, Path(folder))

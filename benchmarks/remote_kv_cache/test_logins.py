@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.remote_kv_cache.harness import Benchmark, Operation
-from benchmarks.remote_kv_cache.plain import PlainSocket, plain_peer
+from benchmarks.remote_kv_cache.plain import plain_socket
 from benchmarks.remote_kv_cache.processes import environment, kvstore_server
 from benchmarks.remote_kv_cache.shapes import HEADLINE, random_keys, random_rows
 from benchmarks.remote_kv_cache.transfers import PLAIN_GET, Blocks, connect, get_into_operation, plain_operations
@@ -59,8 +59,7 @@ def _cost(benchmark: Benchmark, folder: Path) -> None:
     file, tokens = _principals(folder)
     blocks = Blocks(benchmark.batch, HEADLINE.block_bytes)
     with contextlib.ExitStack() as stack:
-        plain = PlainSocket(stack.enter_context(plain_peer(benchmark.batch.blocks, HEADLINE.block_bytes)))
-        stack.enter_context(contextlib.closing(plain))
+        plain = stack.enter_context(plain_socket(benchmark.batch.blocks, HEADLINE.block_bytes))
         operations: list[Operation] = []
         for name, flags, token in ((OPEN, (), None), (LOGGED_IN, ("--auth", str(file)), tokens["noisy"])):
             endpoint = stack.enter_context(kvstore_server(blocks.total_bytes, flags=flags))

@@ -154,8 +154,6 @@ class Rows:
                 Case(
                     name=f"{mode.name}, {output_tokens} tokens of output",
                     seconds=columns,
-                    moved=dict.fromkeys(columns, 0),
-                    limits={},
                     references=(COMPUTE,),
                     parameters={
                         "group": ROWS,
@@ -206,7 +204,7 @@ def show(cases: Sequence[Case]) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_engine_model_option(parser, "--model", "tiny")
+    add_engine_model_option(parser)
     parser.add_argument("--scale", type=int, help="prompts have 10240 / SCALE tokens; default: 5; --quick: 40")
     parser.add_argument("--outputs", type=int, nargs="+", metavar="N", help=f"default: {OUTPUTS}; --quick: two of them")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), metavar="MODE", help="some")
@@ -226,13 +224,9 @@ def _measure_rows(benchmark: Benchmark) -> Checks:
         rounds=1 if quick else benchmark.rounds,
     )
     cpu_bytes = 2 * workload.batch_bytes if options.cpu_bytes is None else options.cpu_bytes
-    with workload.engine(None, prefix_cache=False) as plain, benchmark.progress() as bar:
-        rows = 1 + sum(len(MODES[name].rows) for name in options.modes)
-        task = bar.add_task("starting", total=rows * len(workload.batches))
-        bar.refresh()
-        measured = Rows(
-            workload, plain, cpu_bytes, lambda what: bar.update(task, advance=1, description=what, refresh=True)
-        )
+    turns = len(workload.batches) * (1 + sum(len(MODES[name].rows) for name in options.modes))
+    with workload.engine(None, prefix_cache=False) as plain, benchmark.steps("starting", turns) as step:
+        measured = Rows(workload, plain, cpu_bytes, step)
         for name in options.modes:
             benchmark.cases += measured.measure(MODES[name])
     show(benchmark.cases)
@@ -241,8 +235,7 @@ def _measure_rows(benchmark: Benchmark) -> Checks:
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__, rounds=1, add_options=_add_options)
-    if missing_module("vllm"):
-        benchmark.say(f"long_prefill: {missing_module('vllm')}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm")):
         return 0
     options, quick = benchmark.options, benchmark.quick
     checks = Checks()
@@ -252,15 +245,14 @@ def main() -> int:
         model = ENGINE_MODELS[options.first_token_model or ("tiny" if quick else "mid")]
         tokens = _FIRST_TOKEN_PROMPT // (options.first_token_scale or (16 if quick else 1))
         rounds = 1 if quick else options.first_token_rounds
-        with benchmark.progress() as bar:
-            task = bar.add_task("first token", total=STEPS * rounds)
+        with benchmark.steps("first token", STEPS * rounds) as step:
             case = measure_first_token(
                 model,
                 tokens,
                 rounds,
                 options.cpu_bytes,
                 checks,
-                lambda what: bar.update(task, advance=1, description=what, refresh=True),
+                step,
             )
         benchmark.cases.append(case)
         console().print(case_table(case))

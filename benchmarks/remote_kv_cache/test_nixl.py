@@ -17,7 +17,7 @@ from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.shapes import HEADLINE, size_text
 from benchmarks.remote_kv_cache.test_small_blocks import QUICK_BYTES, batch_of
 from benchmarks.remote_kv_cache.transfers import PLAIN_GET, Blocks, connect, get_into_operation, plain_operations
-from kvstore.extras import nixl_package
+from kvstore.wire.transports.nixl import nixl_package
 
 LARGE: Final = HEADLINE.block_bytes
 SIZES: Final = (16 << 10, LARGE)

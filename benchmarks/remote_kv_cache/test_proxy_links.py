@@ -29,10 +29,10 @@ from benchmarks.remote_kv_cache.engine_checks import Checks, conclude
 from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, cacheable_tokens, save_model
 from benchmarks.remote_kv_cache.engine_process import Answer, Arrival, Served
 from benchmarks.remote_kv_cache.engines import Engine
-from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores, missing_module
 from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
 from benchmarks.remote_kv_cache.processes import kvstore_server
-from benchmarks.remote_kv_cache.report import Case, case_table, console
+from benchmarks.remote_kv_cache.report import case_table, console
 from benchmarks.remote_kv_cache.served import engine, proxy
 from kvstore_serving.planning.metrics_page import metrics_of
 
@@ -111,7 +111,7 @@ def measure(
         stack.enter_context(engine(weights, core, folder / f"{core}.log", store, *options))
         for core, store in zip(cores, stores, strict=False)
     ]
-    url = stack.enter_context(proxy(stores[0], urls[:1], urls[1:], "split", folder / "proxy.log"))
+    url = stack.enter_context(proxy(stores[0], urls[:1], urls[1:], "split"))
     arguments: dict[str, Any] = {
         "max_model_len": TOKENS + 64,
         "max_num_seqs": 4,
@@ -127,9 +127,7 @@ def measure(
     for number, way in enumerate(ways.values()):
         for prompt in model.prompts(_WARM_UP + number, 2, TOKENS):
             way(prompt)
-    with benchmark.progress() as bar:
-        task = bar.add_task("rounds", total=rounds * len(RATES))
-        bar.refresh()
+    with benchmark.steps("rounds", rounds * len(RATES)) as step:
         for place, rate in enumerate(RATES):
             link.set_rate(rate)
             seconds: dict[str, dict[str, list[float]]] = {figure: {way: [] for way in WAYS} for figure in FIGURES}
@@ -149,34 +147,26 @@ def measure(
                 checks.tokens(what, [prompt], answers[APART], answers[ONE], plain)
                 checks.cached(f"{what}, {APART}", answers[APART], cacheable_tokens(TOKENS), TOKENS)
                 checks.cached(f"{what}, {ITSELF}", answers[ITSELF], 0, 0)
-                bar.update(task, advance=1, refresh=True)
-            benchmark.cases += [
-                Case(
-                    name=f"{rate / 1e6:.0f} MB/s: {figure}",
-                    seconds=of_ways,
-                    moved=dict.fromkeys(of_ways, 0),
+                step()
+            for figure, of_ways in seconds.items():
+                benchmark.add(
+                    f"{rate / 1e6:.0f} MB/s: {figure}",
+                    of_ways,
                     limits={APART: ONE},
-                    references=(),
-                    parameters={
-                        "group": figure,
-                        "model": model.to_json(),
-                        "prompt_tokens": TOKENS,
-                        "answer_tokens": _ANSWER_TOKENS,
-                        "bytes_per_s": rate,
-                        "transfer_s": nbytes / rate,
-                    },
+                    group=figure,
+                    model=model.to_json(),
+                    prompt_tokens=TOKENS,
+                    answer_tokens=_ANSWER_TOKENS,
+                    bytes_per_s=rate,
+                    transfer_s=nbytes / rate,
                 )
-                for figure, of_ways in seconds.items()
-            ]
 
 
 def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # each engine has one core
     benchmark = Benchmark(__spec__.name, __doc__, rounds=7)
     cores = sorted(os.sched_getaffinity(0))
-    missing = missing_module("vllm") or unavailable() or ("there is one core" if len(cores) < 2 else "")
-    if missing:
-        benchmark.say(f"proxy_links: {missing}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm"), missing_cores(), unavailable()):
         return 0
     checks = Checks()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

@@ -13,13 +13,9 @@ Needs vLLM and two cores; without them nothing is measured.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import random
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,13 +32,13 @@ from benchmarks.remote_kv_cache.engine_models import (
     add_engine_model_option,
     full_blocks,
 )
-from benchmarks.remote_kv_cache.engine_process import Answer, Arrival, Served
+from benchmarks.remote_kv_cache.engine_process import Answer, Served
 from benchmarks.remote_kv_cache.engines import Engine
-from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_cores, missing_module
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.report import Case, console, time_text
-from benchmarks.remote_kv_cache.test_hand_over import DECODE, PREFILL
-from kvstore_client.engine.trace_file import LANES, ROWS
+from benchmarks.remote_kv_cache.test_hand_over import arrivals, hand_over
+from kvstore_client.engine.trace_file import read_trace
 
 P_QUEUE: Final = "waits at P"
 COMPUTED: Final = "prefill"
@@ -60,7 +56,6 @@ _REQUESTS: Final = {"tiny": 24, "mid": 8}  # a round, by model
 _CHUNK: Final = 512
 _MOST_AT_ONCE: Final = 32
 _WARM_UP: Final = 1_000_000  # seeds from here on
-_LEAD_S: Final = 0.3  # from the order to the first request
 _APART_S: Final = 0.1  # between the times at which both engines get a request, at most
 
 Seconds = npt.NDArray[np.float64]
@@ -68,12 +63,10 @@ Seconds = npt.NDArray[np.float64]
 
 def requests_of(path: Path, row: str) -> dict[str, dict[str, tuple[float, float]]]:
     """-> by id, when the slices of each request began and ended that are on this row, by their name."""
-    number = ROWS.index(row)
     found: dict[str, dict[str, tuple[float, float]]] = {}
-    for event in json.loads(path.read_bytes()):
-        if event["ph"] == "X" and (event["tid"] - 1) // LANES == number:
-            began, ended = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-            found.setdefault(event["args"]["trace_id"], {})[event["name"]] = began, ended
+    for part in read_trace(path):
+        if part.row == row and part.ended_us is not None:
+            found.setdefault(part.trace_id, {})[part.name] = part.began_us / 1e6, part.ended_us / 1e6
     return found
 
 
@@ -128,12 +121,8 @@ class Rig:
 
     def serve(self, seed: int, times: Sequence[float]) -> list[Served]:
         """-> what became of the requests that come at these times."""
-        begin = time.perf_counter() + _LEAD_S
         asked = list(zip(times, self.prompts(seed, len(times)), strict=True))
-        self.decode.begin([Arrival(at, prompt, _ANSWER_TOKENS, DECODE) for at, prompt in asked], begin)
-        self.prefill.begin([Arrival(at, prompt, 1, PREFILL) for at, prompt in asked], begin)
-        self.prefill.served()
-        return self.decode.served()
+        return hand_over(self.prefill, self.decode, asked, _ANSWER_TOKENS)[1]
 
 
 def measure(benchmark: Benchmark, rig: Rig, checks: Checks) -> tuple[int, dict[float, list[list[float]]]]:
@@ -142,21 +131,18 @@ def measure(benchmark: Benchmark, rig: Rig, checks: Checks) -> tuple[int, dict[f
     rates = RATES[rig.model.name]
     seeds = iter(range(1, 1_000_000))
     first: dict[float, list[list[float]]] = {rate: [] for rate in rates}
-    with benchmark.progress() as bar:
-        task = bar.add_task("rounds", total=benchmark.rounds * len(rates))
-        bar.refresh()
+    with benchmark.steps("rounds", benchmark.rounds * len(rates)) as step:
         for rate in rates:
             for _ in range(benchmark.rounds):
                 seed = next(seeds)
-                chooser = random.Random(seed)
-                times = np.cumsum([0.0, *(chooser.expovariate(rate) for _ in range(requests - 1))]).tolist()
+                times = arrivals(seed, rate, requests)
                 served = rig.serve(seed, times)
                 first[rate].append([each.token_s[0] - at for each, at in zip(served, times, strict=True)])
                 told = [Answer(each.token_ids, each.cached_tokens, 0.0) for each in served]
                 prompts = rig.prompts(seed, requests)
                 right = rig.alone.generate(prompts, _ANSWER_TOKENS).answers
                 checks.tokens(f"handed over, {rate:g} requests/s", prompts, told, right, rig.alone)
-                bar.update(task, advance=1, refresh=True)
+                step()
     rig.serve(_WARM_UP + 11, [0.0])
     return requests, first
 
@@ -198,22 +184,15 @@ def conclude_parts(
             for name, each in found.items()
         }
         medians = {name: np.median(each, axis=1).tolist() for name, each in some.items()}
-        benchmark.cases.append(
-            Case(
-                name=f"{rate:g} requests/s",
-                seconds=medians,
-                moved=dict.fromkeys(medians, 0),
-                limits={},
-                references=(),
-                parameters={
-                    "model": model.to_json(),
-                    "requests_per_s": rate,
-                    "requests": requests * rounds,
-                    "prompt_tokens": PROMPT_TOKENS,
-                    "p90_s": {name: float(np.percentile(each, 90)) for name, each in some.items()},
-                    "way_percentiles_s": [float(np.percentile(some[WAY], each)) for each in PERCENTILES],
-                },
-            )
+        benchmark.add(
+            f"{rate:g} requests/s",
+            medians,
+            model=model.to_json(),
+            requests_per_s=rate,
+            requests=requests * rounds,
+            prompt_tokens=PROMPT_TOKENS,
+            p90_s={name: float(np.percentile(each, 90)) for name, each in some.items()},
+            way_percentiles_s=[float(np.percentile(some[WAY], each)) for each in PERCENTILES],
         )
 
 
@@ -225,17 +204,11 @@ def show(cases: Sequence[Case]) -> None:
     console().print(table)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_engine_model_option(parser, "--model", "tiny")
-
-
 def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # each engine has one core
-    benchmark = Benchmark(__spec__.name, __doc__, rounds=7, add_options=_add_options)
+    benchmark = Benchmark(__spec__.name, __doc__, rounds=7, add_options=add_engine_model_option)
     cores = sorted(os.sched_getaffinity(0))
-    missing = missing_module("vllm") or ("there is one core" if len(cores) < 2 else "")
-    if missing:
-        benchmark.say(f"request_time: {missing}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm"), missing_cores()):
         return 0
     checks = Checks()
     model = ENGINE_MODELS[benchmark.options.model or "tiny"]

@@ -7,6 +7,7 @@ clock has stopped. The reference gave multiples of memcpy; the limit is the plai
 from __future__ import annotations
 
 import contextlib
+from typing import Final
 
 from benchmarks.remote_kv_cache.harness import Benchmark, add_model_option, chosen_models
 from benchmarks.remote_kv_cache.plain import plain_socket
@@ -14,13 +15,17 @@ from benchmarks.remote_kv_cache.processes import kvstore_server, redis_missing, 
 from benchmarks.remote_kv_cache.shapes import Model
 from benchmarks.remote_kv_cache.transfers import (
     MEMCPY,
+    PLAIN_SET,
     Blocks,
     connect,
     kvstore_operations,
     memcpy_operation,
     plain_operations,
     redis_operations,
+    set_operation,
 )
+
+NOT_DEFERRED: Final = "set, not deferred"
 
 
 def measure(benchmark: Benchmark, model: Model) -> None:
@@ -33,6 +38,7 @@ def measure(benchmark: Benchmark, model: Model) -> None:
         plain = stack.enter_context(plain_socket(blocks.batch.blocks, model.block_bytes))
         redis = stack.enter_context(redis_server())
         operations = [memcpy_operation(blocks), *plain_operations(plain, blocks), *kvstore_operations(client, blocks)]
+        operations.append(set_operation(client, blocks, NOT_DEFERRED, PLAIN_SET, deferred=False))
         if redis is not None:
             operations += redis_operations(redis, blocks)
         benchmark.measure(

@@ -21,7 +21,7 @@ from benchmarks.remote_kv_cache.engines import WITHOUT, Engine, Store
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
 from benchmarks.remote_kv_cache.processes import kvstore_server
-from benchmarks.remote_kv_cache.report import Case, case_table, console
+from benchmarks.remote_kv_cache.report import case_table, console
 
 SLOW: Final = "store over 1 MB/s"
 FAST: Final = "store over 200 MB/s"
@@ -126,31 +126,18 @@ def _case(benchmark: Benchmark, name: str, rounds: list[dict[str, float]], measu
         for column in columns
         if not column.startswith(limit)
     }
-    case = Case(
-        name=name,
-        seconds=columns,
-        moved=dict.fromkeys(columns, 0),
-        limits=limits,
-        references=(),
-        parameters={
-            "group": name,
-            "model": measuring.model.to_json(),
-            "prompts": measuring.prompts,
-            "prompt_tokens": measuring.tokens,
-        },
-    )
-    benchmark.cases.append(case)
+    model, prompts, tokens = measuring.model.to_json(), measuring.prompts, measuring.tokens
+    benchmark.add(name, columns, limits=limits, group=name, model=model, prompts=prompts, prompt_tokens=tokens)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_engine_model_option(parser, "--model", "tiny")
+    add_engine_model_option(parser)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="some of it")
 
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__, rounds=7, add_options=_add_options)
-    if reason := missing_module("vllm") or unavailable():
-        benchmark.say(f"slow_store: {reason}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm"), unavailable()):
         return 0
     model = ENGINE_MODELS[benchmark.options.model or "tiny"]
     rounds = benchmark.rounds
@@ -160,9 +147,7 @@ def main() -> int:
         tokens, prompts = (_LONG, 8) if first else (_SHORT, 50)
         if benchmark.quick:
             tokens, prompts = tokens // 4, prompts // 4
-        with ExitStack() as stack, benchmark.progress() as bar:
-            task = bar.add_task(part, total=rounds)
-            bar.refresh()
+        with ExitStack() as stack, benchmark.steps(part, rounds) as step:
             measuring = Measuring(stack, checks, model, tokens, prompts, rounds)
             engines = {WITHOUT: measuring.plain}
             if not first:
@@ -176,7 +161,7 @@ def main() -> int:
             taken = []
             for number in range(rounds):
                 taken.append(one_after_another(measuring, number) if first else all_at_once(measuring, engines, number))
-                bar.update(task, advance=1, refresh=True)
+                step()
             _case(benchmark, part, taken, measuring, WITHOUT)
         console().print(case_table(benchmark.cases[-1]))
     return conclude(benchmark, checks)

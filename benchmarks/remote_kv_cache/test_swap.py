@@ -1,23 +1,29 @@
 """Swapping 512 blocks, 64 a call, between paged layer tensors and a pool of rows in host memory, out and in.
 
 The blocks lie in the tensors, and in the pool, in random order. Tensors on the CPU: the limit is one memcpy of the
-same bytes. Tensors on a CUDA device: the limit is one copy of all bytes in the same direction, from or to page-locked
-memory. Needs torch; without it nothing is measured. The CUDA part needs a device, and vLLM for its batched copy.
+same bytes, and every seventh block is compared. Tensors on a CUDA device: the limit is one copy of all bytes in the
+same direction, from or to page-locked memory, and every byte is compared, on the device. Needs torch; without it
+nothing is measured. The copies of a device are queued by vLLM, or by calls of the driver where vLLM is missing.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from benchmarks.gpu.driver import install
 from benchmarks.remote_kv_cache.copies import ONE_MEMCPY, VERIFIED_EVERY, no_cuda
 from benchmarks.remote_kv_cache.harness import Benchmark, Operation, add_model_option, chosen_models, missing_module
 from benchmarks.remote_kv_cache.shapes import BLOCK_TOKENS, Batch, Model, Rows, random_rows
 
 if TYPE_CHECKING:
-    from kvstore_client.vllm.connector.layout import Copy
+    import torch
+
+    from kvstore_client.engine.paged.layout import Copy
 
 SWAP_OUT: Final = "swap out"
 SWAP_IN: Final = "swap in"
@@ -28,13 +34,17 @@ PINNED_IN: Final = "one pinned copy in"
 
 
 class Swaps:
-    """The KV cache of one model on one device, a pool, and the operations between them."""
+    """The KV cache of one model on the CPU, a pool, and the operations between them.
 
-    def __init__(self, model: Model, batch: Batch, blocks: Rows, device: str) -> None:
+    Every seventh of the blocks that are copied is compared, so that all calls take part. Before and after an operation
+    the cache holds those; where they are to be written, they are cleared first.
+    """
+
+    def __init__(self, model: Model, batch: Batch, blocks: Rows, device: str = "cpu") -> None:
         """``blocks``: the blocks' content, `(blocks, block_bytes)`; the layers of a block one after the other."""
         import torch
 
-        from kvstore_client.vllm.connector.layout import BlockLayout
+        from kvstore_client.engine.paged.layout import BlockLayout
 
         self._batch = batch
         self._blocks = blocks
@@ -43,51 +53,45 @@ class Swaps:
             dtype=torch.bfloat16,
             device=device,
         )
+        self._bytes = self.cache.view(torch.uint8).view(model.layers, batch.blocks, model.layer_bytes)
+        self._bytes.copy_(torch.from_numpy(self._by_layer()))
         self._layout = BlockLayout({str(index): layer for index, layer in enumerate(self.cache)}, batch.blocks)
         self.pool = self._layout.pool(batch.blocks)
         random = np.random.default_rng(0)
         self._ids: list[int] = random.permutation(batch.blocks).tolist()
         self._slots: list[int] = random.permutation(batch.blocks).tolist()
-        self._bytes = self.cache.view(torch.uint8).view(model.layers, batch.blocks, model.layer_bytes)
+        self._compared_ids, self._compared_slots = self._ids[::VERIFIED_EVERY], self._slots[::VERIFIED_EVERY]
 
     def out(self, name: str, limit: str) -> Operation:
         """Copy block ids[i] to slot slots[i]. All calls are made, and then waited for."""
 
-        def swap(start: int, end: int) -> Copy:
-            return self._layout.swap_out(self._ids[start:end], self.pool, self._slots[start:end])
+        def run() -> None:
+            self._each(lambda start, end: self._layout.swap_out(ids[start:end], self.pool, slots[start:end]))
 
         def verify() -> None:
-            if not np.array_equal(self.pool[self._slots[::VERIFIED_EVERY]], self._blocks[self._ids[::VERIFIED_EVERY]]):
+            if not self._pool_is_right():
                 raise AssertionError(f"{name}: the pool holds other bytes than the blocks")
 
-        return Operation(name, self._each(swap), self._blocks.nbytes, limit, before=self.fill_cache, after=verify)
+        slots, ids = self._slots, self._ids
+        return Operation(name, run, self._blocks.nbytes, limit, before=self._clear_pool, after=verify)
 
     def into(self, name: str, limit: str) -> Operation:
-        """Copy slot slots[i] to block ids[i]."""
+        """Copy slot slots[i] to block ids[i], as one load."""
 
-        def fill_pool() -> None:
-            self.pool[self._slots] = self._blocks[self._ids]
-            self.cache.zero_()
-            self._layout.fence()
-            self._settle()
+        def fill() -> None:
+            self._fill_pool()
+            self._clear_cache()
 
-        def swap(start: int, end: int) -> Copy:
-            return self._layout.swap_in(self.pool, self._slots[start:end], self._ids[start:end])
+        def run() -> None:
+            fence = self._layout.fence()
+            self._each(lambda start, end: self._layout.swap_in(self.pool, slots[start:end], ids[start:end], fence))
 
         def verify() -> None:
-            found = self._bytes[:, ::VERIFIED_EVERY].cpu().numpy()
-            if not np.array_equal(found, self._by_layer()[:, ::VERIFIED_EVERY]):
+            if not self._cache_is_right():
                 raise AssertionError(f"{name}: the cache holds other bytes than the pool")
 
-        return Operation(name, self._each(swap), self._blocks.nbytes, limit, before=fill_pool, after=verify)
-
-    def fill_cache(self) -> None:
-        """Put the blocks into the cache, and clear the pool."""
-        import torch
-
-        self._bytes.copy_(torch.from_numpy(self._by_layer()))
-        self.pool.fill(0)
-        self._settle()
+        slots, ids = self._slots, self._ids
+        return Operation(name, run, self._blocks.nbytes, limit, before=fill, after=verify)
 
     def memcpy(self) -> Operation:
         """The operation that copies the same bytes in memory order: the limit."""
@@ -101,14 +105,58 @@ class Swaps:
             if not np.array_equal(self.pool[::VERIFIED_EVERY], source[::VERIFIED_EVERY]):
                 raise AssertionError(f"{ONE_MEMCPY}: the pool holds other bytes than the cache")
 
-        return Operation(ONE_MEMCPY, run, self._blocks.nbytes, before=self.fill_cache, after=verify)
+        return Operation(ONE_MEMCPY, run, self._blocks.nbytes, before=self._clear_pool, after=verify)
+
+    def _by_layer(self) -> Rows:
+        """The blocks, `(layers, blocks, layer_bytes)`."""
+        layers, blocks, layer_bytes = self._bytes.shape
+        return self._blocks.reshape(blocks, layers, layer_bytes).swapaxes(0, 1)
+
+    def _each(self, swap: Callable[[int, int], Copy]) -> None:
+        for copy in [swap(start, end) for start, end in self._batch.calls()]:
+            copy.wait()
+
+    # ---- what is compared ----------------------------------------------------------------------------------------
+
+    def _clear_pool(self) -> None:
+        self.pool[self._compared_slots] = 0
+        self.pool[::VERIFIED_EVERY] = 0  # by the memcpy
+
+    def _fill_pool(self) -> None:
+        self.pool[self._compared_slots] = self._blocks[self._compared_ids]
+
+    def _clear_cache(self) -> None:
+        self._bytes[:, self._compared_ids] = 0
+
+    def _pool_is_right(self) -> bool:
+        return np.array_equal(self.pool[self._compared_slots], self._blocks[self._compared_ids])
+
+    def _cache_is_right(self) -> bool:
+        found = self._bytes[:, self._compared_ids].numpy()
+        return np.array_equal(found, self._by_layer()[:, self._compared_ids])
+
+
+class DeviceSwaps(Swaps):
+    """The same on a CUDA device, where every byte is compared: the pool is filled and read by one copy of all of it."""
+
+    def __init__(self, model: Model, batch: Batch, blocks: Rows) -> None:
+        import torch
+
+        super().__init__(model, batch, blocks, "cuda")
+        self._wanted = self._bytes.clone()
+        self._rows: Any = torch.from_numpy(self.pool)
+        # The rows of a pool that is right: slot slots[i] has block ids[i].
+        block_of_slot = torch.empty(batch.blocks, dtype=torch.int64)
+        block_of_slot[self._slots] = torch.tensor(self._ids)
+        by_slot = self._wanted[:, block_of_slot.to("cuda")].transpose(0, 1)
+        self._wanted_rows: Any = by_slot.reshape(self.pool.shape)
+        self._layout.swap_out([0], self.pool, [0]).wait()  # from here on it is known who makes the copies
 
     def pinned_copies(self) -> list[Operation]:
         """The operations that copy all bytes in one asynchronous copy, one for each direction."""
         import torch
 
-        rows: Any = torch.from_numpy(self.pool).view(-1)
-        cache: Any = self._bytes.view(-1)
+        rows, cache = self._rows.view(-1), self._bytes.view(-1)
 
         def run(target: Any, source: Any) -> Callable[[], None]:
             def copy() -> None:
@@ -117,50 +165,72 @@ class Swaps:
 
             return copy
 
+        def verify() -> None:
+            if not torch.equal(self._uploaded().view(-1), cache):
+                raise AssertionError("one pinned copy: pool and cache hold different bytes")
+
         return [
-            Operation(PINNED_OUT, run(rows, cache), self._blocks.nbytes),
-            Operation(PINNED_IN, run(cache, rows), self._blocks.nbytes),
+            Operation(PINNED_OUT, run(rows, cache), self._blocks.nbytes, before=self._clear_pool, after=verify),
+            Operation(PINNED_IN, run(cache, rows), self._blocks.nbytes, before=self._clear_cache, after=verify),
         ]
 
-    def _settle(self) -> None:
-        """Wait until the device is idle."""
-        if self.cache.is_cuda:
-            import torch
+    def _uploaded(self) -> Any:
+        """The pool, on the device."""
+        return self._rows.to("cuda")
 
-            torch.cuda.synchronize()
+    def _clear_pool(self) -> None:
+        import torch
 
-    def _by_layer(self) -> Rows:
-        """The blocks, `(layers, blocks, layer_bytes)`."""
-        layers, blocks, layer_bytes = self._bytes.shape
-        return self._blocks.reshape(blocks, layers, layer_bytes).swapaxes(0, 1)
+        self._bytes.copy_(self._wanted)
+        self._rows.copy_(torch.zeros_like(self._wanted_rows))
+        torch.cuda.synchronize()
 
-    def _each(self, swap: Callable[[int, int], Copy]) -> Callable[[], None]:
-        def run() -> None:
-            for copy in [swap(start, end) for start, end in self._batch.calls()]:
-                copy.wait()
+    def _fill_pool(self) -> None:
+        self._rows.copy_(self._wanted_rows)
 
-        return run
+    def _clear_cache(self) -> None:
+        import torch
+
+        self._bytes.zero_()
+        torch.cuda.synchronize()
+
+    def _pool_is_right(self) -> bool:
+        import torch
+
+        return torch.equal(self._uploaded(), self._wanted_rows)
+
+    def _cache_is_right(self) -> bool:
+        import torch
+
+        return torch.equal(self._bytes, self._wanted)
 
 
 def main() -> None:
     benchmark = Benchmark(__spec__.name, __doc__, add_options=add_model_option)
-    if missing_module("torch"):
-        benchmark.say(f"swap: {missing_module('torch')}, so it is not measured")
+    if why := missing_module("torch"):
+        benchmark.skip("swap", why)
         return
-    no_device = no_cuda() or missing_module("vllm")
+    no_device = no_cuda()
+    if no_device:
+        benchmark.skip(f"{CUDA_OUT}, {CUDA_IN}", no_device)
+    copies = None if no_device else install()
+    importlib.import_module("kvstore_client.engine.paged.layout")
+    gc.freeze()  # looking for garbage in torch, before each operation, would take longer than the operations
     for model in chosen_models(benchmark.options):
         benchmark.say(f"{model.name}: making {benchmark.batch.blocks} blocks of {model.block_bytes} bytes")
         blocks = random_rows(benchmark.batch.blocks, model.block_bytes)
-        host = Swaps(model, benchmark.batch, blocks, "cpu")
+        host = Swaps(model, benchmark.batch, blocks)
         operations = [host.memcpy(), host.out(SWAP_OUT, ONE_MEMCPY), host.into(SWAP_IN, ONE_MEMCPY)]
-        if not no_device:
-            device = Swaps(model, benchmark.batch, blocks, "cuda")
+        described: dict[str, Any] = benchmark.batch.described(model.block_bytes)
+        if copies is not None:
+            device = DeviceSwaps(model, benchmark.batch, blocks)
             operations += [*device.pinned_copies(), device.out(CUDA_OUT, PINNED_OUT), device.into(CUDA_IN, PINNED_IN)]
+            described["copies"] = copies.how
         benchmark.measure(
             model.name,
             operations,
             unavailable=dict.fromkeys((CUDA_OUT, CUDA_IN), no_device) if no_device else {},
-            **benchmark.batch.described(model.block_bytes),
+            **described,
         )
     benchmark.finish()
 

@@ -23,7 +23,7 @@ from cryptography.x509.oid import NameOID
 
 from benchmarks.remote_kv_cache.harness import Benchmark, Operation
 from benchmarks.remote_kv_cache.plain import PlainSocket, plain_peer
-from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.processes import kvstore_server, processor_seconds
 from benchmarks.remote_kv_cache.shapes import HEADLINE
 from benchmarks.remote_kv_cache.transfers import (
     PLAIN_GET,
@@ -74,17 +74,13 @@ class Processor:
         """The same operation, counted."""
 
         def run() -> float | None:
-            before = self._seconds()
+            before = processor_seconds(self._processes)
             taken = operation.run()
-            rate = operation.moved / 1e9 / (self._seconds() - before)
+            rate = operation.moved / 1e9 / (processor_seconds(self._processes) - before)
             self.gb_per_s.setdefault(operation.name, []).append(rate)
             return taken
 
         return dataclasses.replace(operation, run=run)
-
-    def _seconds(self) -> float:
-        schedstats = [file for each in self._processes for file in Path(f"/proc/{each.pid}/task").glob("*/schedstat")]
-        return sum(int(file.read_text().split()[0]) for file in schedstats) / 1e9
 
 
 def main() -> None:

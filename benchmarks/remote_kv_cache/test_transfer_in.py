@@ -101,15 +101,14 @@ def show(cases: list[Case]) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_engine_model_option(parser, "--model", "tiny")
+    add_engine_model_option(parser)
     parser.add_argument("--scale", type=int, help="1000 / SCALE prompts; default: 25; --quick: 125")
     add_cpu_bytes_option(parser)
 
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__, rounds=3, add_options=_add_options)
-    if missing_module("vllm"):
-        benchmark.say(f"transfer_in: {missing_module('vllm')}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm")):
         return 0
     options = benchmark.options
     scale = options.scale or (125 if benchmark.quick else 25)
@@ -119,30 +118,19 @@ def main() -> int:
     if cpu_bytes is None:
         cpu_bytes = 2 * prompts * _PROMPT_TOKENS * model.token_bytes
     seconds: dict[int, dict[str, list[float]]] = {rate: {WITHOUT: [], FILL: [], READ: []} for rate in rates}
-    with ExitStack() as stack, benchmark.progress() as bar:
-        task = bar.add_task("starting three engines", total=benchmark.rounds * len(rates))
-        bar.refresh()
+    with ExitStack() as stack, benchmark.steps("starting three engines", benchmark.rounds * len(rates)) as step:
         engines = Engines(stack, model, prompts, benchmark.rounds, cpu_bytes)
         engines.take_turns(0, _WARM_UP, 0)
         seeds = iter(range(1, benchmark.rounds * len(rates) + 1))
         for number in range(benchmark.rounds):
             for rate in random.Random(number).sample(rates, len(rates)):
-                bar.update(task, description=f"round {number + 1}: {rate} % in common", refresh=True)
+                step(f"round {number + 1}: {rate} % in common", 0)
                 for name, value in engines.take_turns(next(seeds), prompts, rate).items():
                     seconds[rate][name].append(value)
-                bar.advance(task)
+                step()
     parameters = {"prompts": prompts, "prompt_tokens": _PROMPT_TOKENS, "output_tokens": _OUTPUT_TOKENS}
     for rate in rates:
-        benchmark.cases.append(
-            Case(
-                name=f"{rate} %",
-                seconds=seconds[rate],
-                moved=dict.fromkeys(seconds[rate], 0),
-                limits={},
-                references=(READ,),
-                parameters={"hit_rate_percent": rate, **parameters},
-            )
-        )
+        benchmark.add(f"{rate} %", seconds[rate], references=(READ,), hit_rate_percent=rate, **parameters)
     show(benchmark.cases)
     scaled = _PROMPTS / prompts
     return conclude(benchmark, engines.checks, model=model.to_json(), scale=scaled, cpu_bytes=cpu_bytes, **parameters)

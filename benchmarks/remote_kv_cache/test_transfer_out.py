@@ -2,9 +2,10 @@
 
 Four different prompts at once, one token of output, nothing in any cache, for eight limits of tokens a step and with
 the engine's own prefix cache on and off. Then the prefill of a larger model with the engine's default settings, whose
-target is 0.97 of the throughput without. Three engines live at the same time and take turns: one with the connector,
-and two without, of which the second one's share of the first shows how much equal engines differ. "Until stored" ends
-when the server has every block, "until answered" with the last answer.
+target is 0.97 of the throughput without. Four engines live at the same time and take turns. One has the connector. One
+has the connector with a CPU tier, but no server listens at its endpoint, so it swaps out and sends nothing. Two have no
+connector; they show how much equal engines differ. "Until stored" ends when the server has every block, "until
+answered" with the last answer.
 
 The prompts have 8192 tokens divided by the scale. Needs vLLM; without it nothing is measured.
 """
@@ -25,12 +26,13 @@ from benchmarks.remote_kv_cache.engine_checks import Checks, conclude
 from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, add_engine_model_option, full_blocks
 from benchmarks.remote_kv_cache.engines import WITHOUT, Engine, Store, add_cpu_bytes_option
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
-from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.processes import free_port, kvstore_server
 from benchmarks.remote_kv_cache.report import Case, console
 
 AGAIN: Final = "another engine without"
 ANSWERED: Final = "with, until answered"
 STORED: Final = "with, until stored"
+SWAPPED: Final = "swapping out only"
 BATCH_TOKENS: Final = (1024, 768, 512, 384, 256, 128, 64, 32)
 BATCH_SIZES: Final = "batch sizes"
 PREFILL: Final = "prefill"
@@ -98,15 +100,17 @@ def measure(setting: Setting, cpu_bytes: int, checks: Checks, step: Callable[[],
         "kv_cache_memory_bytes": 2 * blocks * model.block_bytes + (64 << 20),
         **setting.arguments,
     }
-    seconds: dict[str, list[float]] = {WITHOUT: [], AGAIN: [], ANSWERED: [], STORED: []}
+    seconds: dict[str, list[float]] = {WITHOUT: [], AGAIN: [], SWAPPED: [], ANSWERED: [], STORED: []}
     with ExitStack() as stack:
         endpoint = stack.enter_context(kvstore_server(blocks * model.block_bytes * (setting.rounds + 1)))
         store = stack.enter_context(Store(endpoint))
         plain = stack.enter_context(Engine(model, None, **arguments))
         connector = {"endpoint": endpoint, "cpu_bytes": cpu_bytes}
         sending = stack.enter_context(Engine(model, connector, **arguments))
+        no_store = {"endpoint": f"127.0.0.1:{free_port()}", "cpu_bytes": cpu_bytes}
+        swapping = stack.enter_context(Engine(model, no_store, **arguments))
         again = stack.enter_context(Engine(model, None, **arguments))
-        engines = plain, sending, again
+        engines = plain, sending, swapping, again
         for engine in engines:
             engine.wait_ready()
         for number in range(setting.rounds + 1):
@@ -121,18 +125,19 @@ def measure(setting: Setting, cpu_bytes: int, checks: Checks, step: Callable[[],
             if number:
                 seconds[WITHOUT].append(runs[plain].seconds)
                 seconds[AGAIN].append(runs[again].seconds)
+                seconds[SWAPPED].append(runs[swapping].seconds)
                 seconds[ANSWERED].append(runs[sending].seconds)
                 seconds[STORED].append(stored_s)
             what = f"{setting.name}, round {number}"
             checks.tokens(what, prompts, runs[sending].answers, runs[plain].answers, plain)
+            checks.tokens(f"{what}, {SWAPPED}", prompts, runs[swapping].answers, runs[plain].answers, plain)
             checks.cached(f"{what}, with", runs[sending].answers, 0, 0)
             checks.cached(f"{what}, without", runs[plain].answers, 0, 0)
     return Case(
         name=setting.name,
         seconds=seconds,
-        moved=dict.fromkeys(seconds, 0),
-        limits={AGAIN: WITHOUT, ANSWERED: WITHOUT, STORED: WITHOUT},
-        references=(AGAIN, ANSWERED, STORED),
+        limits={AGAIN: WITHOUT, SWAPPED: WITHOUT, ANSWERED: WITHOUT, STORED: WITHOUT},
+        references=(AGAIN, SWAPPED, ANSWERED, STORED),
         parameters={
             "group": setting.group,
             "model": model.to_json(),
@@ -149,16 +154,17 @@ def measure(setting: Setting, cpu_bytes: int, checks: Checks, step: Callable[[],
 
 def show(cases: list[Case]) -> None:
     table = Table("prompts a second", title="Sending at hit rate 0", title_justify="left")
-    for heading in (WITHOUT, ANSWERED, STORED, "÷ without: another", "answered", "stored"):
+    rates, shares = (WITHOUT, SWAPPED, ANSWERED, STORED), (AGAIN, SWAPPED, ANSWERED, STORED)
+    for heading in (*rates, *(f"{name} ÷ without" for name in shares)):
         table.add_column(heading, justify="right")
     for case in cases:
-        rates = (f"{_PROMPTS / case.median(name):.2f}" for name in (WITHOUT, ANSWERED, STORED))
-        table.add_row(case.name, *rates, *(f"{case.ratio(WITHOUT, name):.3f}" for name in (AGAIN, ANSWERED, STORED)))
+        told = [f"{_PROMPTS / case.median(name):.2f}" for name in rates]
+        table.add_row(case.name, *told, *(f"{case.ratio(WITHOUT, name):.3f}" for name in shares))
     console().print(table)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_engine_model_option(parser, "--model", "tiny")
+    add_engine_model_option(parser)
     parser.add_argument("--scale", type=int, help="prompts have 8192 / SCALE tokens; default: 8; --quick: 32")
     add_engine_model_option(parser, "--prefill-model", "mid")
     parser.add_argument("--prefill-scale", type=int, help="the same for the prefill; default: 4; --quick: 32")
@@ -169,19 +175,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     benchmark = Benchmark(__spec__.name, __doc__, rounds=5, add_options=_add_options)
-    if missing_module("vllm"):
-        benchmark.say(f"transfer_out: {missing_module('vllm')}, so it is not measured")
+    if benchmark.lacks(missing_module("vllm")):
         return 0
     checks = Checks()
     options = benchmark.options
     planned = settings(options, benchmark.quick, benchmark.rounds)
-    with benchmark.progress() as bar:
-        task = bar.add_task("", total=sum(3 * (setting.rounds + 1) for setting in planned))
+    with benchmark.steps("", sum(4 * (setting.rounds + 1) for setting in planned)) as step:
         for setting in planned:
-            bar.update(task, description=setting.name, refresh=True)
-            benchmark.cases.append(
-                measure(setting, options.cpu_bytes, checks, lambda: bar.update(task, advance=1, refresh=True))
-            )
+            step(setting.name, 0)
+            benchmark.cases.append(measure(setting, options.cpu_bytes, checks, step))
     show(benchmark.cases)
     return conclude(benchmark, checks, cpu_bytes=options.cpu_bytes)
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MEMCPY: Final = "memcpy"
 PLAIN_SET: Final = "plain socket set"
 PLAIN_GET: Final = "plain socket get"
+REDIS_SETS: Final = ("redis set", "redis pipeline set", "redis mset")
+REDIS_GETS: Final = ("redis get", "redis mget")
 TIMEOUT_S: Final = 60.0
 
 Call = Callable[[int, int], object]
@@ -155,13 +157,13 @@ def plain_operations(plain: PlainSocket, blocks: Blocks) -> list[Operation]:
     ]
 
 
-def set_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: str) -> Operation:
-    """`set` of keys that are not there: they are deleted before each round. With one copy of each block there is no
-    difference between a deferred set and another: both are acknowledged when the server has the bytes."""
+def set_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: str, deferred: bool = True) -> Operation:
+    """`set` of keys that are not there: they are deleted before each round. With one copy of each block a deferred set
+    should take as long as another: both are acknowledged when the server has the bytes."""
     results: list[SetResult] = []
 
     def call(start: int, end: int) -> None:
-        results.append(client.set(blocks.keys[start:end], blocks.source[start:end]))
+        results.append(client.set(blocks.keys[start:end], blocks.source[start:end], deferred=deferred))
 
     def before() -> None:
         client.sync()
@@ -241,9 +243,10 @@ def redis_operations(redis: Redis, blocks: Blocks) -> list[Operation]:
         reconnect()
 
     return [
-        blocks.writing("redis set", set_each, PLAIN_SET, before=empty),
-        blocks.writing("redis pipeline set", pipeline, PLAIN_SET, before=empty),
-        blocks.writing("redis mset", mset, PLAIN_SET, before=empty),
-        blocks.reading("redis get", get_each, PLAIN_GET, before=reconnect),
-        blocks.fetching("redis mget", lambda start, end: redis.mget(keys[start:end]), PLAIN_GET, before=reconnect),
+        *(
+            blocks.writing(name, call, PLAIN_SET, before=empty)
+            for name, call in zip(REDIS_SETS, (set_each, pipeline, mset), strict=True)
+        ),
+        blocks.reading(REDIS_GETS[0], get_each, PLAIN_GET, before=reconnect),
+        blocks.fetching(REDIS_GETS[1], lambda start, end: redis.mget(keys[start:end]), PLAIN_GET, before=reconnect),
     ]

@@ -24,6 +24,8 @@ cdef class BlockIndex:
     WRITING = 1
     READY = 2
     GONE = 3
+    ABSENT = -1
+    COMING = -2
     EXISTED = -1
     DUPLICATE = -2
     NO_SPACE = -3
@@ -154,7 +156,7 @@ cdef class BlockIndex:
     # -- readers ---------------------------------------------------------------------------------------------
 
     def acquire(self, keys, double now, uint64_t tick, bint refresh=True, bint reading=False):
-        """Takes a reader's reference on every READY key. Returns int32: the slot, -1 (absent) or -2 (WRITING).
+        """Takes a reader's reference on every READY key. Returns int32: the slot, ABSENT, or COMING (WRITING).
 
         ``reading``: to read the block for a client. A transient block is absent for it while as many references are
         held as it has reads left."""

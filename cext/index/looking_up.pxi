@@ -154,12 +154,12 @@ cdef object acquire_keys(Blocks blocks, keys, double now, uint64_t tick, bint re
             if slot != NONE:
                 record = blocks.record(slot)
                 if reading and record.reads != 0 and record.refs >= record.reads:
-                    out[i] = NONE
+                    out[i] = ABSENT
                     continue
                 record.refs += 1
                 out[i] = slot
             elif out[i] != NONE:
-                out[i] = -2
+                out[i] = COMING
         if refresh:
             blocks.touch(out, n, n, tick)
         PyBuffer_Release(&result)

@@ -57,7 +57,9 @@ cdef enum:
     CHOSEN = 4  # a WRITING slot during a commit or abort, to detect slots that occur twice
 
     NONE = -1
-    EXISTED = -1
+    ABSENT = -1  # of a look-up
+    COMING = -2
+    EXISTED = -1  # of a reservation
     DUPLICATE = -2
     NO_SPACE = -3
     FOUND = -4  # FOUND - slot: during reserve, a key whose READY slot is still to be touched

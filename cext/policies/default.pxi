@@ -26,6 +26,12 @@
 # in large caches, up to 224 for samples in those of a few hundred slots.
 
 
+include "seen.pxi"
+include "reuse.pxi"
+include "worth.pxi"
+include "lists.pxi"
+
+
 cdef enum:
     MOST_COUNTED = 0xFFFF   # uses
     # "A cache of references" is as many uses of blocks as the cache has slots.

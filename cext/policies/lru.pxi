@@ -5,7 +5,6 @@ cdef struct Chain:
     # A list of READY blocks, linked through their records.
     int32_t newest
     int32_t oldest
-    Py_ssize_t length
     # All blocks older than `unpinned_from` (NONE: all blocks) are pinned until `pinned_until` at least. So not every
     # eviction has to walk over pinned blocks at the old end.
     int32_t unpinned_from
@@ -14,7 +13,6 @@ cdef struct Chain:
 
 cdef inline void chain_clear(Chain *chain) noexcept nogil:
     chain.newest = chain.oldest = chain.unpinned_from = NONE
-    chain.length = 0
     chain.pinned_until = 0
 
 
@@ -26,7 +24,6 @@ cdef inline void chain_push(Space *space, Chain *chain, int32_t slot, Record *re
     else:
         record_at(space, chain.newest).newer = slot
     chain.newest = slot
-    chain.length += 1
     if chain.unpinned_from == NONE:
         chain.unpinned_from = slot
 
@@ -42,7 +39,6 @@ cdef inline void chain_unlink(Space *space, Chain *chain, int32_t slot, Record *
         chain.oldest = record.newer
     else:
         record_at(space, record.older).newer = record.newer
-    chain.length -= 1
 
 
 cdef inline void chain_put_back(Space *space, Chain *chain, int32_t slot, Record *record) noexcept nogil:
@@ -58,7 +54,6 @@ cdef inline void chain_put_back(Space *space, Chain *chain, int32_t slot, Record
     else:
         record_at(space, record.older).newer = slot
     chain.unpinned_from = slot
-    chain.length += 1
 
 
 cdef inline int32_t chain_begin(Chain *chain, uint32_t now) noexcept nogil:

@@ -5,7 +5,8 @@
 # `slot_bytes`, so many bytes a slot beside the records of each segment. It may read the other fields (tick, rank, hash,
 # priority). It must keep one rule: a walk returns every block that is neither held nor kept, all blocks of a lower
 # priority before those of a higher one. No method fails, and only `resized` allocates memory.
-# To add a policy, write its class in a new file; include the file and add the class at the end of this file.
+# To add a policy, write its class in a new file, which is named as the policy: `setup.py` lists them in `all.pxi`. What a
+# policy is made of is in files beside it, which its file includes.
 
 
 cdef class Policy:
@@ -72,11 +73,4 @@ cdef inline uint32_t pinned_until(Record *record) noexcept nogil:
     return record.pin_until if record.expires == 0 else min(record.pin_until, record.expires)
 
 
-include "lru.pxi"
-include "seen.pxi"
-include "reuse.pxi"
-include "worth.pxi"
-include "lists.pxi"
-include "default.pxi"
-
-cdef dict _POLICIES = {"lru": Lru, "default": Adaptive}
+include "all.pxi"

@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import msgspec
 
-from kvstore.auth.rights import EVERY_TENANT, VERBS, Rights, verbs_of
+from kvstore.auth.rights import EVERY_TENANT, Rights, verbs_of
 from kvstore.auth.tokens import MAX_TOKEN_BYTES, NAME, check_hash, hash_token, make_token, matches, name_in
 from kvstore.sizes import parse_size
+from kvstore.wire import RIGHTS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -161,7 +162,7 @@ def _principal(given: _Principal, where: str) -> Principal:
         raise AuthFileError(f"{where}: expected a name of 1 to 64 letters, digits, '_' and '-'")
     check_tenant(given.tenant, where)
     if not given.verbs:
-        raise AuthFileError(f"{where}: no verbs: expected some of {', '.join(VERBS)}")
+        raise AuthFileError(f"{where}: no verbs: expected some of {', '.join(RIGHTS)}")
     if not given.namespaces:
         raise AuthFileError(f'{where}: no namespaces: expected patterns of models, ["*"] for all')
     if not 1 <= len(given.tokens) <= MAX_TOKENS:

@@ -1,6 +1,6 @@
 """What a principal may do: verbs, a tenant, patterns of models. Plain data; any thread.
 
-Each request needs one of some verbs, as a bit mask, so that the check of a request is one look-up and one AND.
+The verbs are a bit mask, as is what the row of a request needs (`wire.VERBS`): the check is one AND.
 """
 
 from __future__ import annotations
@@ -14,39 +14,9 @@ import msgspec
 
 from kvstore import wire
 from kvstore.wire import ErrorCode, WireError
+from kvstore.wire.verbs import ANYBODY, KNOWN, RIGHTS
 
-READ: Final = 1
-WRITE: Final = 2
-DELETE: Final = 4
-ADMIN: Final = 8
-MONITOR: Final = 16
-KNOWN: Final = 32  # whoever has logged in
-ANYBODY: Final = 64  # also who has not logged in
-VERBS: Final = {"read": READ, "write": WRITE, "delete": DELETE, "admin": ADMIN, "monitor": MONITOR}
 EVERY_TENANT: Final = "*"
-
-NEEDED: Final[dict[type, int]] = {
-    wire.Hello: ANYBODY,
-    wire.Ping: ANYBODY,
-    wire.Credit: ANYBODY,  # this one and the next two say something about a GET of the same connection
-    wire.Cancel: ANYBODY,
-    wire.Release: ANYBODY,
-    wire.Sync: KNOWN,
-    wire.Get: READ,
-    wire.Contains: READ,
-    wire.MatchPrefix: READ,
-    wire.Set: WRITE,
-    wire.Share: WRITE,
-    wire.Promise: WRITE,
-    wire.Withdraw: WRITE,
-    wire.Expire: WRITE,
-    wire.Delete: DELETE,
-    wire.Info: ADMIN | MONITOR,
-    wire.Scrub: ADMIN,
-    wire.Hottest: ADMIN,
-    wire.Purge: ADMIN,
-}
-"""For each request the verbs of which one is needed."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +35,16 @@ class Rights:
     @property
     def verb_names(self) -> list[str]:
         """The verbs, as the file names them."""
-        return [name for name, bit in VERBS.items() if bit & self.verbs]
+        return [name for name, bit in RIGHTS.items() if bit & self.verbs]
 
     def owns(self, tenant: str) -> bool:
         """Whether it may use namespaces of this tenant."""
         return self.tenant in (EVERY_TENANT, tenant)
+
+    @property
+    def owns_all(self) -> bool:
+        """Whether it may use namespaces of every tenant and model."""
+        return self.tenant == EVERY_TENANT and "*" in self.models
 
     def use(self, model: str) -> bool:
         """Whether it may use namespaces of this model."""
@@ -87,27 +62,26 @@ def verbs_of(names: list[str]) -> int:
     """-> the bit mask of verbs by name. Raises `ValueError` for a name that is none."""
     mask = KNOWN | ANYBODY
     for name in names:
-        if name not in VERBS:
-            raise ValueError(f"verb {name!r}: expected one of {', '.join(VERBS)}")
-        mask |= VERBS[name]
+        if name not in RIGHTS:
+            raise ValueError(f"verb {name!r}: expected one of {', '.join(RIGHTS)}")
+        mask |= RIGHTS[name]
     return mask
 
 
 def refuse(rights: Rights, request: wire.Request) -> WireError:
     """-> the error for a request that these rights do not include."""
-    name = type(request).__name__.upper()
+    verb = wire.VERBS[type(request)]
+    name = verb.name.upper()
     if rights is NONE:
         return WireError(
             ErrorCode.NOT_AUTHORIZED,
             f"{name}: this server wants a token first: give the client token=, or set KVSTORE_TOKEN or "
             "KVSTORE_TOKEN_FILE",
-            request.id,
         )
-    wanted = " or ".join(verb for verb, bit in VERBS.items() if bit & NEEDED[type(request)])
+    wanted = " or ".join(right for right, bit in RIGHTS.items() if bit & verb.right)
     return WireError(
         ErrorCode.NOT_AUTHORIZED,
         f"{name}: principal {rights.principal!r} may not: this needs the verb {wanted} in the server's --auth file",
-        request.id,
     )
 
 

@@ -24,7 +24,8 @@ from typing import Final
 import msgspec
 
 from kvstore.cluster.members import DirectoryError, Member, MemberError, Membership, State, check_member
-from kvstore.cluster.url import DnsURL
+from kvstore.cluster.schemes import Scheme
+from kvstore.cluster.url import DnsURL, parse_dns_url
 from kvstore.tls import TLSOptions
 from kvstore.wire import ShardAddress
 from kvstore.wire.asking import AskError, Asking, Dial, dial_tcp
@@ -144,3 +145,6 @@ class DnsDirectory:
             members[node.member.node] = msgspec.structs.replace(node.member, state=state)
             shards |= names
         return [members[name] for name in sorted(members)]
+
+
+SCHEME: Final = Scheme(parse_dns_url, DnsDirectory)

@@ -23,7 +23,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -35,12 +35,14 @@ from kvstore.cluster.members import (
     decode_member,
     encode_member,
 )
-from kvstore.cluster.url import EtcdURL
+from kvstore.cluster.schemes import Scheme
+from kvstore.cluster.url import EtcdURL, join_address, parse_etcd_url
 
 log = logging.getLogger(__name__)
 
 MAX_MEMBERS: Final = 4096
 MAX_DRAIN_S: Final = 86_400
+FOLLOW_TIMEOUT_S: Final = 1.0  # for one endpoint, when members are only followed
 _ROOT: Final = "/kvstore"
 _T = TypeVar("_T")
 
@@ -60,13 +62,6 @@ class Drain(msgspec.Struct, frozen=True):
 
 
 _drain_decoder = msgspec.json.Decoder(Drain)
-
-
-class _Endpoint(NamedTuple):
-    """One etcd server."""
-
-    address: str  # HOST:PORT
-    session: Any  # a `requests.Session`; requests is imported only when a directory is made
 
 
 class EtcdDirectory:
@@ -89,10 +84,7 @@ class EtcdDirectory:
         self.timeout_s = timeout_s
         self._failures = (requests.RequestException, OSError, ValueError, KeyError, TypeError)
         self._access = EtcdAccess(url)
-        self._endpoints = [
-            _Endpoint(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._access.session())
-            for host, port in url.endpoints
-        ]
+        self._endpoints = [self._access.endpoint(join_address(*each)) for each in url.endpoints]
         self._at = random.randrange(len(self._endpoints))  # so that not all clients use the first endpoint
         self._nodes = f"{_ROOT}/{url.name}/{folder}/"
         self._drains = f"{_ROOT}/{url.name}/drains/"
@@ -122,7 +114,7 @@ class EtcdDirectory:
         endpoint = self._endpoints[at]
         timeouts = self.timeout_s, max(timeout_s, 0.01)
         try:
-            with self._access.post(*endpoint, "/watch", body, stream=True, timeout=timeouts) as answer:
+            with self._access.post(endpoint, "/watch", body, stream=True, timeout=timeouts) as answer:
                 answer.raise_for_status()
                 with self._lock:
                     self._watching = answer
@@ -135,7 +127,8 @@ class EtcdDirectory:
             # requests reports the timeout of a read here as a ConnectionError.
             if "timed out" in str(error).lower():
                 return False
-            self._failed(at, error)
+            self._at = (at + 1) % len(self._endpoints)
+            raise DirectoryError(f"{self.url}: {endpoint.address}: {_reason(error)}") from None
         finally:
             with self._lock:
                 self._watching = None
@@ -143,13 +136,7 @@ class EtcdDirectory:
     def read_member(self, node: str) -> Member | None:
         """-> the record of a node; None when it has none, or one that does not describe a member."""
         answer = self._post("/kv/range", key=_encode(self._nodes + node))
-
-        def read() -> Member | None:
-            for record in answer.get("kvs", []):
-                return self._read_member(record)
-            return None
-
-        return self._understand(read)
+        return self._understand(lambda: next(map(self._read_member, answer.get("kvs", [])), None))
 
     def records(self) -> tuple[int, dict[str, bytes]]:
         """-> the epoch, and all records as they are, by their names."""
@@ -246,7 +233,7 @@ class EtcdDirectory:
             at = self._at
             endpoint = self._endpoints[at]
             try:
-                response = self._access.post(*endpoint, path, body, timeout=self.timeout_s)
+                response = self._access.post(endpoint, path, body, timeout=self.timeout_s)
                 if not response.ok:
                     raise ValueError(f"etcd answered with HTTP status {response.status_code}: {response.text}")
                 answer = response.json()
@@ -257,10 +244,6 @@ class EtcdDirectory:
                 self._at = (at + 1) % len(self._endpoints)
                 reasons.append(f"{endpoint.address}: {_reason(error)}")
         raise DirectoryError(f"{self.url}: {'; '.join(reasons)}")
-
-    def _failed(self, at: int, error: Exception) -> NoReturn:
-        self._at = (at + 1) % len(self._endpoints)
-        raise DirectoryError(f"{self.url}: {self._endpoints[at].address}: {_reason(error)}") from None
 
     def _understand(self, read: Callable[[], _T]) -> _T:
         try:
@@ -346,3 +329,6 @@ def _encode(data: str | bytes) -> str:
 
 def _decode(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
+
+
+SCHEME: Final = Scheme(parse_etcd_url, lambda url, _: EtcdDirectory(url, FOLLOW_TIMEOUT_S))

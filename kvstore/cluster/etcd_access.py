@@ -13,7 +13,7 @@ import ssl
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import requests
 from requests.adapters import HTTPAdapter
@@ -27,6 +27,13 @@ _API: Final = "/v3"  # of etcd 3.4 and later
 _UNAUTHORIZED: Final = 401
 _AUTHENTICATE_S: Final = 2.0  # for etcd to check a password, at least
 _OLD_TOKEN: Final = ("invalid auth token", "revision of auth store is old")
+
+
+class Endpoint(NamedTuple):
+    """One etcd server."""
+
+    address: str  # HOST:PORT
+    session: requests.Session
 
 
 class _Adapter(HTTPAdapter):
@@ -48,8 +55,8 @@ class EtcdAccess:
         self._scheme = "http" if self._options is None else "https"
         self._user = self._options.user if self._options is not None else ""
 
-    def session(self) -> requests.Session:
-        """-> a new session, for one endpoint."""
+    def endpoint(self, address: str) -> Endpoint:
+        """-> the server at HOST:PORT, with a session of its own."""
         session = requests.Session()
         session.trust_env = False  # no proxy: it could delay the renewal of a lease
         options = self._options
@@ -57,42 +64,35 @@ class EtcdAccess:
             session.mount("https://", _Adapter())
             session.verify = options.ca or True
             session.cert = (options.cert, options.key) if options.cert else None
-        return session
+        return Endpoint(address, session)
 
-    def post(self, address: str, session: requests.Session, path: str, body: Any, **options: Any) -> requests.Response:
-        """-> the answer of one endpoint, HOST:PORT. `options`: of `Session.post`. Raises as that does, and
-        `ValueError` if etcd refuses user or password."""
-        token = self._authenticate(address, session) if self._user else ""
-        response = self._send(address, session, path, body, token, **options)
+    def post(self, endpoint: Endpoint, path: str, body: Any, **options: Any) -> requests.Response:
+        """-> the answer of one endpoint. `options`: of `Session.post`. Raises as that does, and `ValueError` if etcd
+        refuses user or password."""
+        token = self._authenticate(endpoint) if self._user else ""
+        response = self._send(endpoint, path, body, token, **options)
         if token and not response.ok and _is_old(response):
             response.close()
-            token = self._authenticate(address, session, old=token)
-            response = self._send(address, session, path, body, token, **options)
+            token = self._authenticate(endpoint, old=token)
+            response = self._send(endpoint, path, body, token, **options)
         return response
 
-    def _send(
-        self,
-        address: str,
-        session: requests.Session,
-        path: str,
-        body: Any,
-        token: str,
-        **options: Any,
-    ) -> requests.Response:
+    def _send(self, endpoint: Endpoint, path: str, body: Any, token: str, **options: Any) -> requests.Response:
         headers = {"Authorization": token} if token else None
-        return session.post(f"{self._scheme}://{address}{_API}{path}", json=body, headers=headers, **options)
+        url = f"{self._scheme}://{endpoint.address}{_API}{path}"
+        return endpoint.session.post(url, json=body, headers=headers, **options)
 
-    def _authenticate(self, address: str, session: requests.Session, old: str = "") -> str:
+    def _authenticate(self, endpoint: Endpoint, old: str = "") -> str:
         """-> the user's token, another one than `old`."""
         with _lock:
             token = _tokens.get(self._url, "")
             if token == old:
-                token = _tokens[self._url] = self._new_token(address, session)
+                token = _tokens[self._url] = self._new_token(endpoint)
             return token
 
-    def _new_token(self, address: str, session: requests.Session) -> str:
+    def _new_token(self, endpoint: Endpoint) -> str:
         body = {"name": self._user, "password": self._password()}
-        response = self._send(address, session, "/auth/authenticate", body, "", timeout=_AUTHENTICATE_S)
+        response = self._send(endpoint, "/auth/authenticate", body, "", timeout=_AUTHENTICATE_S)
         if not response.ok:
             if "CommonName" in response.text:  # its HTTP gateway wants one name only, and that is the user's
                 raise ValueError(f"issue the certificate without a Common Name: etcd says {response.text.strip()}")

@@ -15,16 +15,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
-from kvstore.cluster.etcd import EtcdDirectory
 from kvstore.cluster.members import DirectoryError, Member, Membership
-from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.cluster.schemes import directory_of
 from kvstore.tls import TLSOptions
 
 log = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S: Final = 1.0  # for one endpoint
 LOOK_S: Final = 5.0  # after so long without a change the members are read anew, because a cut link goes unnoticed
 SPREAD_S: Final = 1.0
 LIST_SPREAD_NODE_S: Final = 0.001  # for each member
@@ -33,32 +31,6 @@ REFILL_S: Final = 3.0  # how long nodes may take to register again in a director
 BACK_S: Final = 10.0  # how long a member that left may take to come back without a delay
 BACKOFF_S: Final = (0.1, 1.0)
 CLOSE_S: Final = 0.4
-
-
-class Directory(Protocol):
-    """The list of a cluster's members: in etcd, or behind a DNS name."""
-
-    def membership(self) -> Membership:
-        """-> all members now. Raises `DirectoryError`."""
-
-    def wait_for_change(self, after_epoch: int, timeout_s: float) -> bool:
-        """Blocks until the members may have changed (True) or `timeout_s` have passed (False)."""
-
-    def close(self) -> None:
-        """Close the directory, and wake a thread in `wait_for_change`."""
-
-
-def directory_of(url: str, tls: TLSOptions | None = None) -> Directory:
-    """-> the directory at a cluster's URL. `tls`: how to ask nodes, where that tells who is there.
-
-    Raises `ValueError` when `url` is not a cluster's URL, `DirectoryError` when the package requests is missing.
-    """
-    parsed = parse_cluster_url(url)
-    if isinstance(parsed, EtcdURL):
-        return EtcdDirectory(parsed, REQUEST_TIMEOUT_S)
-    from kvstore.cluster.dns import DnsDirectory
-
-    return DnsDirectory(parsed, tls)
 
 
 class Follower:

@@ -1,4 +1,4 @@
-"""The URL of a cluster's list of members: `etcd://HOST:2379[,HOST:2379...]/NAME` or `dns://SERVICE:PORT`.
+"""The URLs of clusters: `etcd://HOST:2379[,HOST:2379...]/NAME` and `dns://SERVICE:PORT`.
 
 `etcds://` is etcd with TLS, and may have options: `?ca=FILE&cert=FILE&key=FILE&user=NAME&password_file=FILE`.
 
@@ -8,7 +8,7 @@ Pure; any thread.
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 ETCD_SCHEME: Final = "etcd://"
 ETCDS_SCHEME: Final = "etcds://"
@@ -35,8 +35,12 @@ class EtcdURL(NamedTuple):
     name: str
     options: EtcdOptions | None = None  # None: without TLS
 
+    @property
+    def certificate_name(self) -> str:
+        return ""
+
     def __str__(self) -> str:
-        where = f"{','.join(_address(*endpoint) for endpoint in self.endpoints)}/{self.name}"
+        where = f"{','.join(join_address(*endpoint) for endpoint in self.endpoints)}/{self.name}"
         if self.options is None:
             return f"{ETCD_SCHEME}{where}"
         from urllib.parse import quote  # for those who need it
@@ -51,37 +55,34 @@ class DnsURL(NamedTuple):
     host: str
     port: int  # of each node's first shard
 
+    @property
+    def certificate_name(self) -> str:
+        return self.host  # every node has the certificate of the service, under whose name it is found
+
     def __str__(self) -> str:
-        return f"{DNS_SCHEME}{_address(self.host, self.port)}"
+        return f"{DNS_SCHEME}{join_address(self.host, self.port)}"
 
 
-ClusterURL: TypeAlias = EtcdURL | DnsURL
+def parse_etcd_url(url: str) -> EtcdURL:
+    """Parse the URL of a cluster in etcd. Raises `ValueError`."""
+    scheme = ETCD_SCHEME if url.startswith(ETCD_SCHEME) else ETCDS_SCHEME
+    where, question, query = url[len(scheme) :].partition("?")
+    addresses, _, name = where.removesuffix("/").partition("/")
+    if not is_name(name):
+        raise ValueError(
+            f"{url!r}: the cluster's name {name!r}: expected {scheme}HOST:PORT[,HOST:PORT...]/NAME, "
+            f"NAME of 1 to {MAX_NAME} letters, digits, '.', '_' and '-'"
+        )
+    endpoints = tuple(parse_address(url, text) for text in addresses.split(","))
+    if question and scheme == ETCD_SCHEME:
+        raise ValueError(f"{url!r}: has options: expected {ETCDS_SCHEME}, because they are for TLS")
+    options = None if scheme == ETCD_SCHEME else _parse_options(url, query)
+    return EtcdURL(tuple(dict.fromkeys(endpoints)), name, options)
 
 
-def is_cluster_url(endpoint: str) -> bool:
-    """Whether `endpoint` is a cluster's URL and not a node's address."""
-    return endpoint.startswith((ETCD_SCHEME, ETCDS_SCHEME, DNS_SCHEME))
-
-
-def parse_cluster_url(url: str) -> ClusterURL:
-    """Parse a cluster's URL. Raises `ValueError`, which says what was given and what is expected."""
-    if url.startswith((ETCD_SCHEME, ETCDS_SCHEME)):
-        scheme = ETCD_SCHEME if url.startswith(ETCD_SCHEME) else ETCDS_SCHEME
-        where, question, query = url[len(scheme) :].partition("?")
-        addresses, _, name = where.removesuffix("/").partition("/")
-        if not is_name(name):
-            raise ValueError(
-                f"{url!r}: the cluster's name {name!r}: expected {scheme}HOST:PORT[,HOST:PORT...]/NAME, "
-                f"NAME of 1 to {MAX_NAME} letters, digits, '.', '_' and '-'"
-            )
-        endpoints = tuple(parse_address(url, text) for text in addresses.split(","))
-        if question and scheme == ETCD_SCHEME:
-            raise ValueError(f"{url!r}: has options: expected {ETCDS_SCHEME}, because they are for TLS")
-        options = None if scheme == ETCD_SCHEME else _parse_options(url, query)
-        return EtcdURL(tuple(dict.fromkeys(endpoints)), name, options)
-    if url.startswith(DNS_SCHEME):
-        return DnsURL(*parse_address(url, url[len(DNS_SCHEME) :].removesuffix("/")))
-    raise ValueError(f"{url!r}: expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME or {DNS_SCHEME}SERVICE:PORT")
+def parse_dns_url(url: str) -> DnsURL:
+    """Parse the URL of a cluster behind a DNS name. Raises `ValueError`."""
+    return DnsURL(*parse_address(url, url.removeprefix(DNS_SCHEME).removesuffix("/")))
 
 
 def _parse_options(url: str, query: str) -> EtcdOptions:
@@ -119,5 +120,6 @@ def parse_address(url: str, text: str) -> tuple[str, int]:
     return match[1] or match[2], int(match[3])
 
 
-def _address(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
+    """-> HOST:PORT, or [IPv6]:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -26,9 +26,7 @@ from kvstore.store.tier import Slots
 
 log = logging.getLogger("kvstore.disk")
 
-ABSENT: Final = -1  # not on disk, or memory has no slot for it
-COMING: Final = -2  # in memory, or being read or written there
-WAIT: Final = -3  # on disk; ask again when the namespace's waiters are told
+WAIT: Final = -3  # beside `ABSENT` and `COMING`: on disk; ask again when the namespace's waiters are told
 READ_JOB_BYTES: Final = 1 << 20  # at most so much a job, so that several threads give the device several reads at once
 MAX_MEMORY_SHARE: Final = 0.25  # the share of memory that may be in slots that wait for the disk
 
@@ -52,16 +50,17 @@ class Fetching:
     def fetch(self, namespace: NamespaceStore, keys: bytes, now: float) -> Answers:
         """Start to read those blocks of `keys` that are on disk and not in memory.
 
-        -> `COMING`, `WAIT` or `ABSENT`, one a key.
+        -> one a key: `BlockIndex.COMING`: it is in memory, or being read or written there; `WAIT`; `BlockIndex.ABSENT`:
+        it is not on disk, or memory has no slot for it.
         """
         disk = namespace.disk
         assert disk is not None
         found = disk.index.acquire(keys, now, 0, False)
-        answers = np.full(len(found), ABSENT, dtype=np.int32)
+        answers = np.full(len(found), BlockIndex.ABSENT, dtype=np.int32)
         rows = np.flatnonzero(found >= 0)
         if not len(rows):
             return answers
-        answers[rows] = COMING
+        answers[rows] = BlockIndex.COMING
         if self._writing.saves_before(namespace, len(rows), now):
             self._put_off(namespace, answers, rows, disk.index, found)
             return answers
@@ -91,10 +90,8 @@ class Fetching:
         answers: Answers,
         now: float,
     ) -> None:
-        store, memory = self._volume.store, namespace.memory
         wanted = np.frombuffer(keys, dtype=np.uint8).reshape(-1, namespace.key_bytes)[rows].tobytes()
-        store.memory.make_room(memory, memory.index.missing(wanted), now)
-        slots = memory.index.reserve(wanted, False, store.ticks(len(rows)), disk.index.priorities_of(found[rows]))
+        slots = self._volume.store.reserve_to_fetch(namespace, wanted, disk.index.priorities_of(found[rows]), now)
         refused = slots < 0
         if refused.any():
             full = slots == BlockIndex.NO_SPACE
@@ -103,7 +100,7 @@ class Fetching:
                 self._put_off(namespace, answers, rows[full], disk.index, found)
             else:  # every slot is pinned or being sent, and no read is in flight whose end would wake the stream
                 disk.index.release(found[rows[full]])
-                answers[rows[full]] = ABSENT
+                answers[rows[full]] = BlockIndex.ABSENT
             rows, slots = rows[~refused], slots[~refused]
         places = found[rows]
         step = max(1, READ_JOB_BYTES // namespace.block_bytes)
@@ -117,7 +114,7 @@ class Fetching:
         sums = disk.index.checksums(places)
         self.in_flight_bytes += len(slots) * size
         self._jobs += 1
-        self._in_flight[self._jobs] = namespace, slots, namespace.memory.index.keys_of(slots)
+        self._in_flight[self._jobs] = namespace, slots, namespace.keys_of(slots)
         volume.reads.submit(
             volume.jobs.reading(disk, segment, places, volume.store.arena.memory, namespace.memory.offsets(slots)),
             partial(self._arrived, self._jobs, namespace, disk, slots, places, sums),
@@ -137,17 +134,17 @@ class Fetching:
         self.in_flight_bytes -= len(slots) * namespace.block_bytes
         _, _, keys = self._in_flight.pop(job)
         if isinstance(status, OSError):
-            self._give_up(namespace, disk, slots, places)
+            namespace.unreserve(slots)
+            disk.index.release(places)
             volume.fail(status)
         else:
             # A block that was deleted during the read must not come back.
-            ours = namespace.memory.index.states_of(slots) == BlockIndex.WRITING
+            ours = namespace.states_of(slots) == BlockIndex.WRITING
             good = (status == 0) & (disk.index.states_of(places) == BlockIndex.READY) & ours
             self.blocks += int(good.sum())
             self.bytes += int(good.sum()) * namespace.block_bytes
             self._place(namespace, disk, slots[good], places[good], sums[good])
-            namespace.memory.index.abort(slots[ours & ~good])
-            namespace.memory.index.release(slots[~ours])
+            namespace.unreserve(slots[~good])
             self.drop_corrupt(disk, places[status == CORRUPT])
             disk.index.release(places)
             if (status > 0).any():
@@ -158,7 +155,7 @@ class Fetching:
     def give_up(self) -> None:
         """The disk has failed, and its threads may hang for ever: do not wait for their reads; wake all streams."""
         for namespace, slots, keys in self._in_flight.values():
-            namespace.memory.index.disown(slots)
+            namespace.disown(slots)
             namespace.tell(keys)
         self.wake()
 
@@ -170,7 +167,7 @@ class Fetching:
             if other is not namespace:
                 continue
             mine = [read[at : at + size] in replaced for at in range(0, len(read), size)]
-            if namespace.memory.index.disown(slots[np.array(mine)]):
+            if namespace.disown(slots[np.array(mine)]):
                 namespace.tell(keys)
 
     @property
@@ -185,9 +182,8 @@ class Fetching:
             namespace.waiters.tell_all()
 
     def _place(self, namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, places: Slots, sums: Sums) -> None:
-        index = namespace.memory.index
-        index.commit(slots, sums, self._volume.store.ticks(len(slots)), disk.index.expires_of(places))
-        index.link(*disk.index.links_of(places))
+        namespace.commit(slots, sums, self._volume.store.ticks(len(slots)), disk.index.expires_of(places))
+        namespace.link(*disk.index.links_of(places))
 
     def drop_corrupt(self, disk: DiskBlocks, places: Slots) -> None:
         """Drop, count and log blocks whose bytes do not match their checksum."""
@@ -197,11 +193,3 @@ class Fetching:
         key = disk.index.keys_of(bad[:1]).hex()
         log.error("disk: %d damaged block(s) dropped, among them key %s of %s", len(bad), key, disk.name)
         self.corrupt += disk.drop(bad)
-
-    @staticmethod
-    def _give_up(namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, places: Slots) -> None:
-        index = namespace.memory.index
-        ours = index.states_of(slots) == BlockIndex.WRITING
-        index.abort(slots[ours])
-        index.release(slots[~ours])
-        disk.index.release(places)

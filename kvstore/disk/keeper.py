@@ -19,25 +19,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import kvstore
 from kvstore import logs
+from kvstore.disk import messages
 from kvstore.disk.entries import ENTRY, Entries
-from kvstore.disk.messages import (
-    Committed,
-    Event,
-    Inbox,
-    KeeperFailed,
-    Kind,
-    Message,
-    NamespaceFound,
-    RecoveryDone,
-    event_of,
-    frame,
-)
+from kvstore.disk.messages import Event, IndexedNamespace, KeeperFailed, RecoveryDone
 
 MAX_NAMESPACES: Final = 1024  # in one index at a time
 _RECV_BYTES: Final = 1 << 20
@@ -85,7 +75,7 @@ class Keeper:
     directory: the shard's folder. fresh: discard the existing index. lock_fd: from `lock_shard`; the keeper inherits
     it, so nobody else can use the folder before the keeper has ended. map_bytes: the size limit of the index.
 
-    Raises `OSError` when the process cannot be started. Events: first `NamespaceFound` and `Recovered`, then
+    Raises `OSError` when the process cannot be started. Events: first `IndexedNamespace` and `Recovered`, then
     `RecoveryDone` (none of these with `fresh`), and `Committed` as operations are committed.
     """
 
@@ -97,11 +87,10 @@ class Keeper:
         self.failed = False
         self._process, self._sock = _spawn(directory, "fresh" if fresh else "recover", map_bytes, lock_fd)
         self._sock.setblocking(False)
-        self._inbox = Inbox()
+        self._inbox = messages.Inbox(messages.EVENTS)
         self._queue: deque[memoryview] = deque()
         self._ordinals: dict[bytes, int] = {}
-        self._key_bytes: dict[int, int] = {}
-        self._replicas: dict[int, int] = {}
+        self._namespaces: dict[int, IndexedNamespace] = {}  # by ordinal
         self._sequence = 0
         self._committed = 0
 
@@ -131,8 +120,9 @@ class Keeper:
                 data = b""
             taken += len(data)
             if data:
-                for message in self._inbox.feed(data):
-                    events += self._take(message)
+                for event in self._inbox.feed(data):
+                    self._take(event)
+                    events.append(event)
             else:
                 self._fail()
                 events.append(KeeperFailed(_how_it_ended(self._process)))
@@ -155,23 +145,22 @@ class Keeper:
             if sent:
                 queue[0] = queue[0][sent:]
 
-    def _take(self, message: Message) -> Iterator[Event]:
-        """Update this object from a message. -> the message's event, if it has one."""
-        if message.kind == Kind.NAMESPACES_KNOWN:
-            self.namespaces_known = True
-            return
-        event = event_of(message)
-        if isinstance(event, Committed):
+    def _take(self, event: Event) -> None:
+        """Update this object from an event."""
+        if isinstance(event, messages.Committed):
             self._committed = event.sequence
-        elif isinstance(event, NamespaceFound):
-            self._ordinals[event.canonical] = event.ordinal
-            self._key_bytes[event.ordinal] = event.key_bytes
-            self._replicas[event.ordinal] = event.replicas
+        elif isinstance(event, IndexedNamespace):
+            self._know(event)
+        elif isinstance(event, messages.NamespacesKnown):
+            self.namespaces_known = True
         elif isinstance(event, RecoveryDone):
             self.recovering = False
         elif isinstance(event, KeeperFailed):
             self._fail()
-        yield event
+
+    def _know(self, namespace: IndexedNamespace) -> None:
+        self._ordinals[namespace.canonical] = namespace.ordinal
+        self._namespaces[namespace.ordinal] = namespace
 
     def _fail(self) -> None:
         self.failed = True
@@ -181,15 +170,17 @@ class Keeper:
         self._queue.clear()
         self.backlog_bytes = 0
 
-    def _send(self, kind: Kind, *payload: bytes, key_bytes: int = 0, ordinal: int = 0, number: int = 0) -> None:
+    def _send(self, operation: messages.Operation) -> None:
         if self.failed:
             return
-        data = frame(kind, *payload, key_bytes=key_bytes, ordinal=ordinal, number=number)
+        data = messages.frame(operation)
         self._queue.append(memoryview(data))
         self.backlog_bytes += len(data)
 
-    def _next(self) -> int:
+    def _send_next(self, kind: Callable[..., messages.Operation], *fields: object) -> int:
+        """Send an operation that has a sequence number. -> the number."""
         self._sequence += 1
+        self._send(kind(self._sequence, *fields))
         return self._sequence
 
     # ---- operations: queued, and applied in this order --------------------------------------------------------------
@@ -205,55 +196,44 @@ class Keeper:
             raise RuntimeError("the namespaces of the old index are not known yet")
         ordinal = self._ordinals.get(canonical)
         if ordinal is not None:
-            if self._key_bytes[ordinal] != key_bytes:
-                raise ValueError(f"keys of {key_bytes} bytes: this namespace has keys of {self._key_bytes[ordinal]}")
-            if self._replicas[ordinal] < replicas:
-                self._open(ordinal, canonical, key_bytes, replicas)
-            return ordinal
-        if len(self._ordinals) >= MAX_NAMESPACES:
+            known = self._namespaces[ordinal]
+            if known.key_bytes != key_bytes:
+                raise ValueError(f"keys of {key_bytes} bytes: this namespace has keys of {known.key_bytes}")
+            if known.replicas >= replicas:
+                return ordinal
+        elif len(self._ordinals) >= MAX_NAMESPACES:
             raise TooManyNamespaces(f"the index of {self.directory} knows {MAX_NAMESPACES} namespaces already")
-        ordinal = next(number for number in range(len(self._key_bytes) + 1) if number not in self._key_bytes)
-        self._open(ordinal, canonical, key_bytes, replicas)
+        else:
+            ordinal = next(number for number in range(MAX_NAMESPACES) if number not in self._namespaces)
+        namespace = IndexedNamespace(ordinal, canonical, key_bytes, replicas)
+        self._know(namespace)
+        self._send(namespace)
         return ordinal
-
-    def _open(self, ordinal: int, canonical: bytes, key_bytes: int, replicas: int) -> None:
-        self._ordinals[canonical] = ordinal
-        self._key_bytes[ordinal] = key_bytes
-        self._replicas[ordinal] = replicas
-        self._send(Kind.OPEN_NAMESPACE, bytes([replicas]), canonical, ordinal=ordinal, key_bytes=key_bytes)
 
     def forget_namespace(self, canonical: bytes) -> None:
         """Remove a namespace, if the index has it. Its entries must be deleted already; its ordinal is used again."""
         ordinal = self._ordinals.pop(canonical, None)
-        if ordinal is None:
-            return
-        del self._key_bytes[ordinal]
-        del self._replicas[ordinal]
-        self._send(Kind.FORGET_NAMESPACE, ordinal=ordinal)
+        if ordinal is not None:
+            del self._namespaces[ordinal]
+            self._send(messages.ForgetNamespace(ordinal))
 
     def put(self, ordinal: int, keys: bytes, entries: Entries) -> int:
         """Record that block i of `keys` lies at `entries[i]`, in place of any earlier entry. -> sequence number."""
-        key_bytes = self._key_bytes[ordinal]
+        key_bytes = self._namespaces[ordinal].key_bytes
         if entries.dtype != ENTRY or len(keys) != len(entries) * key_bytes:
             raise ValueError(f"{len(keys)} bytes of keys for {len(entries)} entries: expected {key_bytes} bytes each")
-        sequence = self._next()
-        self._send(Kind.PUT, keys, entries.tobytes(), ordinal=ordinal, key_bytes=key_bytes, number=sequence)
-        return sequence
+        return self._send_next(messages.Put, ordinal, keys, entries.tobytes())
 
     def delete(self, ordinal: int, keys: bytes) -> int:
         """Remove the entries of blocks; keys without an entry are ignored. -> sequence number."""
-        key_bytes = self._key_bytes[ordinal]
+        key_bytes = self._namespaces[ordinal].key_bytes
         if len(keys) % key_bytes:
             raise ValueError(f"{len(keys)} bytes of keys: expected {key_bytes} bytes each")
-        sequence = self._next()
-        self._send(Kind.DELETE, keys, ordinal=ordinal, key_bytes=key_bytes, number=sequence)
-        return sequence
+        return self._send_next(messages.Delete, ordinal, keys)
 
     def sync(self) -> int:
         """Have the keeper commit now. -> sequence number; once it is committed, all operations before it are, too."""
-        sequence = self._next()
-        self._send(Kind.SYNC, number=sequence)
-        return sequence
+        return self._send_next(messages.Sync)
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -266,7 +246,7 @@ class Keeper:
             self.kill()  # the old index is unchanged, and there is nothing to add to it
             return True
         deadline = time.monotonic() + timeout_s
-        self._send(Kind.STOP)
+        self._send(messages.Stop())
         poll = select.poll()
         while not self.failed and (left_s := deadline - time.monotonic()) > 0:
             poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._queue else 0))
@@ -306,14 +286,11 @@ def read_index(directory: Path) -> Iterator[Event]:
     The caller holds the shard's lock. The last event is `RecoveryDone`, or `KeeperFailed` when the reader died.
     """
     process, sock = _spawn(directory, "read", 0, None)
-    inbox = Inbox()
+    inbox = messages.Inbox(messages.EVENTS)
     try:
         while True:
             data = sock.recv(_RECV_BYTES)
-            for message in inbox.feed(data):
-                if message.kind == Kind.NAMESPACES_KNOWN:
-                    continue
-                event = event_of(message)
+            for event in inbox.feed(data):
                 yield event
                 if isinstance(event, (RecoveryDone, KeeperFailed)):
                     return

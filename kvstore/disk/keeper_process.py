@@ -33,11 +33,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import logs
+from kvstore.disk import messages
 from kvstore.disk.entries import (
     ENTRY,
     ORDINAL_BYTES,
     VALUE_BYTES,
-    Entries,
     check_entries,
     pack_entries,
     pack_namespace,
@@ -47,7 +47,7 @@ from kvstore.disk.entries import (
 )
 from kvstore.disk.format import INDEX
 from kvstore.disk.index_files import BLOCKS, DATA_FILE, NAMESPACES, NewIndex, OldIndex, Record
-from kvstore.disk.messages import RECOVERY_COUNTS, Inbox, Kind, Message, frame
+from kvstore.disk.messages import IndexedNamespace, Operation
 
 COMMIT_DELAY_S: Final = 0.25
 COMMIT_ENTRIES: Final = 8192
@@ -68,17 +68,17 @@ class ShardSocket:
         self._sock = sock
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
-        self._inbox = Inbox()
+        self._inbox = messages.Inbox(messages.OPERATIONS)
 
-    def tell(self, kind: Kind, *payload: bytes, key_bytes: int = 0, ordinal: int = 0, number: int = 0) -> None:
-        """Send a message. Raises `ShardGone`."""
+    def tell(self, event: messages.Event) -> None:
+        """Send an event. Raises `ShardGone`."""
         try:
-            self._sock.sendall(frame(kind, *payload, key_bytes=key_bytes, ordinal=ordinal, number=number))
+            self._sock.sendall(messages.frame(event))
         except ConnectionError:
             raise ShardGone from None
 
-    def hear(self, timeout_s: float | None) -> Iterator[Message]:
-        """-> messages that have arrived; none after `timeout_s`. Raises `ShardGone` after the last sent message."""
+    def hear(self, timeout_s: float | None) -> Iterator[Operation]:
+        """-> operations that have arrived; none after `timeout_s`. Raises `ShardGone` after the last one."""
         if timeout_s is not None and not self._readable.poll(timeout_s * 1000):
             return iter(())
         try:
@@ -102,14 +102,10 @@ class IndexRebuild:
         self._new: NewIndex | None = None
         self._failure: Exception | None = None
         self._shard = shard
-        self._found: dict[int, tuple[bytes, int, int]] = {}
         self._last_key = b""
+        self.namespaces: dict[int, IndexedNamespace] = {}  # by ordinal
         self.entries = 0
         self.bad = 0
-
-    @property
-    def namespaces(self) -> dict[int, bytes]:
-        return {ordinal: canonical for ordinal, (canonical, _, _) in self._found.items()}
 
     def rebuild(self, map_bytes: int) -> NewIndex:
         """Read the old index and replace it. -> the new one. Raises the error that prevented writing it."""
@@ -131,13 +127,13 @@ class IndexRebuild:
 
     def _read(self) -> None:
         self._recover_namespaces()
-        self._shard.tell(Kind.NAMESPACES_KNOWN)
+        self._shard.tell(messages.NamespacesKnown())
         for records in self._old.records(BLOCKS):
             for key_size, group in itertools.groupby(records, _group_of):
                 self._recover_blocks(*key_size, list(group))
 
     def _tell_done(self) -> None:
-        self._shard.tell(Kind.RECOVERY_DONE, RECOVERY_COUNTS.pack(self.entries, self.bad), self._old.damage.encode())
+        self._shard.tell(messages.RecoveryDone(self.entries, self.bad, self._old.damage))
 
     def _write(self, write: Callable[[NewIndex], None]) -> None:
         if self._new is None:
@@ -154,24 +150,22 @@ class IndexRebuild:
         for records in self._old.records(NAMESPACES):
             for key, value in records:
                 ordinal, found = unpack_ordinal(key), unpack_namespace(value)
-                if len(key) != ORDINAL_BYTES or found is None or found[0] in known or ordinal in self._found:
+                if len(key) != ORDINAL_BYTES or found is None or found[0] in known or ordinal in self.namespaces:
                     self.bad += 1
                     continue
-                canonical, key_bytes, replicas = self._found[ordinal] = found
-                known.add(canonical)
+                namespace = self.namespaces[ordinal] = IndexedNamespace(ordinal, *found)
+                known.add(namespace.canonical)
                 self._write(operator.methodcaller("put_namespace", ordinal, value))
-                self._shard.tell(
-                    Kind.NAMESPACE_FOUND, bytes([replicas]), canonical, ordinal=ordinal, key_bytes=key_bytes
-                )
+                self._shard.tell(namespace)
 
     def _recover_blocks(self, prefix: bytes, key_size: int, value_size: int, records: list[Record]) -> None:
         """Recover records of one namespace; all keys have one size, and all values."""
-        ordinal = unpack_ordinal(prefix)
-        canonical, key_bytes, _ = self._found.get(ordinal, (b"", 0, 0))
-        if not key_bytes or key_size != ORDINAL_BYTES + key_bytes or value_size != VALUE_BYTES:
+        namespace = self.namespaces.get(unpack_ordinal(prefix))
+        if namespace is None or key_size != ORDINAL_BYTES + namespace.key_bytes or value_size != VALUE_BYTES:
             self.bad += len(records)
             return
-        entries, good = _check(canonical, key_bytes, records)
+        values = b"".join([value for _, value in records])
+        entries, good = check_entries(namespace.canonical, namespace.key_bytes, _keys_in(records), values)
         if not good.all() or not self._in_order(records):
             right = self._select(records, good)
             self.bad += len(records) - len(right)
@@ -181,10 +175,7 @@ class IndexRebuild:
         self._last_key = records[-1][0]
         self.entries += len(records)
         self._write(operator.methodcaller("put", records, append=True))
-        keys = b"".join([key[ORDINAL_BYTES:] for key, _ in records])
-        self._shard.tell(
-            Kind.RECOVERED, keys, entries.tobytes(), ordinal=ordinal, key_bytes=key_bytes, number=len(records)
-        )
+        self._shard.tell(messages.Recovered(namespace.ordinal, _keys_in(records), entries.tobytes()))
 
     def _in_order(self, records: list[Record]) -> bool:
         keys = [key for key, _ in records]
@@ -208,15 +199,14 @@ def _group_of(record: Record) -> tuple[bytes, int, int]:
     return record[0][:ORDINAL_BYTES], len(record[0]), len(record[1])
 
 
-def _check(canonical: bytes, key_bytes: int, records: list[Record]) -> tuple[Entries, npt.NDArray[np.bool_]]:
-    keys = b"".join([key[ORDINAL_BYTES:] for key, _ in records])
-    return check_entries(canonical, key_bytes, keys, b"".join([value for _, value in records]))
+def _keys_in(records: list[Record]) -> bytes:
+    return b"".join([key[ORDINAL_BYTES:] for key, _ in records])
 
 
 class Service:
     """Applies the shard's operations and commits them."""
 
-    def __init__(self, index: NewIndex, shard: ShardSocket, namespaces: dict[int, bytes]) -> None:
+    def __init__(self, index: NewIndex, shard: ShardSocket, namespaces: dict[int, IndexedNamespace]) -> None:
         self._index = index
         self._shard = shard
         self._namespaces = namespaces
@@ -248,32 +238,29 @@ class Service:
         self._commit_now = False
         if self._committed != self._applied:
             self._committed = self._applied
-            self._shard.tell(Kind.COMMITTED, number=self._committed)
+            self._shard.tell(messages.Committed(self._committed))
 
-    def _apply(self, message: Message) -> None:
-        kind, key_bytes, ordinal, number, payload = message
-        if kind == Kind.PUT:
-            keys = payload[: len(payload) // (key_bytes + ENTRY.itemsize) * key_bytes]
-            entries = np.frombuffer(payload, ENTRY, offset=len(keys))
-            values = pack_entries(self._namespaces[ordinal], key_bytes, keys, entries)
-            self._index.put(list(zip(record_keys(ordinal, key_bytes, keys), values, strict=True)))
-        elif kind == Kind.DELETE:
-            self._index.delete(record_keys(ordinal, key_bytes, payload))
-        elif kind == Kind.OPEN_NAMESPACE:
-            replicas, canonical = payload[0], payload[1:]
-            self._namespaces[ordinal] = canonical
-            self._index.put_namespace(ordinal, pack_namespace(canonical, key_bytes, replicas))
-        elif kind == Kind.FORGET_NAMESPACE:
-            del self._namespaces[ordinal]
-            self._index.delete_namespace(ordinal)
-        elif kind == Kind.SYNC:
-            self._commit_now = True
-        elif kind == Kind.STOP:
-            self._stop = True
-        else:
-            raise AssertionError(f"a {kind.name} to the keeper")
-        if number:
-            self._applied = number
+    def _apply(self, operation: Operation) -> None:
+        index = self._index
+        if isinstance(operation, messages.Put):
+            ordinal, keys = operation.ordinal, operation.keys
+            namespace, entries = self._namespaces[ordinal], np.frombuffer(operation.entries, ENTRY)
+            values = pack_entries(namespace.canonical, namespace.key_bytes, keys, entries)
+            index.put(list(zip(record_keys(ordinal, namespace.key_bytes, keys), values, strict=True)))
+        elif isinstance(operation, messages.Delete):
+            key_bytes = self._namespaces[operation.ordinal].key_bytes
+            index.delete(record_keys(operation.ordinal, key_bytes, operation.keys))
+        elif isinstance(operation, IndexedNamespace):
+            ordinal, canonical = operation.ordinal, operation.canonical
+            self._namespaces[ordinal] = operation
+            index.put_namespace(ordinal, pack_namespace(canonical, operation.key_bytes, operation.replicas))
+        elif isinstance(operation, messages.ForgetNamespace):
+            del self._namespaces[operation.ordinal]
+            index.delete_namespace(operation.ordinal)
+        self._commit_now = self._commit_now or isinstance(operation, messages.Sync)
+        self._stop = self._stop or isinstance(operation, messages.Stop)
+        if isinstance(operation, messages.Sequenced):
+            self._applied = operation.sequence
 
 
 def run(directory: Path, shard: ShardSocket, mode: str, map_bytes: int) -> None:
@@ -308,7 +295,8 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _, _, directory, fd, mode, map_bytes, *log = sys.argv
     logs.configure(*log)
-    shard = ShardSocket(socket.socket(fileno=int(fd)))
+    sock = socket.socket(fileno=int(fd))
+    shard = ShardSocket(sock)
     try:
         run(Path(directory), shard, mode, int(map_bytes))
     except ShardGone:
@@ -319,5 +307,7 @@ def main() -> None:
         if free_bytes < _NEARLY_FULL_BYTES:  # LMDB reports the first short write as EIO
             sentence += f"; no space left: {free_bytes} bytes are free on this file system"
         with contextlib.suppress(ShardGone):
-            shard.tell(Kind.FAILED, sentence.encode())
+            shard.tell(messages.KeeperFailed(sentence))
         sys.exit(1)
+    finally:
+        sock.detach()  # the kernel closes it with the process, whose exit status then comes at once

@@ -1,89 +1,27 @@
-"""The protocol between a shard and its keeper: framing, message kinds, and the events that the shard receives.
+"""The protocol between a shard and its keeper: what they tell each other, and how messages are framed.
 
-A message is a fixed header and a payload of raw arrays. Both ends run the same build on the same machine, so the
-protocol has no version and does not guard against a hostile peer. A pure codec: no sockets, no clocks.
+A message is its size and a struct as msgpack. Both ends run the same build on the same machine, so the protocol has no
+version and does not guard against a hostile peer. A pure codec: no sockets, no clocks.
 """
 
 from __future__ import annotations
 
-import enum
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Final, Generic, TypeAlias, TypeVar
 
-import numpy as np
+import msgspec
 
-from kvstore.disk.entries import ENTRY, Entries
-
-HEADER: Final = struct.Struct("<IBBHQ")  # payload bytes, kind, key bytes, ordinal, number
-RECOVERY_COUNTS: Final = struct.Struct("<QQ")  # entries, bad entries
-RECOVERED_MAX: Final = 8192  # entries in one `Recovered`
+_SIZE: Final = struct.Struct("<I")
 
 
-class Kind(enum.IntEnum):
-    """The kind of a message. The comments name the header fields that are in use, then the payload."""
-
-    # to the keeper
-    OPEN_NAMESPACE = 1  # ordinal, key bytes; copies of each block (u8), canonical
-    FORGET_NAMESPACE = 2  # ordinal
-    PUT = 3  # ordinal, key bytes, number; keys, entries
-    DELETE = 4  # ordinal, key bytes, number; keys
-    SYNC = 5  # number
-    STOP = 6
-    # from the keeper
-    NAMESPACE_FOUND = 65  # ordinal, key bytes; copies of each block (u8), canonical
-    NAMESPACES_KNOWN = 66  # every NAMESPACE_FOUND has been sent
-    RECOVERED = 67  # ordinal, key bytes, number of entries; keys, entries
-    RECOVERY_DONE = 68  # counts, damage
-    COMMITTED = 69  # number
-    FAILED = 70  # the reason, a sentence
+class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What either side sends."""
 
 
-class Message(NamedTuple):
-    """One message: its header fields and its payload."""
-
-    kind: Kind
-    key_bytes: int
-    ordinal: int
-    number: int
-    payload: bytes
-
-
-def frame(kind: Kind, *payload: bytes, key_bytes: int = 0, ordinal: int = 0, number: int = 0) -> bytes:
-    """-> the bytes of a message."""
-    size = sum(map(len, payload))
-    return b"".join((HEADER.pack(size, kind, key_bytes, ordinal, number), *payload))
-
-
-class Inbox:
-    """Assembles messages from the pieces in which a byte stream arrives."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """Add a piece. -> the messages that it completes. Exhaust the iterator before adding the next piece."""
-        buffer = self._data
-        buffer += data
-        at = 0
-        while len(buffer) - at >= HEADER.size:
-            size, kind, key_bytes, ordinal, number = HEADER.unpack_from(buffer, at)
-            end = at + HEADER.size + size
-            if len(buffer) < end:
-                break
-            payload = bytes(memoryview(buffer)[at + HEADER.size : end])
-            yield Message(Kind(kind), key_bytes, ordinal, number, payload)
-            at = end
-        del buffer[:at]
-
-
-# ---- events for the shard ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NamespaceFound:
-    """The old index has this namespace. This event comes before the namespace's `Recovered` events."""
+class IndexedNamespace(Message, frozen=True):
+    """To the keeper: the index has this namespace from now on, or with more copies. From the keeper: the old index has
+    it, which comes before the namespace's `Recovered`."""
 
     ordinal: int
     canonical: bytes
@@ -91,17 +29,60 @@ class NamespaceFound:
     replicas: int  # copies of each block
 
 
-@dataclass(frozen=True, eq=False)
-class Recovered:
-    """Entries of the old index whose guards are right: at most `RECOVERED_MAX`, in key order."""
+# ---- to the keeper -----------------------------------------------------------------------------------------------
+
+
+class ForgetNamespace(Message, frozen=True):
+    """The index has this namespace no more."""
+
+    ordinal: int
+
+
+class Sequenced(Message, frozen=True):
+    """An operation that is committed at some time; `Committed` names its number."""
+
+    sequence: int
+
+
+class Put(Sequenced, frozen=True):
+    """Blocks lie at these places."""
 
     ordinal: int
     keys: bytes
-    entries: Entries
+    entries: bytes  # of dtype `ENTRY`, one a key
 
 
-@dataclass(frozen=True)
-class RecoveryDone:
+class Delete(Sequenced, frozen=True):
+    """Blocks are gone."""
+
+    ordinal: int
+    keys: bytes
+
+
+class Sync(Sequenced, frozen=True):
+    """Commit now."""
+
+
+class Stop(Message, frozen=True):
+    """Commit, and end."""
+
+
+# ---- from the keeper: events for the shard -----------------------------------------------------------------------
+
+
+class NamespacesKnown(Message, frozen=True):
+    """Every `IndexedNamespace` of the old index has been sent."""
+
+
+class Recovered(Message, frozen=True):
+    """Entries of the old index whose guards are right, in key order."""
+
+    ordinal: int
+    keys: bytes
+    entries: bytes  # of dtype `ENTRY`, one a key
+
+
+class RecoveryDone(Message, frozen=True):
     """Reading the old index has ended. `damage` says what prevented reading it to its end; empty: nothing did."""
 
     entries: int
@@ -109,35 +90,52 @@ class RecoveryDone:
     damage: str
 
 
-@dataclass(frozen=True)
-class Committed:
+class Committed(Message, frozen=True):
     """Every operation up to this sequence number survives a crash."""
 
     sequence: int
 
 
-@dataclass(frozen=True)
-class KeeperFailed:
+class KeeperFailed(Message, frozen=True):
     """The keeper has ended; `message` says why. This is the last event; all events before it remain valid."""
 
     message: str
 
 
-Event: TypeAlias = NamespaceFound | Recovered | RecoveryDone | Committed | KeeperFailed
+Operation: TypeAlias = IndexedNamespace | ForgetNamespace | Put | Delete | Sync | Stop
+Event: TypeAlias = IndexedNamespace | NamespacesKnown | Recovered | RecoveryDone | Committed | KeeperFailed
+MessageT = TypeVar("MessageT", Operation, Event)
+
+_encoder = msgspec.msgpack.Encoder()
+OPERATIONS: Final[msgspec.msgpack.Decoder[Operation]] = msgspec.msgpack.Decoder(Operation)
+EVENTS: Final[msgspec.msgpack.Decoder[Event]] = msgspec.msgpack.Decoder(Event)
 
 
-def event_of(message: Message) -> Event:
-    """-> the event that a message from the keeper carries."""
-    kind, key_bytes, ordinal, number, payload = message
-    if kind == Kind.RECOVERED:
-        keys = payload[: number * key_bytes]
-        return Recovered(ordinal, keys, np.frombuffer(payload, ENTRY, offset=len(keys)))
-    if kind == Kind.COMMITTED:
-        return Committed(number)
-    if kind == Kind.NAMESPACE_FOUND:
-        return NamespaceFound(ordinal, payload[1:], key_bytes, payload[0])
-    if kind == Kind.RECOVERY_DONE:
-        entries, bad_entries = RECOVERY_COUNTS.unpack_from(payload)
-        return RecoveryDone(entries, bad_entries, payload[RECOVERY_COUNTS.size :].decode())
-    assert kind == Kind.FAILED, kind
-    return KeeperFailed(payload.decode())
+def frame(message: Message) -> bytearray:
+    """-> the bytes of a message."""
+    data = bytearray(_SIZE.size)
+    _encoder.encode_into(message, data, _SIZE.size)
+    _SIZE.pack_into(data, 0, len(data) - _SIZE.size)
+    return data
+
+
+class Inbox(Generic[MessageT]):
+    """Assembles messages from the pieces in which a byte stream arrives. `decoder`: of what the other side sends."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[MessageT]) -> None:
+        self._decode: Callable[[memoryview], MessageT] = decoder.decode
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[MessageT]:
+        """Add a piece. -> the messages that it completes. Exhaust the iterator before adding the next piece."""
+        buffer = self._data
+        buffer += data
+        at = 0
+        while len(buffer) - at >= _SIZE.size:
+            start = at + _SIZE.size
+            end = start + _SIZE.unpack_from(buffer, at)[0]
+            if len(buffer) < end:
+                break
+            yield self._decode(memoryview(buffer)[start:end])
+            at = end
+        del buffer[:at]

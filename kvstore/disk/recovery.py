@@ -8,7 +8,6 @@ used (its segment's file is gone, its place is taken, its block has expired) is 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import Final
@@ -18,15 +17,13 @@ import numpy.typing as npt
 
 from kvstore.disk.entries import ENTRY, Entries
 from kvstore.disk.fetching import WAIT, Fetching
-from kvstore.disk.messages import NamespaceFound, Recovered
+from kvstore.disk.messages import IndexedNamespace, Recovered
 from kvstore.disk.volume import Volume
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
 from kvstore.wire import WireError
 from kvstore.wire.attributes import names_of, rows_before
-
-log = logging.getLogger("kvstore.disk")
 
 ROWS_A_TURN: Final = 16384
 LINKS_A_TURN: Final = 4096
@@ -52,7 +49,7 @@ class _OldNamespace:
     def sort(self) -> None:
         """Join all pieces, the least recently used entry first. Takes a second for a million entries; any thread."""
         if self.pieces:
-            self.entries = np.concatenate([piece.entries for piece in self.pieces])
+            self.entries = np.frombuffer(b"".join(piece.entries for piece in self.pieces), dtype=ENTRY)
             self.keys = np.frombuffer(b"".join(piece.keys for piece in self.pieces), dtype=np.uint8)
             self.keys = self.keys.reshape(-1, self.key_bytes)
             order = np.argsort(self.entries["tick"], kind="stable")
@@ -75,7 +72,7 @@ class Recovery:
         self.blocks = self.lost = 0
         self.refused = ""  # why the store refused a namespace, the first reason
 
-    def found(self, event: NamespaceFound) -> None:
+    def found(self, event: IndexedNamespace) -> None:
         """The old index has this namespace: open it in the store."""
         member = None
         try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore._cext import BlockIndex
 from kvstore.disk.fetching import Fetching
-from kvstore.disk.messages import Committed, Event, KeeperFailed, NamespaceFound, Recovered, RecoveryDone
+from kvstore.disk.messages import Committed, Event, IndexedNamespace, KeeperFailed, Recovered, RecoveryDone
 from kvstore.disk.recovery import Recovery, WarmStart
 from kvstore.disk.scrubbing import Scrubbing
 from kvstore.disk.volume import Volume
@@ -26,6 +26,7 @@ from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.namespaces import Disk, Store
 from kvstore.store.tier import Slots
 from kvstore.wire import DiskInfo
+from kvstore.wire.status import report
 
 if TYPE_CHECKING:
     from kvstore.disk.config import DiskConfig
@@ -38,13 +39,22 @@ KEEPER_STOP_S: Final = 60.0
 
 
 class DiskTier:
-    """One shard's disk tier. The constructor sets `store.disk`, takes the shard's folder and starts the keeper."""
+    """One shard's disk tier. The constructor sets `store.disk`, takes the shard's folder and starts the keeper.
+
+    Its parts are known in this package only. What is one call of a part is that method, bound once.
+    """
 
     def __init__(self, store: Store, config: DiskConfig, poll: select.epoll) -> None:
         self.volume = volume = Volume(store, config, poll, self._on_failure)
         self.writing = Writing(volume, config.write)
         self.fetching = Fetching(volume, self.writing)
         self.scrubbing = Scrubbing(volume, self.fetching, config.scrub_bytes_per_s)
+        self.directory = volume.directory
+        self.fail_with, self.keep_replicas = volume.fail_with, volume.keep_replicas
+        self.after_removals = volume.after_removals
+        writing, fetching = self.writing, self.fetching
+        self.was_set, self.was_read, self.write_again = writing.was_set, writing.was_read, writing.write_again
+        self.fetch, self.disown = fetching.fetch, fetching.disown
         self._config = config
         self._store = store
         self._recovery: Recovery | None = Recovery(volume)
@@ -101,6 +111,20 @@ class DiskTier:
             self.volume.watch_keeper()
 
     @property
+    def recovering(self) -> bool:
+        """It is not known yet which blocks an earlier run left on disk."""
+        return self.volume.recovering
+
+    @property
+    def behind(self) -> bool:
+        """Clients that set must wait until more has been written."""
+        return self.writing.behind
+
+    def scrub(self) -> int:
+        """Check every block on disk, now. -> how many passes will be complete then; 0 when the tier is not on."""
+        return self.scrubbing.ask() if self.volume.on else 0
+
+    @property
     def working(self) -> bool:
         """Work is pending that is started by time: the loop must call `pump` often."""
         sorting = self._recovery is not None and self._recovery.ready
@@ -117,7 +141,7 @@ class DiskTier:
         elif isinstance(event, KeeperFailed):
             self._on_keeper_failed(event.message)
         elif self._recovery is not None:
-            if isinstance(event, NamespaceFound):
+            if isinstance(event, IndexedNamespace):
                 self._recovery.found(event)
             elif isinstance(event, Recovered):
                 self._recovery.add(event)
@@ -216,34 +240,13 @@ class DiskTier:
 
     def info(self) -> DiskInfo:
         """The state and the counters of the tier."""
-        fetching, writing, scrubbing = self.fetching, self.writing, self.scrubbing
-        members = self.volume.members.members
-        return DiskInfo(
-            directory=str(self.volume.directory),
-            state=self.volume.state.value,
-            reason=self.volume.reason,
-            limit_bytes=self._config.limit_bytes,
-            used_bytes=self.volume.segments.used_bytes,
-            segment_bytes=self._config.segment_bytes,
-            segments_free=self.volume.segments.free,
-            blocks=sum(member.index.ready for member in members),
-            evicted=self.volume.members.evicted,
-            dirty_blocks=writing.dirty_blocks,
-            dirty_bytes=writing.dirty_bytes,
-            behind=writing.behind,
-            written_blocks=writing.blocks,
-            written_bytes=writing.bytes,
-            skipped_blocks=writing.skipped,
-            fetched_blocks=fetching.blocks,
-            fetched_bytes=fetching.bytes,
-            corrupt_blocks=fetching.corrupt,
+        return report(
+            DiskInfo,
+            self,
+            directory=str(self.directory),
+            blocks=sum(member.index.ready for member in self.volume.members.members),
             recovered_blocks=self._recovered,
             lost_blocks=self._lost,
             recovery_s=self._recovery_s,
             warming=self._warm_start is not None,
-            scrub_passes=scrubbing.passes,
-            scrubbing=scrubbing.running,
-            scrubbed_blocks=scrubbing.blocks,
-            scrubbed_bytes=scrubbing.bytes,
-            scrub_corrupt_blocks=scrubbing.corrupt,
         )

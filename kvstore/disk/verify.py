@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -35,7 +35,7 @@ from kvstore.disk.format import (
     segment_path,
 )
 from kvstore.disk.keeper import read_index
-from kvstore.disk.messages import KeeperFailed, NamespaceFound, Recovered, RecoveryDone
+from kvstore.disk.messages import IndexedNamespace, KeeperFailed, Recovered, RecoveryDone
 from kvstore.disk.sealing import Cipher, Seal, seal_of
 from kvstore.disk.segments import CORRUPT, bypasses_page_cache, open_segment
 from kvstore.wire import WireError, decode_namespace, namespace_id
@@ -70,19 +70,19 @@ class MissingSegment(msgspec.Struct, frozen=True):
     reason: str
 
 
-class VerifyReport(msgspec.Struct, frozen=True):
-    """The result of a check. `ok`: no damage was found."""
+class VerifyReport(msgspec.Struct):
+    """What a check has found so far, and its result. `ok`: no damage was found."""
 
     ok: bool
     path: str
     shards: int
-    blocks: int  # whose bytes were checked
-    bytes: int
-    expired_blocks: int  # not checked
-    damaged: list[DamagedBlock]
-    missing_segments: list[MissingSegment]
-    bad_entries: int  # index entries whose guard failed
-    index_damage: list[str]  # what prevented reading an index to its end, or checking blocks in it
+    blocks: int = 0  # whose bytes were checked
+    bytes: int = 0
+    expired_blocks: int = 0  # not checked
+    damaged: list[DamagedBlock] = []
+    missing_segments: list[MissingSegment] = []
+    bad_entries: int = 0  # index entries whose guard failed
+    index_damage: list[str] = []  # what prevented reading an index to its end, or checking blocks in it
 
 
 @dataclass
@@ -117,19 +117,6 @@ class _Namespace:
         return DamagedBlock(self.shard, self.id, self.model, self.keys[row].tobytes().hex(), segment, place, reason)
 
 
-@dataclass
-class _Found:
-    """The findings so far."""
-
-    blocks: int = 0
-    bytes: int = 0
-    expired: int = 0
-    bad_entries: int = 0
-    damaged: list[DamagedBlock] = field(default_factory=list)
-    missing: list[MissingSegment] = field(default_factory=list)
-    index_damage: list[str] = field(default_factory=list)
-
-
 def verify(path: Path, progress: Progress, key: DiskKey | None = None) -> VerifyReport:
     """Check the disk tier in the folder `path`. Blocks until all of it is read.
 
@@ -139,7 +126,7 @@ def verify(path: Path, progress: Progress, key: DiskKey | None = None) -> Verify
     """
     layout = _find(path)
     check_key(layout, key)
-    found = _Found()
+    found = VerifyReport(ok=False, path=str(path), shards=layout.shards)
     with ExitStack() as locks:
         namespaces: list[_Namespace] = []
         for shard in range(layout.shards):
@@ -156,18 +143,8 @@ def verify(path: Path, progress: Progress, key: DiskKey | None = None) -> Verify
             for checked in _check_namespace(layout, namespace, found):
                 done += checked
                 progress(done, total)
-    return VerifyReport(
-        ok=not (found.damaged or found.missing or found.bad_entries or found.index_damage),
-        path=str(path),
-        shards=layout.shards,
-        blocks=found.blocks,
-        bytes=found.bytes,
-        expired_blocks=found.expired,
-        damaged=found.damaged,
-        missing_segments=found.missing,
-        bad_entries=found.bad_entries,
-        index_damage=found.index_damage,
-    )
+    found.ok = not (found.damaged or found.missing_segments or found.bad_entries or found.index_damage)
+    return found
 
 
 def _cipher(layout: Layout, key: DiskKey | None, shard: int) -> Cipher | None:
@@ -214,11 +191,11 @@ def _unused(directory: Path) -> Iterator[None]:
 # ---- the index -----------------------------------------------------------------------------------------------------
 
 
-def _read_index(layout: Layout, shard: int, cipher: Cipher | None, found: _Found) -> list[_Namespace]:
-    known: dict[int, NamespaceFound] = {}
+def _read_index(layout: Layout, shard: int, cipher: Cipher | None, found: VerifyReport) -> list[_Namespace]:
+    known: dict[int, IndexedNamespace] = {}
     pieces: dict[int, list[Recovered]] = {}
     for event in read_index(layout.shard_directory(shard)):
-        if isinstance(event, NamespaceFound):
+        if isinstance(event, IndexedNamespace):
             known[event.ordinal] = event
         elif isinstance(event, Recovered):
             pieces.setdefault(event.ordinal, []).append(event)
@@ -233,10 +210,10 @@ def _read_index(layout: Layout, shard: int, cipher: Cipher | None, found: _Found
 
 
 def _namespace(
-    shard: int, event: NamespaceFound, pieces: list[Recovered], cipher: Cipher | None, found: _Found
+    shard: int, event: IndexedNamespace, pieces: list[Recovered], cipher: Cipher | None, found: VerifyReport
 ) -> _Namespace | None:
     """-> a namespace's entries that have not expired, by segment and place; None when the namespace is unreadable."""
-    entries = np.concatenate([piece.entries for piece in pieces])
+    entries = np.frombuffer(b"".join([piece.entries for piece in pieces]), dtype=ENTRY)
     keys = np.frombuffer(b"".join([piece.keys for piece in pieces]), dtype=np.uint8).reshape(-1, event.key_bytes)
     name = namespace_id(event.canonical).hex()
     try:
@@ -245,7 +222,7 @@ def _namespace(
         found.index_damage.append(f"shard {shard}: {len(entries)} blocks of namespace {name} not checked: {error}")
         return None
     alive = (entries["expires"] == 0) | (entries["expires"] > time.time())
-    found.expired += int((~alive).sum())
+    found.expired_blocks += int((~alive).sum())
     entries, keys = entries[alive], keys[alive]
     order = np.lexsort((entries["place"], entries["segment"]))
     return _Namespace(
@@ -263,7 +240,7 @@ def _namespace(
 # ---- the blocks ----------------------------------------------------------------------------------------------------
 
 
-def _check_namespace(layout: Layout, namespace: _Namespace, found: _Found) -> Iterator[int]:
+def _check_namespace(layout: Layout, namespace: _Namespace, found: VerifyReport) -> Iterator[int]:
     """Check a namespace's blocks. Yields, piece by piece, the number of bytes that were checked or are missing."""
     segments = namespace.entries["segment"]
     for segment in np.unique(segments).tolist():
@@ -272,7 +249,7 @@ def _check_namespace(layout: Layout, namespace: _Namespace, found: _Found) -> It
             fd = _open(layout, namespace, segment)
         except OSError as error:
             reason = error.strerror or str(error)
-            found.missing.append(MissingSegment(namespace.shard, segment, end - start, reason))
+            found.missing_segments.append(MissingSegment(namespace.shard, segment, end - start, reason))
             yield (end - start) * namespace.block_bytes
             continue
         try:
@@ -291,7 +268,7 @@ def _open(layout: Layout, namespace: _Namespace, segment: int) -> int:
 
 
 def _check_segment(
-    layout: Layout, namespace: _Namespace, fd: int, rows: npt.NDArray[np.intp], found: _Found
+    layout: Layout, namespace: _Namespace, fd: int, rows: npt.NDArray[np.intp], found: VerifyReport
 ) -> Iterator[int]:
     size = namespace.block_bytes
     outside = namespace.entries["place"][rows] >= layout.segment_bytes // namespace.slot_bytes

@@ -26,7 +26,7 @@ from kvstore._cext import BlockIndex
 from kvstore.disk.volume import Volume
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.namespace import NamespaceStore
-from kvstore.store.tier import Slots, keys_before
+from kvstore.store.tier import Slots
 
 WRITE_JOB_BYTES: Final = 4 << 20
 MAX_IN_FLIGHT_BYTES: Final = 32 << 20
@@ -70,35 +70,33 @@ class Writing:
     def was_read(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
         """A client has read these blocks from memory."""
         if self._policy == "reused":
-            if namespace.memory.transient:  # transient blocks are never written
-                slots = slots[namespace.memory.index.reads_of(slots) == 0]
-            self._add_if_not_on_disk(namespace, slots, now)
+            self._add_if_not_on_disk(namespace, namespace.ordinary(slots), now)  # transient ones are never written
 
     def write_again(self, namespace: NamespaceStore, keys: bytes, now: float) -> None:
         """These blocks expire at another time now. Those that are in memory replace what is on disk, where that is
         noted; one that is only on disk has its old time again after a restart."""
         if namespace.disk is None or namespace.disk.empty:
             return
-        index = namespace.memory.index
-        slots = index.acquire(keys, now, 0, False)
+        slots = namespace.acquire(keys, now, 0, False)
         on_disk = np.frombuffer(namespace.on_disk(keys, now), dtype=np.uint8) != 0
         both = slots[(slots >= 0) & on_disk]
         if len(both):
-            namespace.disk.delete(index.keys_of(both))
+            namespace.delete_on_disk(both)
             self._add(namespace, both, now)
-        index.release(slots)
+        namespace.release(slots)
 
     def saves_before(self, namespace: NamespaceStore, blocks: int, now: float) -> bool:
         """With policy `evicted`: if room for `blocks` blocks requires evictions, write the next victims first.
 
         -> True when writes are pending: the caller must wait for them.
         """
-        index, arena = namespace.memory.index, self._volume.store.arena
-        short = blocks - index.free - arena.free * index.slots_per_segment
-        if self._policy != "evicted" or short <= 0:
+        if self._policy != "evicted":
+            return False
+        short = blocks - namespace.free_slots
+        if short <= 0:
             return False
         if self.idle:
-            self._add_if_not_on_disk(namespace, index.victims(max(short, EVICTION_AHEAD_BLOCKS), now), now)
+            self._add_if_not_on_disk(namespace, namespace.victims(max(short, EVICTION_AHEAD_BLOCKS), now), now)
         return not self.idle
 
     def add_all(self, now: float) -> None:
@@ -108,17 +106,13 @@ class Writing:
         """
         room_bytes = self._volume.segments.segments * self._volume.segments.segment_bytes
         for namespace in self._volume.store:
-            index = namespace.memory.index
-            slots = index.ready_slots()
-            slots = slots[np.argsort(index.ticks_of(slots), kind="stable")]
+            slots = namespace.coldest_first()
             slots = slots[max(0, len(slots) - room_bytes // namespace.block_bytes) :]
             self._add_if_not_on_disk(namespace, slots, now)
 
     def _add_if_not_on_disk(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
-        if not len(slots):
-            return
-        there = namespace.on_disk(namespace.memory.index.keys_of(slots), now)
-        self._add(namespace, slots[np.frombuffer(there, dtype=np.uint8) == 0], now)
+        if len(slots):
+            self._add(namespace, namespace.only_in_memory(slots, now), now)
 
     def _add(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
         if namespace.disk is None or not len(slots) or self._volume.off:
@@ -129,7 +123,7 @@ class Writing:
         if not len(slots):
             return
         dirty.update(slots.tolist())
-        namespace.memory.index.acquire_slot(slots)
+        namespace.hold(slots)
         self._queue.append(_Waiting(namespace, slots, now))
         self._count(namespace, len(slots))
 
@@ -141,7 +135,7 @@ class Writing:
 
     def _clean(self, namespace: NamespaceStore, slots: Slots) -> None:
         """These blocks are no longer dirty, whether they were written or not."""
-        namespace.memory.index.release(slots)
+        namespace.release(slots)
         dirty = self._dirty[namespace]
         dirty.difference_update(slots.tolist())
         if not dirty:
@@ -178,26 +172,22 @@ class Writing:
         if self.in_flight_bytes or self._queue:
             return
         for namespace in self._volume.store:
-            self._add_if_not_on_disk(namespace, namespace.memory.index.victims(EVICTION_AHEAD_BLOCKS, now), now)
+            self._add_if_not_on_disk(namespace, namespace.victims(EVICTION_AHEAD_BLOCKS, now), now)
 
     def _write(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
-        disk, index = namespace.disk, namespace.memory.index
+        disk, volume = namespace.disk, self._volume
         assert disk is not None
-        kept = index.states_of(slots) == BlockIndex.READY  # the other blocks were deleted since they became dirty
+        kept = namespace.states_of(slots) == BlockIndex.READY  # the other blocks were deleted since they became dirty
         self._clean(namespace, slots[~kept])
         slots = slots[kept]
         if not len(slots):
             return
-        self._place(namespace, disk, slots, now)
-
-    def _place(self, namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, now: float) -> None:
-        volume, index = self._volume, namespace.memory.index
-        keys = index.keys_of(slots)
+        keys = namespace.keys_of(slots)
         volume.make_room(disk, disk.index.missing(keys), now)
         if not volume.on:
             self._clean(namespace, slots)
             return
-        places = disk.index.reserve(keys, False, volume.store.ticks(len(slots)), index.priorities_of(slots))
+        places = disk.index.reserve(keys, False, volume.store.ticks(len(slots)), namespace.priorities_of(slots))
         self.skipped += int((places == BlockIndex.NO_SPACE).sum())
         older = places == BlockIndex.EXISTED
         older[older] = [
@@ -219,7 +209,7 @@ class Writing:
                 places,
                 self._volume.store.arena.memory,
                 namespace.memory.offsets(slots),
-                namespace.memory.index.checksums(slots),
+                namespace.checksums(slots),
             ),
             partial(self._written, namespace, disk, slots, places),
         )
@@ -234,25 +224,15 @@ class Writing:
             self._volume.fail_with(code)
         if self._volume.on:
             # A block that was deleted or replaced during the write must not come back.
-            kept = namespace.memory.index.states_of(slots) == BlockIndex.READY
-            self._commit(namespace, disk, slots[kept], places[kept])
+            kept = namespace.states_of(slots) == BlockIndex.READY
+            written = slots[kept]
+            self.blocks += len(written)
+            self.bytes += len(written) * namespace.block_bytes
+            self._volume.commit(disk, places[kept], *namespace.record_of(written))
             disk.index.abort(places[~kept])
         else:
             disk.index.abort(places)
         self._clean(namespace, slots)
-
-    def _commit(self, namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, places: Slots) -> None:
-        index = namespace.memory.index
-        self.blocks += len(slots)
-        self.bytes += len(slots) * namespace.block_bytes
-        self._volume.commit(
-            disk,
-            places,
-            index.checksums(slots),
-            index.expires_of(slots),
-            index.links_of(slots),
-            keys_before(namespace.memory, slots),
-        )
 
     def give_up(self) -> None:
         """The disk has failed: drop the queue, so that no block in it stays dirty."""

@@ -169,6 +169,7 @@ class Carrier:
             keys, targets, before = keys[wanted], targets[wanted], before[wanted]
             if not len(keys) or self._progress.over:
                 return
+        generation = self._generation(listed)
         blocks = self._read(listed, keys)
         there = np.array([block is not None for block in blocks])
         self._progress.count(failed=int((targets[~there] != NOBODY).sum()))
@@ -180,7 +181,12 @@ class Carrier:
                 sent = [block for row in rows if (block := blocks[row])]
                 attributes = np.concatenate([block.attributes for block in sent])
                 attributes["before"] = before[rows, copies]
-                self._set(listed, target, keys[rows], sent, attributes)
+                self._set(listed, target, keys[rows], sent, attributes, generation)
+
+    def _generation(self, listed: Listed) -> int:
+        """-> the generation of a namespace at the source shard, now: of blocks that are read after that."""
+        source = self._use(self._source, listed)
+        return source.hello(listed.canonical, listed.replicas).generation
 
     def _read(self, listed: Listed, keys: KeyArray) -> list[Block | None]:
         """Read blocks from the source shard and check them. -> None for a block that is gone or damaged."""
@@ -206,13 +212,19 @@ class Carrier:
         return blocks
 
     def _set(
-        self, listed: Listed, target: int, keys: KeyArray, blocks: Sequence[Block], attributes: Attributes
+        self,
+        listed: Listed,
+        target: int,
+        keys: KeyArray,
+        blocks: Sequence[Block],
+        attributes: Attributes,
+        generation: int,
     ) -> None:
         asking = self._asking(listed, target)
         if asking is not None:
             try:
                 sums = np.array([block.checksum for block in blocks])
-                reply = asking.set(keys, [block.view for block in blocks], sums, attributes)
+                reply = asking.set(keys, [block.view for block in blocks], sums, attributes, generation)
             except AskError as error:
                 self._receivers.set_failed(target, listed.canonical, error)
             else:

@@ -7,6 +7,7 @@ a client that did not know of the drain may have set blocks here, and a node tha
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -60,7 +61,7 @@ class Draining(threading.Thread):
         self._stopped = threading.Event()
         self._mover: Mover | None = None
         self._settled = Settled()
-        self._before = MoveReport(0, 0, 0, 0)  # of the passes before this one
+        self._report = MoveReport(0, 0, 0, 0)  # of all passes
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -105,26 +106,22 @@ class Draining(threading.Thread):
 
     def _pass(self) -> MoveReport:
         """Move the blocks that are here and not settled yet, once."""
-        so_far = self.progress
-        self._before = MoveReport(so_far.total, so_far.moved, so_far.present, so_far.failed)
+        earlier = self._report
         plan = plan_leaving(self._node, self._members())
+        count = functools.partial(self._count, earlier)
         with self._lock:
-            mover = self._mover = Mover(self._shards, self._node, plan, self._count, self._settled, self._dial)
+            mover = self._mover = Mover(self._shards, self._node, plan, count, self._settled, self._dial)
             if self._stopped.is_set():
                 mover.stop()
         report = mover.run(self._deadline)
         if mover.progress.over:  # the listing may be incomplete, and `total` with it
-            self.progress = msgspec.structs.replace(self.progress, total=max(self.progress.total, self._before.total))
+            self._take(msgspec.structs.replace(self._report, total=max(self._report.total, earlier.total)))
         return report
 
-    def _count(self, report: MoveReport) -> None:
-        """Add a pass's report to the passes before it."""
-        so_far = report.after(self._before)
-        self.progress = msgspec.structs.replace(
-            self.progress,
-            total=so_far.total,
-            done=so_far.done,
-            moved=so_far.moved,
-            present=so_far.present,
-            failed=so_far.failed,
-        )
+    def _count(self, earlier: MoveReport, report: MoveReport) -> None:
+        """Take the report of the present pass; `earlier`: that of the passes before it."""
+        self._take(report.after(earlier))
+
+    def _take(self, report: MoveReport) -> None:
+        self._report = report
+        self.progress = msgspec.structs.replace(self.progress, done=report.done, **msgspec.structs.asdict(report))

@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.moving.carrier import Carrier, Listed, batch_blocks
-from kvstore.moving.chains import places
 from kvstore.moving.connections import Connections
 from kvstore.moving.planning import NOBODY, Gains, Plan, Ranks, Targets
 from kvstore.moving.progress import MoveReport, Progress
@@ -28,11 +28,13 @@ from kvstore.moving.receivers import Receivers
 from kvstore.moving.settled import Settled
 from kvstore.wire import MAX_HOTTEST_BYTES, MAX_KEYS, MIN_KEY_BYTES, NamespaceInfo, ShardAddress
 from kvstore.wire.asking import AskError, Asking, Dial, KeyArray, dial_tcp
+from kvstore.wire.attributes import names_of, rows_before
 
 log = logging.getLogger("kvstore.moving")
 
 TURN_BYTES: Final = 64 << 20  # of one namespace, before the next one has its turn
 LIST_KEYS: Final = MAX_HOTTEST_BYTES // MIN_KEY_BYTES  # as many as can fit one reply
+MOST_STEPS: Final = 16384  # back in a chain, in search of a block that goes to the same shard
 REST_RATIO: Final = 3.0  # a gentle mover rests so many times as long as it works: it works a quarter of the time
 # The senders of a gentle plan all fill the same nodes. With more threads than this in all of them, each rests longer.
 GENTLE_THREADS: Final = 8
@@ -162,3 +164,33 @@ def turns(listed: Sequence[Listed]) -> Iterator[tuple[Listed, slice]]:
             if end < len(some.keys):
                 later.append((some, end))
         waiting = later
+
+
+def places(keys: KeyArray, before: KeyArray, targets: Targets, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.uint8]:
+    """-> for each copy of the blocks at `rows`, the key of the nearest block before it that the same shard gains, its
+    own key if there is none: (len(rows), copies, key_bytes).
+
+    A chain's blocks are spread over all shards, and a shard gains only some of them. So the block that one follows on
+    its new shard is the nearest before it that goes there, too, not the one that it follows on its old shard.
+
+    keys, before: of all blocks of one shard, (n, key_bytes), `before` as HOTTEST gives it. targets: (n, copies), which
+    shards gain each of them.
+    """
+    copies = targets.shape[1]
+    parents = rows_before(names_of(keys), names_of(before))
+    row, copy = np.nonzero(targets[rows] != NOBODY)
+    wanted = targets[rows[row], copy]
+    found = parents[rows[row]]
+    searching = np.flatnonzero(found >= 0)
+    for _ in range(MOST_STEPS):
+        at = found[searching]
+        searching = searching[~(targets[at] == wanted[searching][:, np.newaxis]).any(axis=1)]
+        if not len(searching):
+            break
+        found[searching] = parents[found[searching]]
+        searching = searching[found[searching] >= 0]
+    found[searching] = -1
+    result = np.repeat(keys[rows][:, np.newaxis], copies, axis=1)
+    there = found >= 0
+    result[row[there], copy[there]] = keys[found[there]]
+    return result

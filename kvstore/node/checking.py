@@ -11,17 +11,17 @@ import importlib.util
 import os
 import pwd
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from kvstore.auth.audit import STDERR, SYSLOG
 from kvstore.disk.format import DiskFormatError, check_layout, existing_above
-from kvstore.extras import nixl_package
 from kvstore.node.access import member_secret
 from kvstore.node.children import StartError, listen
 from kvstore.node.config import MAX_PORT, OFF, ServerConfig
 from kvstore.node.disk_folder import key_of
+from kvstore.node.fitting import transport_misfits
 from kvstore.node.settings import Misfit
 from kvstore.node.unix_sockets import MAX_PATH_BYTES, users_of
 from kvstore.sizes import format_size
@@ -37,7 +37,7 @@ _BESIDE: Final = (
 
 def misfits(config: ServerConfig) -> Iterator[Misfit]:
     """Yield what this machine lacks. Blocks on the network (names) and the disk."""
-    for check in _CHECKS:
+    for check in (_addresses, _access, _tls, _unix_socket, _packages, _memory, _disk):
         yield from check(config)
 
 
@@ -122,8 +122,7 @@ def _tls(config: ServerConfig) -> Iterator[Misfit]:
 
 
 def _packages(config: ServerConfig) -> Iterator[Misfit]:
-    if config.nixl and not nixl_package():
-        yield Misfit("nixl", "NIXL is not installed; expected pip install llm-kvstore[nixl]")
+    yield from transport_misfits(config)
     if config.cluster and importlib.util.find_spec("requests") is None:
         yield Misfit("cluster", "the package requests is not installed; expected pip install llm-kvstore[cluster]")
 
@@ -175,14 +174,3 @@ def _me() -> str:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return str(os.geteuid())
-
-
-_CHECKS: Final[tuple[Callable[[ServerConfig], Iterator[Misfit]], ...]] = (
-    _addresses,
-    _access,
-    _tls,
-    _unix_socket,
-    _packages,
-    _memory,
-    _disk,
-)

@@ -13,6 +13,7 @@ import typer
 from kvstore import __version__
 from kvstore.exits import BAD_USAGE, FAILED, print_error
 from kvstore.logs import configure
+from kvstore.node import fitting
 from kvstore.node.config import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, ServerConfig, read
 from kvstore.node.settings import Described, describe
 
@@ -41,12 +42,8 @@ def _show_version(value: bool) -> None:
         raise typer.Exit(0)
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _option(described: Described) -> Any:
-    """-> the flag of a setting. The flag is text that `load` parses like a variable's, so that errors are the same."""
+    """-> the flag of a setting. The flag is text that `read` parses like a variable's, so that errors are the same."""
     switch = described.kind is bool
     return Annotated[
         bool | None if switch else str | None,
@@ -86,10 +83,11 @@ def _serve(**given: Any) -> None:
     """
     flags = {name: value for name, value in given.items() if name in ServerConfig.__struct_fields__}
     config, sources = read(given["config"], os.environ, flags)
+    sources.add(fitting.misfits(config))
     if given["check_config"]:
-        from kvstore.node.checking import misfits
+        from kvstore.node import checking
 
-        sources.add(misfits(config))
+        sources.add(checking.misfits(config))
     for problem in sources.problems:
         print_error(problem)
     if sources.problems:

@@ -1,30 +1,25 @@
-"""All settings of `kvstore-server`: one struct, from which flags, variables, the file and the manual are generated.
-
-Over 400 lines because every setting and its description are in one place.
-"""
+"""All settings of `kvstore-server`: one struct, from which flags, variables, the file and the manual are generated."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
 
-from kvstore.cluster.url import ETCD_SCHEME, ETCDS_SCHEME, EtcdURL, parse_cluster_url
+from kvstore._policies import POLICIES
+from kvstore.cluster.url import ETCD_SCHEME, ETCDS_SCHEME, EtcdURL, parse_etcd_url
 from kvstore.disk.config import DISK_WRITES
 from kvstore.logs import FORMATS, LEVELS
-from kvstore.node.fitting import WILDCARDS, access_misfits, cluster_misfits, tls_misfits
-from kvstore.node.settings import ConfigError, HostPort, Misfit, Portion, Setting, Size, Sources
-from kvstore.sizes import spell_size
-from kvstore.store.rules import MAX_TTL_SECONDS, POLICIES, NamespaceRule
+from kvstore.node.settings import HostPort, Misfit, Portion, Setting, Size, Sources
+from kvstore.store.rules import NamespaceRule
+from kvstore.wire import MAX_TTL_S
 
 ENVIRONMENT_PREFIX: Final = "KVSTORE_SERVER_"
 CONFIG_VARIABLE: Final = f"{ENVIRONMENT_PREFIX}CONFIG"
-MIN_SEGMENT_BYTES: Final = 1 << 20
 MAX_SHARDS: Final = 256
-MIN_DISK_BYTES: Final = 8 << 20
 MIN_DISK_SEGMENT_BYTES: Final = 1 << 20
 DISK_SEGMENT_BYTES: Final = 256 << 20
 # The least and the most segments that a shard of a new disk tier gets. Fewer, if segments would be smaller than
@@ -44,12 +39,12 @@ OFF: Final = "off"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All settings of `kvstore-server`; `misfits` tells which do not fit each other."""
+    """All settings of `kvstore-server`; `fitting.misfits` tells which do not fit each other."""
 
     host: Annotated[str, Setting(SERVER, "Address to listen on.", "HOST")] = "127.0.0.1"
     port: Annotated[
         int,
-        msgspec.Meta(ge=0, le=65535),
+        msgspec.Meta(ge=0, le=MAX_PORT),
         Setting(
             SERVER,
             "First port; shard i listens on port + i. 0 picks free ones. Clients are given the first port, and the "
@@ -132,6 +127,17 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             more="transports.md#nixl",
         ),
     ] = False
+    transport: Annotated[
+        str,
+        Setting(
+            SERVER,
+            "Let clients that ask for it read blocks with this transport, of an installed package. In a trusted "
+            "network only, as --nixl, which is one of them.",
+            "NAME",
+            unset="none",
+            more="transports.md#a-transport-of-ones-own",
+        ),
+    ] = ""
 
     memory: Annotated[Size, Setting(MEMORY, "Block memory of all shards together, split evenly.")] = Size(4 << 30)
     segment: Annotated[Size, Setting(MEMORY, "Unit in which memory goes to namespaces. No block can be larger.")] = (
@@ -156,7 +162,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "default"
     ttl_seconds: Annotated[
         int,
-        msgspec.Meta(ge=0, le=MAX_TTL_SECONDS),
+        msgspec.Meta(ge=0, le=MAX_TTL_S),
         Setting(
             MEMORY,
             "Blocks expire so many seconds after they were set. 0: never. By model: [[namespaces]] tables in the file.",
@@ -325,11 +331,14 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "not register: leave --cluster out; only clients are given dns://",
             )
         try:
-            url = parse_cluster_url(self.cluster)
+            return parse_etcd_url(self.cluster)
         except ValueError as error:
             raise Misfit("cluster", str(error).removeprefix(f"{self.cluster!r}: ")) from None
-        assert isinstance(url, EtcdURL)
-        return url
+
+    @property
+    def reads_with(self) -> tuple[str, str]:
+        """The transport with which clients on other hosts may read, empty: none; and the setting that names it."""
+        return ("nixl", "nixl") if self.nixl else (self.transport, "transport")
 
     @property
     def cluster_node_id(self) -> str:
@@ -366,45 +375,11 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             size *= 2
         return size
 
-    def misfits(self) -> Iterator[Misfit]:
-        """Yield what does not fit: each setting by itself is valid."""
-        if self.disk == "":
-            yield Misfit("disk", "expected the path of a folder")
-        if self.shard_disk_bytes < MIN_DISK_BYTES:
-            yield Misfit(
-                "disk_size",
-                f"this gives each of {self.shards} shard(s) {self.shard_disk_bytes} bytes: expected at least "
-                f"{spell_size(MIN_DISK_BYTES)} a shard; raise --disk-size",
-            )
-        for name in ("disk_key_file", "disk_key_command"):
-            if getattr(self, name) is not None and self.disk is None:
-                yield Misfit(name, "a key without a disk tier: expected --disk as well")
-        yield from cluster_misfits(self)
-        yield from access_misfits(self)
-        yield from tls_misfits(self)
-        if self.segment < MIN_SEGMENT_BYTES or self.segment % 4096:
-            yield Misfit("segment", f"expected at least {spell_size(MIN_SEGMENT_BYTES)}, and a multiple of 4KiB")
-        if self.shard_memory_bytes < self.segment:
-            yield Misfit(
-                "memory",
-                f"this gives each of {self.shards} shard(s) {self.shard_memory_bytes} bytes: expected at least one "
-                f"segment of {self.segment}; raise --memory, or lower --shards or --segment",
-            )
-        if self.transient_memory.of(self.memory) > self.memory:
-            yield Misfit("transient_memory", f"expected at most the memory of all shards, {self.memory}")
-        last = self.port + self.shards - 1
-        if self.port and last > MAX_PORT:
-            yield Misfit("port", f"{self.shards} shards need the ports up to {last}: {MAX_PORT} is the last")
-        http = self.http
-        meets = http is not None and (http.host == self.host or {http.host, self.host} & {*WILDCARDS})
-        if http is not None and meets and 0 < self.port <= http.port <= last:
-            yield Misfit("http", f"shard {http.port - self.port} listens on this port: choose another one")
-
 
 def read(
     file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
 ) -> tuple[ServerConfig, Sources[ServerConfig]]:
-    """-> the settings from all sources, which know where each comes from, and what is wrong with them.
+    """-> the settings from all sources, which know where each comes from, and what is wrong with each by itself.
 
     file: the TOML file; None: the file that KVSTORE_SERVER_CONFIG names, if it is set. flags: None as a value means
     that the flag was not given.
@@ -416,14 +391,4 @@ def read(
         sources.read_file(Path(environment[CONFIG_VARIABLE]), CONFIG_VARIABLE)
     sources.read_environment(environment, (CONFIG_VARIABLE,))
     sources.read_flags(flags)
-    config = sources.config()
-    sources.add(config.misfits())
-    return config, sources
-
-
-def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> ServerConfig:
-    """-> the settings from all sources, as `read` takes them. Raises `ConfigError` with all that is wrong."""
-    config, sources = read(file, environment, flags)
-    if sources.problems:
-        raise ConfigError(*sources.problems)
-    return config
+    return sources.config(), sources

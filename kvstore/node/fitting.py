@@ -1,56 +1,58 @@
-"""Which settings of access and of clusters fit each other."""
+"""Which settings fit each other."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import Final
 
-from kvstore.cluster.url import MAX_NAME, EtcdURL, is_name
+from kvstore.cluster.url import MAX_NAME, is_name
+from kvstore.node.config import MAX_PORT, ServerConfig
 from kvstore.node.settings import MAX_HOST, HostPort, Misfit
+from kvstore.plugins import TRANSPORTS
+from kvstore.sizes import spell_size
 
+MIN_SEGMENT_BYTES: Final = 1 << 20
+MIN_DISK_BYTES: Final = 8 << 20
 WILDCARDS: Final = ("0.0.0.0", "::", "")
 
 
-class Access(Protocol):
-    """The settings that say who reaches a server."""
-
-    @property
-    def host(self) -> str: ...
-    @property
-    def http(self) -> HostPort | None: ...
-    @property
-    def auth(self) -> str | None: ...
-    @property
-    def audit(self) -> str | None: ...
-    @property
-    def insecure(self) -> bool: ...
-    @property
-    def nixl(self) -> bool: ...
-
-
-class Cluster(Protocol):
-    """The settings of a member of a cluster. `cluster_url`, None: no cluster. `cluster_node_id`, `advertised_host`:
-    what was given, or the default."""
-
-    @property
-    def node_id(self) -> str | None: ...
-    @property
-    def zone(self) -> str: ...
-    @property
-    def advertise(self) -> str | None: ...
-    @property
-    def drain_seconds(self) -> int: ...
-    @property
-    def cluster_url(self) -> EtcdURL | None: ...
-    @property
-    def cluster_node_id(self) -> str: ...
-    @property
-    def advertised_host(self) -> str: ...
-
-
-class NodeSettings(Access, Cluster, Protocol):
-    """Both."""
+def misfits(config: ServerConfig) -> Iterator[Misfit]:
+    """Yield what does not fit: each setting by itself is valid."""
+    if config.disk == "":
+        yield Misfit("disk", "expected the path of a folder")
+    if config.shard_disk_bytes < MIN_DISK_BYTES:
+        yield Misfit(
+            "disk_size",
+            f"this gives each of {config.shards} shard(s) {config.shard_disk_bytes} bytes: expected at least "
+            f"{spell_size(MIN_DISK_BYTES)} a shard; raise --disk-size",
+        )
+    for name in ("disk_key_file", "disk_key_command"):
+        if getattr(config, name) is not None and config.disk is None:
+            yield Misfit(name, "a key without a disk tier: expected --disk as well")
+    yield from _cluster(config)
+    chosen, setting = config.reads_with
+    if config.transport not in ("", chosen):
+        yield Misfit("transport", f"--{setting} names one already: expected one of them")
+    yield from _access(config)
+    yield from _tls(config)
+    if config.segment < MIN_SEGMENT_BYTES or config.segment % 4096:
+        yield Misfit("segment", f"expected at least {spell_size(MIN_SEGMENT_BYTES)}, and a multiple of 4KiB")
+    if config.shard_memory_bytes < config.segment:
+        yield Misfit(
+            "memory",
+            f"this gives each of {config.shards} shard(s) {config.shard_memory_bytes} bytes: expected at least one "
+            f"segment of {config.segment}; raise --memory, or lower --shards or --segment",
+        )
+    if config.transient_memory.of(config.memory) > config.memory:
+        yield Misfit("transient_memory", f"expected at most the memory of all shards, {config.memory}")
+    last = config.port + config.shards - 1
+    if config.port and last > MAX_PORT:
+        yield Misfit("port", f"{config.shards} shards need the ports up to {last}: {MAX_PORT} is the last")
+    http = config.http
+    meets = http is not None and (http.host == config.host or {http.host, config.host} & {*WILDCARDS})
+    if http is not None and meets and 0 < config.port <= http.port <= last:
+        yield Misfit("http", f"shard {http.port - config.port} listens on this port: choose another one")
 
 
 def is_loopback(host: str) -> bool:
@@ -61,7 +63,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def access_misfits(config: Access) -> Iterator[Misfit]:
+def _access(config: ServerConfig) -> Iterator[Misfit]:
     """Yield why others could use the server without a login, although nobody has said that they may."""
     for name in ("auth", "audit"):
         if getattr(config, name) == "":
@@ -69,11 +71,12 @@ def access_misfits(config: Access) -> Iterator[Misfit]:
     if config.insecure:
         return
     if config.auth is not None:
-        if config.nixl:
+        transport, setting = config.reads_with
+        if transport:
             yield Misfit(
-                "nixl",
-                "NIXL's own ports ask nobody to log in: leave --nixl or --auth out, or give --insecure too if "
-                "whoever reaches this host may read every block",
+                setting,
+                f"its reads ask nobody to log in: leave --{setting} or --auth out, or give --insecure too if whoever "
+                "reaches this host may read every block",
             )
         return
     for name, host in (("host", config.host), ("http", config.http.host if config.http is not None else "localhost")):
@@ -85,7 +88,17 @@ def access_misfits(config: Access) -> Iterator[Misfit]:
             )
 
 
-def cluster_misfits(config: Cluster) -> Iterator[Misfit]:
+def transport_misfits(config: ServerConfig) -> Iterator[Misfit]:
+    """Yield why clients cannot read with the transport that was chosen. Imports it."""
+    transport, setting = config.reads_with
+    try:
+        if transport:
+            TRANSPORTS.find(transport)()
+    except (ValueError, ImportError) as error:
+        yield Misfit(setting, str(error))
+
+
+def _cluster(config: ServerConfig) -> Iterator[Misfit]:
     """Yield what does not fit of the settings of a cluster."""
     if config.node_id is not None and not is_name(config.node_id):
         yield Misfit(
@@ -118,7 +131,7 @@ def cluster_misfits(config: Cluster) -> Iterator[Misfit]:
         yield Misfit(name, "expected a host name or an address, without a port")
 
 
-def tls_misfits(config: object) -> Iterator[Misfit]:
+def _tls(config: ServerConfig) -> Iterator[Misfit]:
     """Yield which file of TLS was given without another that it needs."""
     needed = {"tls_cert": "tls_key", "tls_key": "tls_cert", "tls_client_ca": "tls_cert", "tls_ca": "tls_cert"}
     for name, needs in needed.items():
@@ -126,7 +139,7 @@ def tls_misfits(config: object) -> Iterator[Misfit]:
             yield Misfit(name, f"TLS needs a certificate and its key: give --{needs.replace('_', '-')} too")
 
 
-def metrics_address(config: NodeSettings, port: int) -> str:
+def metrics_address(config: ServerConfig, port: int) -> str:
     """-> HOST:PORT at which other members reach the metrics, which are served on `port`; empty: they cannot."""
     if config.http is None or not port:
         return ""

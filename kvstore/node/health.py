@@ -21,13 +21,30 @@ from kvstore.wire import ShardInfo
 from kvstore.wire.asking import AskError, Asking, Dial, dial_tcp
 
 if TYPE_CHECKING:
-    from kvstore.node.registration_status import RegistrationStatus
+    from kvstore.cluster.etcd import Drain
+    from kvstore.cluster.members import Member
+    from kvstore.moving.progress import MoveReport
     from kvstore.node.tls import TLSUse
 
 log = logging.getLogger("kvstore.server")
 
 ASK_TIMEOUT_S: Final = 1.5  # to connect, and again to answer
 VERDICT_S: Final = 2.0  # for all shards together
+
+
+@dataclass(frozen=True)
+class RegistrationStatus:
+    """The state of a node's membership, for metrics and health checks."""
+
+    registered: bool
+    state: str  # of the node; "out": it has left, and joins again only after a restart
+    epoch: int  # of the last view
+    nodes: Sequence[Member]  # of the last view
+    directory_up: bool
+    directory_errors: int
+    changes: int  # of the view
+    drain: Drain | None = None
+    fill: MoveReport | None = None  # the present or the last fill of nodes that joined
 
 
 @dataclass(frozen=True)

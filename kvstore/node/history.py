@@ -39,14 +39,15 @@ MINUTE_S: Final = 60.0
 START_LOOK_S: Final = 0.05  # how often it is asked whether the shards have started
 
 
-class Looks:
-    """The looks at a node's shards, on a thread of its own between `start` and `close`. Any thread."""
+class Looks(threading.Thread):
+    """The looks at a node's shards, between `start` and `close`. Any thread may call it."""
 
     def __init__(self, health: Health, node: str, settings: dict[str, str]) -> None:
+        super().__init__(name="kvstore-looks", daemon=True)
         self._health = health
         self._node = node
         self._settings = settings
-        self._started = self._looked = time.monotonic()
+        self._began = self._looked = time.monotonic()
         count = len(health.node.addresses)
         self._pids = [0] * count
         self._restarted: list[float | None] = [None] * count  # when another process was seen in a shard's place
@@ -56,11 +57,6 @@ class Looks:
         self._changed = threading.Condition()
         self._status = b""  # the last look as JSON
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvstore-looks", daemon=True)
-
-    def start(self) -> None:
-        """Begin to look, once the shards have started."""
-        self._thread.start()
 
     def close(self) -> None:
         """Look no more. Does not block."""
@@ -73,7 +69,8 @@ class Looks:
             self._changed.wait_for(lambda: self._status, patience_s)
             return self._status
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Look, once the shards have started."""
         node = self._health.node
         while any(map(node.not_serving, range(len(node.addresses)))) and not self._closed.wait(START_LOOK_S):
             pass  # a shard that starts with the server is not missing
@@ -108,7 +105,7 @@ class Looks:
             interval_s=INTERVAL_S,
             node=self._node,
             version=kvstore.__version__,
-            uptime_s=round(now - self._started, 1),
+            uptime_s=round(now - self._began, 1),
             restarts=self._health.node.restarts(),
             verdict="ok" if worst == "note" else worst,
             messages=said,
@@ -157,16 +154,8 @@ class Looks:
             epoch=status.epoch,
             directory_up=status.directory_up,
             members=[
-                MemberRow(
-                    member.node,
-                    member.state,
-                    member.zone,
-                    member.version,
-                    len(member.shards),
-                    member.metrics,
-                    member.node == self._node,
-                )
-                for member in status.nodes
+                MemberRow(m.node, m.state, m.zone, m.version, len(m.shards), m.metrics, m.node == self._node)
+                for m in status.nodes
             ],
         )
 

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Final
 from kvstore.auth.audit import Audit
 from kvstore.auth.checking import FAILURE_S, Found, KnownTokens
 from kvstore.auth.policy import AuthFile
-from kvstore.auth.rights import ADMIN, EVERY_TENANT, MONITOR
+from kvstore.auth.rights import EVERY_TENANT
 from kvstore.auth.tokens import name_in
 from kvstore.node.config import ServerConfig
+from kvstore.wire import ADMIN, MONITOR
 
 if TYPE_CHECKING:
     from wsgiref.types import WSGIEnvironment
@@ -28,7 +29,6 @@ log = logging.getLogger("kvstore.auth")
 
 OPEN_PATHS: Final = ("/healthz", "/readyz")
 MOST_WAITING: Final = 8
-LOOK_S: Final = 1.0
 
 
 class Refusal(Exception):
@@ -46,10 +46,9 @@ class HTTPLogins:
     def __init__(self, file: AuthFile, audit: Audit) -> None:
         self._file = file
         self._audit = audit
-        self._known = KnownTokens()
+        self._known = KnownTokens(file)
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
-        self._look_at = 0.0
         self._waiting = threading.BoundedSemaphore(MOST_WAITING)
 
     def check(self, environ: WSGIEnvironment) -> None:
@@ -61,7 +60,8 @@ class HTTPLogins:
             raise Refusal(
                 "401 Unauthorized", "this server wants a token, as a Bearer token or as the password of Basic"
             )
-        self._look()
+        with self._lock:
+            self._known.look(time.monotonic())
         found = self._known.find(token)
         if found is None or self._file.policy.rights_of(found[0].principal, found[1]) != found[0]:
             found = self._log_in(token, environ.get("REMOTE_ADDR", ""))
@@ -76,9 +76,8 @@ class HTTPLogins:
     def _log_in(self, token: bytes, address: str) -> Found:
         began = time.monotonic()
         with self._hashing:  # one at a time: guesses take no more than a core
-            policy = self._file.policy
-            found = policy.login(token)
-        if found is not None and self._known.remember(token, found, self._file.policy):
+            found = self._file.policy.login(token)
+        if found is not None and self._known.remember(token, found):
             return found
         if not self._waiting.acquire(blocking=False):
             raise Refusal("429 Too Many Requests", "too many failed logins at once; try again later")
@@ -91,14 +90,6 @@ class HTTPLogins:
         with self._lock:
             self._audit.record("login_failed", address=address, principal=name, client="http")
         raise Refusal("401 Unauthorized", "the token is not valid here")
-
-    def _look(self) -> None:
-        with self._lock:
-            now = time.monotonic()
-            if now >= self._look_at:
-                self._look_at = now + LOOK_S
-                if self._file.reload():
-                    self._known.clear()
 
 
 def _token(header: str) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +20,7 @@ from kvstore.node.health import Health
 from kvstore.node.history import Looks
 from kvstore.node.http_logins import HTTPLogins, Refusal
 from kvstore.node.metrics import NodeCollector
+from kvstore.node.status import COLUMNS
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -98,12 +100,22 @@ class Pages:
         return answer(start_response, "200 OK", status, JSON)
 
 
+def _columns() -> str:
+    """-> the heads of the columns that fields of INFO have in the table of shards."""
+    return "".join(
+        f'<th scope="col" class="number" data-field="{field.name}" data-unit="{field.unit}" '
+        f'title="{escape(field.help)}">{escape(field.page)}</th>'
+        for field in COLUMNS
+    )
+
+
 class _File:
     """A file of the page. Browsers keep it, and ask whether it has changed."""
 
     def __init__(self, name: str, kind: str) -> None:
         self._kind = kind
-        self._data = (files("kvstore.node") / "page" / name).read_bytes()
+        text = (files("kvstore.node") / "page" / name).read_text(encoding="utf-8")
+        self._data = text.replace("<!-- columns -->", _columns()).encode()
         self._tag = f'"{hashlib.sha256(self._data).hexdigest()[:16]}"'
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:

@@ -8,32 +8,34 @@ thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
-from kvstore.wire import ShardInfo
-from kvstore.wire.status import REQUEST_BOUNDS_S
+from kvstore.wire import DiskInfo, ShardInfo
+from kvstore.wire.status import REQUEST_BOUNDS_S, Field, fields_of
 
 Key: TypeAlias = tuple[str, ...]
 Table: TypeAlias = Mapping[Key, int]
 
-OF_SHARD: Final = ("hits", "misses", "created", "evicted", "bytes_in", "bytes_out", "sets", "gets", "lookups", "errors")
-OF_DISK: Final = ("evicted", "written_bytes", "fetched_bytes", "fetched_blocks", "corrupt_blocks")
-
 
 def table_of(shard: ShardInfo) -> dict[Key, int]:
     """-> every counter of a shard that is not 0."""
-    table: dict[Key, int] = {(name,): getattr(shard, name) for name in OF_SHARD}
+    table = dict(_counters(shard))
     if shard.disk is not None:
-        table.update({("disk", name): getattr(shard.disk, name) for name in OF_DISK})
-    table.update({("slow", stage): turns for stage, turns in shard.slow_turns.items()})
-    table.update({("refused", limit): requests for limit, requests in shard.refused.items()})
+        table.update({("disk", *key): count for key, count in _counters(shard.disk)})
     for row in shard.requests:
         table.update({("took", row.verb, row.tier, str(at)): count for at, count in enumerate(row.counts)})
     for namespace in shard.namespaces:
         table["namespace", namespace.id, "hits"] = namespace.hits
         table["namespace", namespace.id, "misses"] = namespace.misses
     return {key: count for key, count in table.items() if count}
+
+
+def _counters(info: ShardInfo | DiskInfo) -> Iterator[tuple[Key, int]]:
+    for field in fields_of(type(info)):
+        if field.counter:
+            value = getattr(info, field.name)
+            yield from (((field.name, key), value[key]) for key in value) if field.label else [((field.name,), value)]
 
 
 def change(old: Table, new: Table) -> dict[Key, int]:
@@ -52,6 +54,14 @@ def total(tables: Iterable[Table]) -> Counter[Key]:
 def below(table: Table, *key: str) -> int:
     """-> the sum of all entries that begin with `key`."""
     return sum(count for each, count in table.items() if each[: len(key)] == key)
+
+
+def amount(field: Field, shards: Iterable[ShardInfo], counted: Table) -> float:
+    """-> what to show of a field of these shards: of a counter what is in the table, otherwise what they have now."""
+    if field.counter:
+        return below(counted, field.name)
+    values = [getattr(shard, field.name) for shard in shards]
+    return sum(sum(value.values()) if field.label else value for value in values)
 
 
 def hit_rate(hits: int, misses: int) -> float | None:

@@ -1,8 +1,7 @@
 """A node's membership in a cluster: its record in etcd, from the start of the node until it leaves.
 
-One thread of the supervisor only renews the lease, every quarter of its time, so that no slow request to etcd can cost
-the lease. Another thread checks every second whether the record is still the node's own and whether an operator has
-requested a drain. The states of a node:
+A thread of the supervisor checks every second whether the record is still the node's own and whether an operator has
+requested a drain (`leaving`). Another one renews the lease (`LeaseKeeper`). The states of a node:
 
 * *joining* for its grace period; the only member of a cluster skips this state, because no node can fill it;
 * *serving*, until it is told to leave: it withdraws, or *drains* first, moving its hottest blocks to their next owners.
@@ -18,6 +17,7 @@ just started may replace a record, and only one with an address on which it now 
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import threading
@@ -35,7 +35,8 @@ from kvstore.cluster.url import EtcdURL
 from kvstore.moving.draining import Draining
 from kvstore.moving.filling import Filling
 from kvstore.node.access import with_cookies
-from kvstore.node.registration_status import RegistrationStatus
+from kvstore.node.health import RegistrationStatus
+from kvstore.node.leaving import LEAVE_S, Leaving
 from kvstore.wire import ShardAddress
 from kvstore.wire.asking import Dial, dial_tcp
 
@@ -44,10 +45,51 @@ log = logging.getLogger("kvstore.cluster")
 REQUEST_TIMEOUT_S: Final = 2.0
 LOOK_S: Final = 1.0
 CONFLICT_LOG_S: Final = 10.0
-LEAVE_S: Final = 0.5  # so that clients see that the node has left before its connections close
 RETRY_S: Final = (0.1, 0.5)
 STOP_S: Final = 3.0  # how long `stop` waits for each thread
-SAY_TRIES: Final = 20
+
+
+class LeaseKeeper(threading.Thread):
+    """Renews `lease` every quarter of its time. The thread does nothing else, so that no slow request to etcd can cost
+    the lease. `ended()` is called on it when a lease has ended."""
+
+    def __init__(self, url: EtcdURL, node: str, lease_s: int, ended: Callable[[], None]) -> None:
+        super().__init__(name="kvstore-lease", daemon=True)
+        # The timeout is short enough to try another endpoint within the lease when one does not answer.
+        self.directory = EtcdDirectory(url, max(0.5, lease_s / 4))
+        self.lease: int | None = None  # of the record; None: there is none to renew
+        self.errors = 0
+        self._node = node
+        self._lease_s = lease_s
+        self._on_ended = ended
+        self._ended: int | None = None  # a lease that has ended
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """End the thread soon."""
+        self._stopped.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the lease has ended, and the record is gone with it."""
+        return self.lease is not None and self.lease == self._ended
+
+    def run(self) -> None:
+        """Renew it until `stop`."""
+        pause_s = self._lease_s / 4
+        while not self._stopped.wait(pause_s):
+            lease = self.lease
+            pause_s = self._lease_s / 4
+            try:
+                if lease is not None and not self.directory.keep_alive(lease):
+                    self._ended = lease
+                    self._on_ended()
+            except DirectoryError as error:
+                log.debug("node %s: cannot renew its lease: %s", self._node, error)
+                self.errors += 1
+                pause_s = random.uniform(*RETRY_S)
+            except Exception:
+                log.exception("node %s: renewing its lease failed; trying again", self._node)
 
 
 class Registration:
@@ -74,22 +116,16 @@ class Registration:
         self._secret = secret
         self.node = member.node
         self._member = member
-        self._shards = shards
         self._lease_s = lease_s
         self._grace_s = grace_s
         self._drained = drained
-        self._dial = dial
         self._directory = EtcdDirectory(url, REQUEST_TIMEOUT_S)
-        # The timeout is short enough to try another endpoint within the lease when one does not answer.
-        self._keeper = EtcdDirectory(url, max(0.5, lease_s / 4))
+        self._wake = threading.Event()
+        self._keeper = LeaseKeeper(url, self.node, lease_s, self._wake.set)
         self._follower = Follower(str(url), self._on_view, name=self.node)
         self._lock = threading.Lock()  # held to write the record
-        self._wake = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-registration", daemon=True)
-        self._keeping = threading.Thread(target=self._keep_lease, name="kvstore-lease", daemon=True)
-        self._lease: int | None = None  # of the record; None: not registered
-        self._ended: int | None = None  # a lease that has ended
         self._may_take_over = True
         self._joined = 0.0
         self._was_in = False
@@ -97,9 +133,10 @@ class Registration:
         self._errors = 0
         self._lost = ""
         self._filling = Filling(member, shards, grace_s, dial)
-        self._draining: Draining | None = None
-        self._drain_asked = False  # an operator requested the drain: write its progress to etcd
-        self._drain_said: Drain | None = None
+        drain = functools.partial(
+            Draining, self.node, shards, announce=self._announce_drain, members=self._members_now, dial=dial
+        )
+        self._leaving = Leaving(self.node, self._directory, self._withdraw, drain)
         self._out = False
         self._emptied = False  # a shard has lost its blocks, and the others do not know yet
         self._started = False
@@ -111,7 +148,7 @@ class Registration:
         self._filling.start()
         self._follower.start()
         self._thread.start()
-        self._keeping.start()
+        self._keeper.start()
 
     def drain(self, seconds: float) -> None:
         """Move blocks away, for `seconds` at most, then withdraw. Does not block. Over at once before `start`."""
@@ -119,7 +156,7 @@ class Registration:
             self._drained()
             return
         with self._lock:
-            draining = self._draining or self._begin_drain(Drain(self._member.instance, seconds))
+            draining = self._leaving.begin(Drain(self._member.instance, seconds))
 
         def wait() -> None:
             draining.join(seconds)
@@ -138,10 +175,9 @@ class Registration:
         """Withdraw, and wait until clients have seen it: for some seconds at most. Also before `start`."""
         self._stopped.set()
         self._wake.set()
+        self._keeper.stop()
         self._filling.stop()
-        if self._draining is not None:
-            self._draining.stop()
-            self._draining.join(STOP_S)
+        self._leaving.stop(STOP_S)
         if self._started:
             self._thread.join(STOP_S)
             if self._withdraw():
@@ -149,41 +185,25 @@ class Registration:
             self._filling.join(STOP_S)
         self._follower.close()
         self._directory.close()
-        self._keeper.close()
+        self._keeper.directory.close()
 
     def status(self) -> RegistrationStatus:
         """-> the present state of the membership."""
         view = self._follower.current
-        draining = self._draining
+        draining = self._leaving.draining
         return RegistrationStatus(
-            registered=self._lease is not None,
+            registered=self._keeper.lease is not None,
             state="out" if self._out else self._member.state,
             epoch=view.epoch if view else 0,
             nodes=view.members if view else (),
             directory_up=not self._lost and not self._follower.lost,
-            directory_errors=self._errors + self._follower.errors,
+            directory_errors=self._errors + self._keeper.errors + self._follower.errors,
             changes=self._follower.changes,
             drain=draining.progress if draining else None,
             fill=self._filling.progress,
         )
 
     # ---- the threads -----------------------------------------------------------------------------------------------
-
-    def _keep_lease(self) -> None:
-        pause_s = self._lease_s / 4
-        while not self._stopped.wait(pause_s):
-            lease = self._lease
-            pause_s = self._lease_s / 4
-            try:
-                if lease is not None and not self._keeper.keep_alive(lease):
-                    self._ended = lease
-                    self._wake.set()
-            except DirectoryError as error:
-                log.debug("node %s: cannot renew its lease: %s", self.node, error)
-                self._errors += 1
-                pause_s = random.uniform(*RETRY_S)
-            except Exception:
-                log.exception("node %s: renewing its lease failed; trying again", self.node)
 
     def _on_view(self, view: Membership) -> None:
         self._wake.set()
@@ -215,18 +235,19 @@ class Registration:
     def _step(self) -> None:
         if self._out or self._stopped.is_set():
             return
-        if self._lease is not None and self._lease == self._ended:
+        keeper, leaving = self._keeper, self._leaving
+        if keeper.has_ended:
             log.warning("node %s: its lease has ended; joining again", self.node)
-            self._lease = None
-        if self._lease is None:
+            keeper.lease = None
+        if keeper.lease is None:
             self._join()
             return
         if not self._check_record():
             return
-        if self._emptied and self._draining is None:
-            self._join_again(self._lease)
-        self._check_drain()
-        if self._draining is not None and self._member.state != "draining":
+        if self._emptied and leaving.draining is None:
+            self._join_again(keeper.lease)
+        leaving.check(self._member.instance)
+        if leaving.draining is not None and self._member.state != "draining":
             self._write("draining")  # etcd did not answer when the drain began
         elif self._member.state == "joining" and self._is_filled():
             self._write("serving")
@@ -242,7 +263,7 @@ class Registration:
             self._stay_out(found)
             return
         state: State = "joining"
-        if self._draining is not None:
+        if self._leaving.draining is not None:
             state = "draining"
         elif not any(member.node != self.node for member in self._directory.membership().members):
             state = "serving"
@@ -251,7 +272,7 @@ class Registration:
         if not self._directory.register(member, lease, replace=mine):
             self._stay_out(None)
             return
-        self._lease, self._member = lease, member
+        self._keeper.lease, self._member = lease, member
         self._may_take_over = False
         self._conflict_said_at = None
         self._joined = time.monotonic()
@@ -280,7 +301,7 @@ class Registration:
         found = self._directory.read_member(self.node)
         if found is not None and found.instance == self._member.instance:
             return True
-        self._lease = None
+        self._keeper.lease = None
         if found is None:
             log.warning("node %s: its record is gone; joining again", self.node)
             self._wake.set()
@@ -314,7 +335,8 @@ class Registration:
     def _write(self, state: State) -> None:
         """Change the node's state, here and in its record."""
         member = msgspec.structs.replace(self._member, state=state)
-        if self._lease is not None and self._directory.register(member, self._lease):
+        lease = self._keeper.lease
+        if lease is not None and self._directory.register(member, lease):
             log.info("node %s: state=%s (was %s)", self.node, state, self._member.state)
             self._member = member
 
@@ -322,11 +344,11 @@ class Registration:
         """Leave the cluster until the next start. -> False when the node was not a member."""
         with self._lock:
             self._out = True
-            lease, self._lease = self._lease, None
+            lease, self._keeper.lease = self._keeper.lease, None
             if lease is None:
                 return False
             try:
-                (self._keeper if self._lost else self._directory).withdraw(self.node, lease)
+                (self._keeper.directory if self._lost else self._directory).withdraw(self.node, lease)
             except DirectoryError as error:
                 log.warning("node %s: cannot withdraw (%s); its record goes when its lease ends", self.node, error)
             else:
@@ -335,32 +357,8 @@ class Registration:
 
     # ---- draining --------------------------------------------------------------------------------------------------
 
-    def _check_drain(self) -> None:
-        """Start a drain that an operator has requested, and write its progress to etcd."""
-        if self._draining is not None:
-            progress = self._draining.progress
-            if self._drain_asked and progress != self._drain_said:
-                self._directory.write_drain(self.node, progress)
-                self._drain_said = progress
-            return
-        asked = self._directory.read_drain(self.node)
-        if asked is None:
-            return
-        if asked.instance != self._member.instance:
-            self._directory.end_drain(self.node)  # the request was for an earlier run
-        elif asked.state == "asked":
-            log.info("node %s: asked to drain, for at most %g s", self.node, asked.seconds)
-            self._drain_asked = True
-            self._begin_drain(asked)
-
-    def _begin_drain(self, asked: Drain) -> Draining:
-        self._filling.stop()
-        said = self._announce_drain, self._members_now, self._leave_drained
-        self._draining = Draining(self.node, self._shards, asked, *said, self._dial)
-        self._draining.start()
-        return self._draining
-
     def _announce_drain(self) -> None:
+        self._filling.stop()
         with self._lock:
             try:
                 self._write("draining")
@@ -376,24 +374,6 @@ class Registration:
         view = self._follower.current
         others = [member for member in view.members if member.node != self.node] if view else []
         return with_cookies([*others, self._member], self._secret)
-
-    def _leave_drained(self) -> None:
-        assert self._draining is not None
-        was_in = self._withdraw()
-        if self._drain_asked:
-            self._say_drained(msgspec.structs.replace(self._draining.progress, state="done"))
-        if was_in:
-            time.sleep(LEAVE_S)
-
-    def _say_drained(self, progress: Drain) -> None:
-        for _ in range(SAY_TRIES):
-            try:
-                self._directory.write_drain(self.node, progress)
-                return
-            except DirectoryError as error:
-                log.warning("node %s: has drained and left, but cannot write that to etcd: %s", self.node, error)
-                if self._stopped.wait(RETRY_S[1]):
-                    return
 
 
 def _addresses(member: Member) -> set[tuple[str, int]]:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, Generic, TypeVar, Union, get_args, get
 
 import msgspec
 
+from kvstore.cluster.url import join_address
 from kvstore.sizes import parse_size, spell_size
 
 if sys.version_info >= (3, 11):
@@ -71,7 +72,7 @@ class HostPort(str):
     @classmethod
     def of(cls, host: str, port: int) -> HostPort:
         """-> the address of a host and a port."""
-        return cls(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        return cls(join_address(host, port))
 
     @property
     def host(self) -> str:

@@ -7,12 +7,14 @@ namespaces come from clients: whoever shows them must not take them for markup.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Final
 
 import msgspec
 
-from kvstore.node.rates import Table, below, counts_of, hit_rate, quantile_s
+from kvstore.node.rates import Table, amount, below, counts_of, hit_rate, quantile_s
 from kvstore.node.words import Message
-from kvstore.wire import DiskInfo, NamespaceInfo, ShardInfo
+from kvstore.wire import NamespaceInfo, ShardInfo
+from kvstore.wire.status import fields_of
 
 MAX_NAMESPACES = 50  # shown; those with the most traffic, then those with the most memory
 MAX_NAME = 200  # characters of a model's name
@@ -30,7 +32,7 @@ class DiskRow(msgspec.Struct, frozen=True):
 
 
 class ShardRow(msgspec.Struct, frozen=True):
-    """One shard. Without an answer there is only the reason."""
+    """One shard. Without an answer there is only the reason. Then come the fields of INFO that have a column."""
 
     shard: int
     reason: str = ""  # why it does not answer; empty: it does
@@ -44,9 +46,13 @@ class ShardRow(msgspec.Struct, frozen=True):
     bytes_in_per_s: float = 0.0
     bytes_out_per_s: float = 0.0
     hit_rate: float | None = None  # of the last minute; null: nothing was asked for
-    evicted: int = 0  # in the last minute
-    slow_turns: int = 0  # in the last minute
     disk: DiskRow | None = None
+
+
+COLUMNS: Final = [field for field in fields_of(ShardInfo) if field.page]
+_ShardRow: Final[Any] = msgspec.defstruct(
+    "_ShardRow", [(f.name, float, 0) for f in COLUMNS], bases=(ShardRow,), frozen=True
+)
 
 
 class NamespaceRow(msgspec.Struct, frozen=True):
@@ -137,7 +143,7 @@ def shard_row(shard: int, state: ShardInfo | str, last: Table, seconds: float, m
     if isinstance(state, str):
         return ShardRow(shard, state)
     disk = state.disk
-    return ShardRow(
+    row: ShardRow = _ShardRow(
         shard=shard,
         pid=state.pid,
         uptime_s=round(state.uptime_s, 1),
@@ -149,14 +155,10 @@ def shard_row(shard: int, state: ShardInfo | str, last: Table, seconds: float, m
         bytes_in_per_s=round(last.get(("bytes_in",), 0) / seconds) if seconds else 0,
         bytes_out_per_s=round(last.get(("bytes_out",), 0) / seconds) if seconds else 0,
         hit_rate=hit_rate(minute.get(("hits",), 0), minute.get(("misses",), 0)),
-        evicted=minute.get(("evicted",), 0),
-        slow_turns=below(minute, "slow"),
-        disk=None if disk is None else _disk_row(disk),
+        disk=None if disk is None else DiskRow(*(getattr(disk, name) for name in DiskRow.__struct_fields__)),
+        **{field.name: amount(field, [state], minute) for field in COLUMNS},
     )
-
-
-def _disk_row(disk: DiskInfo) -> DiskRow:
-    return DiskRow(disk.state, disk.used_bytes, disk.limit_bytes, disk.blocks, disk.dirty_bytes, disk.behind)
+    return row
 
 
 def request_rows(minute: Table) -> list[RequestRow]:
@@ -183,21 +185,19 @@ def namespace_rows(shards: Sequence[ShardInfo], minute: Table) -> tuple[list[Nam
     return rows, max(0, len(found) - MAX_NAMESPACES)
 
 
+SUMS: Final = ("blocks", "memory_bytes", "disk_blocks", "disk_bytes", "created", "evicted")
+
+
 def _namespace_row(id_: str, parts: Sequence[NamespaceInfo], minute: Table) -> NamespaceRow:
     hits, misses = (minute.get(("namespace", id_, name), 0) for name in ("hits", "misses"))
     return NamespaceRow(
         id=id_,
         model=model_of(parts[0])[:MAX_NAME],
         block_bytes=parts[0].block_bytes,
-        blocks=sum(part.blocks for part in parts),
-        memory_bytes=sum(part.memory_bytes for part in parts),
-        disk_blocks=sum(part.disk_blocks for part in parts),
-        disk_bytes=sum(part.disk_bytes for part in parts),
         hits=hits,
         misses=misses,
         hit_rate=hit_rate(hits, misses),
-        created=sum(part.created for part in parts),
-        evicted=sum(part.evicted for part in parts),
+        **{name: sum(getattr(part, name) for part in parts) for name in SUMS},
     )
 
 

@@ -28,16 +28,14 @@ import msgspec
 import kvstore
 from kvstore.auth.policy import member_cookie
 from kvstore.cluster.members import DirectoryError, Member
-from kvstore.extras import nixl_package
 from kvstore.node import unix_sockets
 from kvstore.node.access import check_access
-from kvstore.node.announcing import Announcer
+from kvstore.node.announcing import Announcer, ServiceManager
 from kvstore.node.children import Child, ShardChild, StartError, bind
 from kvstore.node.config import ServerConfig
 from kvstore.node.disk_folder import DiskFolder
-from kvstore.node.fitting import is_loopback, metrics_address
+from kvstore.node.fitting import is_loopback, metrics_address, transport_misfits
 from kvstore.node.settings import listed
-from kvstore.node.systemd import ServiceManager
 from kvstore.shard.setup import ShardConfig
 from kvstore.store.rules import NamespaceRule
 from kvstore.wire import ShardAddress
@@ -71,8 +69,8 @@ class Supervisor:
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
         self._selector.register(self._wake_r, selectors.EVENT_READ)
-        if config.nixl and not nixl_package():
-            raise StartError("--nixl: NIXL is not installed; expected pip install llm-kvstore[nixl]")
+        for misfit in transport_misfits(config):
+            raise StartError(f"--{misfit}")
         self._member_secret = check_access(config)
         self._disk = DiskFolder.open(config)
         listeners = bind(config.host, config.port, config.shards)
@@ -296,7 +294,7 @@ class Supervisor:
             unix_fd=child.unix.fileno() if child.unix is not None else -1,
             unix_path=child.unix_path,
             unix_users=self._unix_users,
-            nixl=self.config.nixl,
+            transport=self.config.reads_with[0],
             ready_fd=ready_fd,
             heard_fd=self._heard_fds[child.number] if self._heard_fds else -1,
             told_fds=[fd for number, fd in enumerate(self._told_fds) if number != child.number],

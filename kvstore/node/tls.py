@@ -7,7 +7,6 @@ and need no TLS. To shards of other nodes it connects with TLS and the node's ce
 
 from __future__ import annotations
 
-import logging
 import os
 import selectors
 import signal
@@ -27,8 +26,6 @@ from kvstore.wire.zmtp import command, greeting
 
 if TYPE_CHECKING:
     from kvstore.node.config import ServerConfig
-
-log = logging.getLogger("kvstore.server")
 
 REFUSAL = b"this port speaks TLS 1.3 only: connect with tls://HOST:PORT and the CA of its certificate (tls_ca)"
 
@@ -75,8 +72,9 @@ class NodeTLS:
 
     def __init__(self, config: ServerConfig, shards: Sequence[ShardChild], selector: selectors.BaseSelector) -> None:
         assert config.tls_cert is not None and config.tls_key is not None
-        if config.nixl:
-            raise StartError("--nixl: clients would read blocks without TLS: leave it out, or --tls-cert")
+        transport, setting = config.reads_with
+        if transport:
+            raise StartError(f"--{setting}: clients would read blocks without TLS: leave it out, or --tls-cert")
         self._members = TLSOptions(config.tls_ca or config.tls_client_ca or "", config.tls_cert, config.tls_key)
         try:
             self.certificate = Certificate(config.tls_cert, config.tls_key, "")  # of HTTP: probes have none

@@ -15,7 +15,7 @@ from kvstore.node.rates import Table, below, total
 from kvstore.wire import ShardInfo
 
 if TYPE_CHECKING:
-    from kvstore.node.registration_status import RegistrationStatus
+    from kvstore.node.health import RegistrationStatus
 
 Severity: TypeAlias = Literal["bad", "warning", "note"]
 _ORDER: Final[dict[Severity, int]] = {"bad": 0, "warning": 1, "note": 2}
@@ -110,9 +110,9 @@ def _of_each(shards: Sequence[Seen], when: str) -> Iterator[Message]:
         for limit in sorted(state.refused):
             if refused := shard.recent.get(("refused", limit), 0):
                 yield Message("warning", f"{name} refused requests at its limit {limit}: {refused:,} {when}.")
-        if slow := below(shard.recent, "slow"):
+        if slow := below(shard.recent, "slow_turns"):
             times = "once" if slow == 1 else f"{slow:,} times"
-            worst = max((key for key in shard.recent if key[0] == "slow"), key=lambda key: shard.recent[key])[1]
+            worst = max((key for key in shard.recent if key[0] == "slow_turns"), key=lambda key: shard.recent[key])[1]
             yield Message(
                 "warning" if slow >= _MANY_SLOW else "note",
                 f"{name} kept clients waiting for over 50 ms: {times} {when}, mostly in: {worst}.",

@@ -60,8 +60,8 @@ LIMITS: Final = (PLACES, PLACES_OF_ADDRESS, MEMORY, MEMORY_OF_ADDRESS, GETS, JOB
 class LimitReached(WireError):
     """A request is refused because of one of `LIMITS`."""
 
-    def __init__(self, limit: str, message: str, request_id: int = 0, code: ErrorCode = ErrorCode.LIMIT) -> None:
-        super().__init__(code, message, request_id)
+    def __init__(self, limit: str, message: str, code: ErrorCode = ErrorCode.LIMIT) -> None:
+        super().__init__(code, message)
         self.limit = limit
 
 
@@ -120,7 +120,7 @@ class Share:
         """It holds what it may."""
         return self._room_bytes <= 0
 
-    def check(self, size: int, request_id: int = 0) -> None:
+    def check(self, size: int) -> None:
         """Raise `LimitReached` when `size` more bytes do not fit."""
         if size <= self._room_bytes:
             return
@@ -131,14 +131,12 @@ class Share:
                 f"the server holds {account.held_bytes} bytes for the connections, requests and replies of its clients "
                 f"and has no room for {size} more: its limit is {MAX_HELD_BYTES}, of which {RESERVED_BYTES} are for "
                 "members of its cluster; try again later",
-                request_id,
             )
         raise LimitReached(
             MEMORY_OF_ADDRESS,
             f"the server holds {self.held_bytes} bytes for requests and replies of clients at {self.address}: with "
             f"{size} more they would have more than {FREE_TIMES} times the {account.free_bytes} that are left for all; "
             "send fewer requests at once",
-            request_id,
         )
 
     def check_lasting(self, size: int) -> None:
@@ -148,10 +146,14 @@ class Share:
 
     def take(self, holder: str, size: int) -> None:
         """Take `size` bytes without a check: they are few, or were checked."""
-        self._account.take(holder, size)
+        account = self._account  # as `Account.take`, for each request
+        account.held[holder] += size
+        account.held_bytes += size
         self.held_bytes += size
 
     def give_back(self, holder: str, size: int) -> None:
         """Return bytes that were taken."""
-        self._account.give_back(holder, size)
+        account = self._account
+        account.held[holder] -= size
+        account.held_bytes -= size
         self.held_bytes -= size

@@ -1,10 +1,10 @@
 """Long work on many blocks, in steps of a few milliseconds, so that it does not delay other clients.
 
-Jobs run one after the other, a step a turn of the loop; those of the cluster's members go first. PURGE removes the
-blocks that are in memory and on disk when it starts; blocks that are set while it runs may be removed or not. While the
-disk tier recovers it waits, because a block that is not known yet cannot be removed. HOTTEST sorts all blocks by their
-last use; the order is kept, so that a client that asks for one part after the other has it sorted once. A DELETE of
-damaged blocks hashes those in memory.
+Jobs run one after the other, a step a turn of the loop; those of the cluster's members go first, and before those the
+removal of blocks of an earlier generation, which goes on if the client that asked for it is gone. While the disk tier
+recovers that waits, because a block that is not known yet cannot be removed. HOTTEST sorts all blocks by their last
+use; the order is kept, so that a client that asks for one part after the other has it sorted once. A DELETE of damaged
+blocks hashes those in memory.
 
 Only the loop's thread uses this module.
 """
@@ -14,25 +14,25 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from kvstore import wire
-from kvstore._cext import BlockIndex, checksum
-from kvstore.auth.rights import Rights
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import JOBS, LISTS, REMOVALS, Account, LimitReached
 from kvstore.shard.peer import Peer
+from kvstore.shard.purging import MOST_SILENT, Purging
+from kvstore.store.generations import Generations
 from kvstore.store.listing import Listing
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.namespaces import Store
-from kvstore.wire import WireError
+from kvstore.wire import WireError, namespace_id
 
 STEP_BLOCKS: Final = 4096  # removed in one turn; takes some milliseconds with a disk tier
 HASHED_BYTES: Final = 16 << 20  # in one turn, in some milliseconds
 MAX_JOBS: Final = 64  # of all clients; those of one address may have as many as are still free
 MAX_MEMBER_JOBS: Final = 64  # of members, whose jobs go first
+NOTED_S: Final = 3.0  # how long a PURGE waits for clients to let go of their copies
 LISTING_S: Final = 10.0  # how long the order of a namespace's blocks is kept after its last use
 
 log = logging.getLogger("kvstore.shard")
@@ -44,31 +44,56 @@ Steps = Iterator[bool]
 class _Job(NamedTuple):
     peer: Peer
     steps: Steps
+    request_id: int
     held: int  # bytes of keys
 
 
-class Background:
-    """The jobs that clients have requested."""
+@dataclass(eq=False)
+class _Removal:
+    """Of a namespace's blocks of an earlier generation. blocks: how many there were, so far."""
 
-    def __init__(
-        self, store: Store, disk: DiskTier | None, account: Account, answer: Callable[[Peer, wire.Reply], None]
-    ) -> None:
-        """answer: sends a reply once no removed block can come back from disk."""
+    canonical: bytes
+    blocks: int = 0
+    done: bool = False
+
+
+class Background:
+    """The jobs that clients have requested, and what must be removed."""
+
+    answer: Callable[[Peer, wire.Reply], None]
+    """Sends a reply once no removed block can come back from disk. Set before the first job."""
+
+    def __init__(self, store: Store, disk: DiskTier | None, account: Account, generations: Generations) -> None:
         self._store = store
         self._disk = disk
         self._account = account
-        self._answer = answer
+        self._generations = generations
         self._jobs: deque[_Job] = deque()
         self._member_jobs: deque[_Job] = deque()
         self._job: _Job | None = None  # the one that has begun
         self._waits = False
+        self._removals: deque[Steps] = deque([self._go_on()] if generations.emptying else [])
+        self._removals_wait = False
+        self._unsaved = False  # what was removed; a restart would remove it again
         self._now = 0.0
         self._listing: Listing | None = None
         self._listing_until = 0.0
 
-    def purge(self, peer: Peer, request: wire.Purge) -> None:
-        """Queue a purge. Raises `LimitReached` when too many jobs are queued."""
-        self._add(peer, request.id, self._purge(peer, request, peer.rights, peer.namespace))
+    def purge(self, peer: Peer, request: wire.Purge, purging: Purging) -> None:
+        """Raise generations, remove older blocks, and answer when all is done. Raises `LimitReached` when too many jobs
+        are queued: then nothing is done."""
+        self._check_room(peer)
+        purged = purging.purge(request, peer.session.rights, peer.session.namespace)
+        holders = set[Peer]().union(*map(purging.holders, purged))
+        removals = [self.remove(each) for each in purged]
+        self._add(peer, request.id, self._purge(peer, request, purging, removals, holders))
+
+    def remove(self, canonical: bytes) -> _Removal:
+        """Remove the blocks of a namespace, which is emptying."""
+        removal = _Removal(canonical)
+        self._removals.append(self._remove(removal))
+        self._removals_wait = False
+        return removal
 
     def hottest(self, peer: Peer, request: wire.Hottest, namespace: NamespaceStore) -> None:
         """Queue a list of the hottest blocks. Raises `LimitReached` when too many jobs are queued."""
@@ -78,7 +103,7 @@ class Background:
         """Queue a check of blocks. Raises `LimitReached` when too many jobs are queued, or the keys do not fit."""
         self._add(peer, request.id, self._delete_damaged(peer, request, namespace, keys), len(keys))
 
-    def _add(self, peer: Peer, request_id: int, steps: Steps, held: int = 0) -> None:
+    def _check_room(self, peer: Peer) -> None:
         share, queue = peer.share, self._member_jobs if peer.member else self._jobs
         free = MAX_MEMBER_JOBS - len(queue) if peer.member else MAX_JOBS - len(queue) - share.jobs
         if free <= 0:
@@ -86,17 +111,22 @@ class Background:
                 JOBS,
                 f"{len(queue)} purges, lists and checks of blocks wait, {share.jobs} of them of clients at "
                 f"{share.address}; try again later",
-                request_id,
             )
-        share.check(held, request_id)
+
+    def _add(self, peer: Peer, request_id: int, steps: Steps, held: int = 0) -> None:
+        self._check_room(peer)
+        share, queue = peer.share, self._member_jobs if peer.member else self._jobs
+        share.check(held)
         share.take(REMOVALS, held)
         share.jobs += 1
         peer.jobs += 1
-        queue.append(_Job(peer, steps, held))
+        queue.append(_Job(peer, steps, request_id, held))
 
     @property
     def pending(self) -> bool:
         """A job can go on now: the loop must not sleep."""
+        if self._removals and not self._removals_wait:
+            return True
         return not self._waits and (self._job is not None or bool(self._jobs or self._member_jobs))
 
     def step(self, now: float) -> None:
@@ -104,18 +134,24 @@ class Background:
         self._now = now
         if now > self._listing_until:
             self._keep(None)
+        if self._removals and self._remove_more():
+            return
+        self._removals_wait = bool(self._removals)
+        if self._unsaved and not self._removals:  # once for all that a purge has removed: it waits for the device
+            self._unsaved = False
+            self._generations.save()
         if self._job is None:
             queue = self._member_jobs or self._jobs
             if not queue:
                 return
             self._job = queue.popleft()
-        peer, steps, held = self._job
+        peer, steps, request_id, held = self._job
         working: bool | None = None
         try:
-            if not peer.closed:
+            if not peer.outbox.closed:
                 working = next(steps, None)
         except WireError as error:
-            peer.refuse(error.request_id, error)
+            peer.refuse(request_id, error)
         except Exception:  # a bug must end one client's connection, not the whole cache
             peer.close_after_defect()
         self._waits = working is False
@@ -125,54 +161,96 @@ class Background:
             peer.share.jobs -= 1
             peer.share.give_back(REMOVALS, held)
 
+    def _remove_more(self) -> bool:
+        """Go on with the removal that has begun. -> False if that cannot be now."""
+        try:
+            removing = next(self._removals[0], None)
+        except Exception:  # a bug must not end the whole cache; the namespace stays hidden until the next start
+            log.exception("blocks of an earlier generation were not removed")
+            removing = None
+        if removing is False:
+            return False
+        self._waits = False  # somebody may wait for that
+        if removing is None:
+            self._removals.popleft()
+        return True
+
     # ---- PURGE -----------------------------------------------------------------------------------------------
 
-    def _purge(self, peer: Peer, request: wire.Purge, rights: Rights, canonical: bytes) -> Steps:
-        """rights, canonical: when it was asked for; the connection may be somebody else's when it begins."""
-        while self._disk is not None and self._disk.volume.recovering:
+    def _purge(
+        self,
+        peer: Peer,
+        request: wire.Purge,
+        purging: Purging,
+        removals: list[_Removal],
+        holders: set[Peer],
+    ) -> Steps:
+        while not all(removal.done for removal in removals):
             yield False
-        purged = 0
-        for namespace in self._chosen(request, rights, canonical):
-            for index in (namespace.memory.index, namespace.disk.index if namespace.disk is not None else None):
-                if index is None:
-                    continue
-                for slots in np.array_split(listed := index.ready_slots(0, True), len(listed) // STEP_BLOCKS + 1):
-                    keys = index.keys_of(slots[np.equal(index.states_of(slots), BlockIndex.READY)])
-                    if self._disk is not None:
-                        self._disk.fetching.disown(namespace, keys)
-                    purged += namespace.delete(keys, self._now)
-                    yield True
-        self._answer(peer, wire.PurgeReply(request.id, purged))
+        until = self._now + NOTED_S
+        while purging.silent(holders) and self._now < until:
+            yield False
+        silent = [holder.address for holder in purging.silent(holders)]
+        ids = [namespace_id(removal.canonical) for removal in removals]
+        reply = wire.PurgeReply(
+            request.id,
+            sum(removal.blocks for removal in removals),
+            max(map(self._generations.of, ids), default=request.generation),
+            [each.hex() for each in ids],
+            len(holders),
+            silent[:MOST_SILENT],
+        )
+        self.answer(peer, reply)
 
-    def _chosen(self, request: wire.Purge, rights: Rights, canonical: bytes) -> list[NamespaceStore]:
-        if request.all:
-            return [each for each in self._store if rights.owns(each.tenant) and rights.use(each.model)]
-        namespace = self._store.get(canonical)
-        return [namespace] if namespace is not None else []
+    def _remove(self, removal: _Removal) -> Steps:
+        while self._disk is not None and self._disk.recovering:
+            yield False
+        namespace = self._store.get(removal.canonical)
+        if namespace is not None:
+            for keys in namespace.all_keys(STEP_BLOCKS):
+                if self._disk is not None:
+                    self._disk.disown(namespace, keys)
+                removal.blocks += namespace.delete(keys, self._now)
+                yield True
+
+        def removed() -> None:
+            self._generations.end_emptying(namespace_id(removal.canonical))
+            removal.done, self._unsaved, self._waits = True, True, False
+
+        if self._disk is None:
+            removed()
+        else:  # until then, a block may come back from disk if this process dies
+            self._disk.after_removals(removed)
+
+    def _go_on(self) -> Steps:
+        """With the removals that an earlier process has begun, whose blocks have come back from disk."""
+        while self._disk is not None and self._disk.recovering:
+            yield False
+        generations, there = self._generations, {each.id: each.canonical for each in self._store}
+        for identity in generations.emptying:
+            if identity in there:
+                self.remove(there[identity])
+            else:
+                generations.end_emptying(identity)
+        self._unsaved = True
 
     # ---- DELETE of damaged blocks ----------------------------------------------------------------------------
 
     def _delete_damaged(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore, keys: bytes) -> Steps:
-        index, size = namespace.memory.index, namespace.key_bytes
-        step = max(1, HASHED_BYTES // namespace.block_bytes) * size
+        step = max(1, HASHED_BYTES // namespace.block_bytes) * namespace.key_bytes
         deleted = 0
         if namespace.opaque_sums:  # what cannot be checked is not deleted: clients with the secret delete it themselves
             keys = b""
         for at in range(0, len(keys), step):
-            some = keys[at : at + step]
-            slots = index.acquire(some, self._now, 0, False)
-            there = np.flatnonzero(slots >= 0)
-            sums = np.array([checksum(namespace.views(slots[i : i + 1])[0]) for i in there], dtype=np.uint64)
-            wrong = there[sums != index.checksums(slots[there])]
-            index.release(slots)
-            bad = b"".join(some[i * size : (i + 1) * size] for i in wrong.tolist())
+            bad = namespace.damaged(keys[at : at + step], self._now)
             if bad:
-                log.warning("client %s: %d damaged blocks in memory were deleted", peer.address, len(wrong))
+                count = len(bad) // namespace.key_bytes
+                log.warning("client %s: %d damaged blocks in memory were deleted", peer.address, count)
                 if self._disk is not None:
-                    self._disk.fetching.disown(namespace, bad)
+                    self._disk.disown(namespace, bad)
                 deleted += namespace.delete(bad, self._now)
             yield True
-        self._answer(peer, wire.DeleteReply(request.id, deleted))
+        self.answer(peer, wire.DeleteReply(request.id, deleted))
 
     # ---- HOTTEST ---------------------------------------------------------------------------------------------
 
@@ -187,7 +265,7 @@ class Background:
         if listing is None or not listing.complete or listing.namespace is not namespace or not request.skip:
             self._keep(None)
             listing = Listing(namespace, self._now)
-            peer.share.check(listing.nbytes, request.id)
+            peer.share.check(listing.nbytes)
             self._account.take(LISTS, listing.nbytes)  # of nobody in particular: others may use it
             self._keep(listing)
             for working in listing.steps():
@@ -197,5 +275,5 @@ class Background:
         limit = min(request.limit, wire.MAX_HOTTEST_BYTES // namespace.key_bytes // (1 + request.before))
         keys, before = listing.keys(request.skip, limit)
         before = before if request.before else b""
-        peer.share.check(len(keys) + len(before), request.id)  # they stay there until the client has taken them
-        peer.reply(wire.HottestReply(request.id, namespace.key_bytes, keys, listing.total, before))
+        peer.share.check(len(keys) + len(before))  # they stay there until the client has taken them
+        peer.outbox.reply(wire.HottestReply(request.id, namespace.key_bytes, keys, listing.total, before))

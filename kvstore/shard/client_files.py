@@ -72,14 +72,12 @@ class ClientFiles:
         """Attach the file that came last. Raises `WireError`."""
         if len(self._numbers) >= MAX_FILES:
             self._memory.discard()
-            raise WireError(
-                ErrorCode.LIMIT, f"SHARE of file {request.number}: expected {MAX_FILES} files at most", request.id
-            )
+            raise WireError(ErrorCode.LIMIT, f"SHARE of file {request.number}: expected {MAX_FILES} files at most")
         try:
             self._memory.attach(request.number, request.nbytes, request.handle)
         except (RemoteMemoryError, OSError, ValueError, OverflowError) as error:  # no memfd, or it cannot be mapped
             problem = f"SHARE of file {request.number}, which cannot be used: {error}"
-            raise WireError(ErrorCode.PROTOCOL, problem, request.id) from None
+            raise WireError(ErrorCode.PROTOCOL, problem) from None
         self._numbers.add(request.number)
 
     def copy(self, namespace: NamespaceStore, slots: Slots, frame: bytes, count: int) -> npt.NDArray[np.uint64]:

@@ -222,7 +222,7 @@ class Leases:
             del self._lent[request_id]
 
     def _end(self, namespace: NamespaceStore, slots: Slots, account_bytes: int, read: bool) -> None:
-        namespace.memory.index.release(slots, read)
+        namespace.release(slots, read)
         nbytes = len(slots) * namespace.block_bytes
         self.held_bytes -= nbytes
         self._lending.held_bytes -= nbytes

@@ -34,7 +34,6 @@ log = logging.getLogger("kvstore.auth")
 
 MAX_LOGINS: Final = 256  # that wait: for a check, or to be told that they failed
 LOGIN_S: Final = 10.0  # a connection that has not logged in by then is closed
-LOOK_S: Final = 1.0
 REFUSAL: Final = (
     "the token is not valid here: expected one that `kvstore auth add` or `kvstore auth rotate` printed for this "
     "server's --auth file"
@@ -58,14 +57,13 @@ class Logins:
         self._file = file
         self._audit = audit
         self._done = done
-        self._known = KnownTokens()
+        self._known = KnownTokens(file)
         self._waiting = 0
         self._to_check: dict[Share, deque[_Login]] = {}  # by address, the one whose turn it is first
         self._changed = threading.Condition()  # guards it
         self._checked: deque[tuple[_Login, Found | None]] = deque()
         self._failed: deque[_Login] = deque()  # to be told so, the first one first
         self._thread: threading.Thread | None = None
-        self._look_at = 0.0
 
     def begin(self, peer: Peer, request: wire.Hello, now: float) -> bool:
         """Check a HELLO's token. -> True: it has logged in; False: `done` is called when it has, if it does.
@@ -74,8 +72,8 @@ class Logins:
         """
         token = request.credentials
         if not token:
-            if peer.rights is NONE:
-                raise refuse(peer.rights, request)
+            if peer.session.rights is NONE:
+                raise refuse(peer.session.rights, request)
             return True
         known = self._known.find(token)
         if known is not None:
@@ -86,12 +84,12 @@ class Logins:
             raise LimitReached(
                 LOGINS,
                 f"{self._waiting} logins wait, {share.logins} of them of clients at {share.address}; try again later",
-                request.id,
                 ErrorCode.NO_PLACE,
             )
         share.logins += 1
         self._waiting += 1
-        peer.await_login()
+        peer.session.logging_in = True  # nothing more is read until then
+        peer.outbox.wake()  # so that the loop polls anew
         if self._thread is None:
             self._thread = threading.Thread(target=self._check, name="kvstore-logins", daemon=True)
             self._thread.start()
@@ -111,7 +109,7 @@ class Logins:
                 if waiting:
                     self._to_check[share] = waiting
             found: Found | None = None
-            if not login.peer.closed:
+            if not login.peer.outbox.closed:
                 try:
                     found = login.policy.login(login.request.credentials)
                 except Exception:  # it must not end the logins of all others
@@ -128,10 +126,10 @@ class Logins:
         while self._checked:
             login, found = self._checked.popleft()
             peer = login.peer
-            if found is not None and self._known.remember(login.request.credentials, found, self._file.policy):
+            if found is not None and self._known.remember(login.request.credentials, found):
                 self._end(login)
                 _log_in(peer, found)
-                if not peer.closed:
+                if not peer.outbox.closed:
                     self._done(peer, login.request)
             else:
                 self._failed.append(login)
@@ -139,30 +137,24 @@ class Logins:
     def _end(self, login: _Login) -> None:
         login.peer.share.logins -= 1
         self._waiting -= 1
-        login.peer.logging_in = False
+        login.peer.session.logging_in = False
 
     def step(self, now: float) -> bool:
         """Tell whose login has failed, and look at the file. -> whether another policy is in force."""
         while self._failed and now >= self._failed[0].began + FAILURE_S:
             self._fail(self._failed.popleft())
-        if now < self._look_at and not self.asked_to_reload:
-            return False
         asked, self.asked_to_reload = self.asked_to_reload, False
-        self._look_at = now + LOOK_S
-        if not self._file.reload(asked):
-            return False
-        self._known.clear()
-        return True
+        return self._known.look(now, asked)
 
     def _fail(self, login: _Login) -> None:
         peer = login.peer
         self._end(login)
-        if peer.closed:  # it did not wait to be told
+        if peer.outbox.closed:  # it did not wait to be told
             return
         self.failed += 1
         name = name_in(login.request.credentials)
         log.warning("client %s: a login failed, as principal %r", peer.address, name)
-        self._audit.record("login_failed", address=peer.address, principal=name, client=peer.client)
+        self._audit.record("login_failed", address=peer.address, principal=name, client=peer.session.client)
         peer.refuse(login.request.id, WireError(ErrorCode.NOT_AUTHORIZED, REFUSAL))
 
     @property
@@ -172,10 +164,12 @@ class Logins:
 
     def still_valid(self, peer: Peer) -> bool:
         """Whether the policy in force gives a connection that has logged in the rights that it has."""
-        return peer.login is None or self._file.policy.rights_of(*peer.login) == peer.rights
+        session = peer.session
+        return session.login is None or self._file.policy.rights_of(*session.login) == session.rights
 
 
 def _log_in(peer: Peer, found: Found) -> None:
     """The connection is a principal's from now on, and has no namespace until its HELLO has been taken in."""
-    peer.namespace = b""
-    peer.rights, peer.login = found[0], (found[0].principal, found[1])
+    session = peer.session
+    session.namespace = b""
+    session.rights, session.login = found[0], (found[0].principal, found[1])

@@ -31,6 +31,7 @@ from kvstore.shard.client_files import ClientFiles
 from kvstore.shard.leases import Holders, Leases
 from kvstore.shard.logins import LOGIN_S
 from kvstore.shard.neighbours import Neighbours
+from kvstore.shard.outbox import Outbox
 from kvstore.shard.peer import Peer, Place
 from kvstore.shard.places import Places
 from kvstore.shard.reader import MessageReader
@@ -41,8 +42,7 @@ from kvstore.shard.turns import Line
 from kvstore.store.arena import Arena
 from kvstore.store.namespaces import Store
 from kvstore.tls.handing import Handed
-from kvstore.wire.nixl import Nixl
-from kvstore.wire.remote_memory import DESCRIPTORS, Sharing, Touched
+from kvstore.wire.remote_memory import DESCRIPTORS, Sharing, Touched, Transport
 from kvstore.wire.shared import peer_credentials
 
 log = logging.getLogger("kvstore.shard")
@@ -83,13 +83,13 @@ class Shard:
             config.policy,
             config.rules,
             shared=len(config.shards) > 1,
-            lends=local is not None or config.nixl,
+            lends=local is not None or bool(config.transport),
             transient_bytes=config.transient_bytes,
         )
         log.info("%d bytes of block memory in %s", config.memory_bytes, self._store.arena.pages)
         self._readers: dict[int, MessageReader] = {}  # by descriptor
         self._to_read: Line[MessageReader] = Line()  # connections that may have sent bytes
-        self._to_flush: Line[Peer] = Line()  # connections that may have bytes to send
+        self._to_flush: Line[Outbox] = Line()  # connections that may have bytes to send
         self._listeners = {each.fileno(): each for each in (listener, local) if each is not None}
         self._poll = select.epoll()
         self._touched = Touched()
@@ -103,11 +103,11 @@ class Shard:
         self._disk: DiskTier | None = None
         if config.disk is not None:
             self._disk = DiskTier(self._store, config.disk, self._poll)
-        self._nixl: Sharing | None = Nixl() if config.nixl else None
-        if self._nixl is not None:
-            self._store.arena.withdraw = self._nixl.withdraw
+        self._transport = Transport.of(config.transport) if config.transport else None
+        if self._transport is not None:
+            self._store.arena.withdraw = self._transport.sharing.withdraw
         self._answers = Answers(
-            config, self._store, self._disk, self._state, self._places, self._audit, auth, self._nixl
+            config, self._store, self._disk, self._state, self._places, self._audit, auth, self._transport
         )
         self._logins = self._answers.logins
         self._neighbours = Neighbours(config, self._store)
@@ -116,34 +116,24 @@ class Shard:
 
     def run(self) -> None:
         """Serve until drained. Blocks; at the end closes connections, disk tier and arena."""
-        listeners, poll, state, disk = self._listeners, self._poll, self._state, self._disk
+        poll, state, disk = self._poll, self._state, self._disk
         turns = state.turns
-        for listener in listeners:
+        for listener in self._listeners:
             poll.register(listener, select.EPOLLIN)
         logins = self._logins
         for fd in (self._neighbours.fd, logins.fd if logins is not None else -1):
             if fd >= 0:
                 poll.register(fd, select.EPOLLIN)
         housekeeping = 0.0
-        while not self._drained():
+        while self._drain_until is None or not self._drained():
             events = poll.poll(self._patience_s())
             state.now = now = time.monotonic()
             turns.begin(now)
             for fd, event in events:
-                if fd in listeners:
-                    self._accept(listeners[fd], now)
-                    continue
-                if fd == self._neighbours.fd:
-                    self._neighbours.hear()
-                    continue
-                if logins is not None and fd == logins.fd:
-                    logins.finish()
-                    continue
-                if disk is not None and self._on_disk_event(disk, fd, event):
-                    continue
                 reader = self._readers.get(fd)
                 if reader is None:
-                    self._holders.on_event(fd)
+                    self._on_event(fd, event, now)
+                    turns.done("events")
                     continue
                 gone = event & (select.EPOLLHUP | select.EPOLLERR)
                 if gone and not self._may_read(reader):  # poll reports it whether we read or not
@@ -152,8 +142,7 @@ class Shard:
                 if gone or event & select.EPOLLIN:
                     self._to_read.add(reader, reader.pace)
                 if event & select.EPOLLOUT:
-                    self._to_flush.add(reader.peer, reader.peer.pace)
-            turns.done("events")
+                    reader.peer.outbox.wake()
             self._read_all(now)
             self._neighbours.tell()
             turns.done("requests")
@@ -167,21 +156,12 @@ class Shard:
                 self._tell_retired(self._store.arena)
             self._flush_all(now)
             turns.done("replies")
-            if self._nixl is not None and self._answers.lending.remote_blocks:
-                self._nixl.progress()
-                turns.done("progress")
+            if self._transport is not None and self._answers.lending.remote_blocks:
+                self._transport.sharing.progress()
+                turns.done("transport")
             if now >= housekeeping:
                 housekeeping = now + HOUSEKEEPING_S
-                self._enforce_deadlines(now)
-                self._store.expire(now, state.draining)
-                if logins is not None and logins.step(now):
-                    self._take_policy()
-                if self._nixl is not None:
-                    self._nixl.progress()  # clients connect and leave
-                if now >= self._accepts_again:
-                    self._accepts_again = float("inf")
-                    for listener in listeners:
-                        poll.register(listener, select.EPOLLIN)
+                self._keep_house(now)
                 turns.done("housekeeping")
             turns.end()
         self._close_all()
@@ -190,6 +170,19 @@ class Shard:
         self._store.arena.close()
         self._audit.close()
 
+    def _keep_house(self, now: float) -> None:
+        """What is due by time, and need not be done in each turn."""
+        self._enforce_deadlines(now)
+        self._store.expire(now, self._state.draining)
+        if self._logins is not None and self._logins.step(now):
+            self._take_policy()
+        if self._transport is not None:
+            self._transport.sharing.progress()  # clients connect and leave
+        if now >= self._accepts_again:
+            self._accepts_again = float("inf")
+            for listener in self._listeners:
+                self._poll.register(listener, select.EPOLLIN)
+
     def _take_policy(self) -> None:
         """Another policy is in force: end connections whose token or rights it does not have."""
         if self._answers.tenants is not None and self._logins is not None:
@@ -197,7 +190,7 @@ class Shard:
         for reader in list(self._readers.values()):
             peer = reader.peer
             if self._logins is not None and not self._logins.still_valid(peer):
-                log.info("client %s: principal %r has other rights now", peer.address, peer.rights.principal)
+                log.info("client %s: principal %r has other rights now", peer.address, peer.session.rights.principal)
                 peer.close("its principal has other rights now")
 
     def _patience_s(self) -> float:
@@ -211,13 +204,24 @@ class Shard:
             return HOUSEKEEPING_S
         return 0.0 if disk.restless else DISK_TURN_S
 
+    def _on_event(self, fd: int, event: int, now: float) -> None:
+        """Something else than a client's connection."""
+        if fd in self._listeners:
+            self._accept(self._listeners[fd], now)
+        elif fd == self._neighbours.fd:
+            self._neighbours.hear()
+        elif self._logins is not None and fd == self._logins.fd:
+            self._logins.finish()
+        elif self._disk is None or not self._on_disk_event(self._disk, fd, event):
+            self._holders.on_event(fd)
+
     @staticmethod
     def _on_disk_event(disk: DiskTier, fd: int, event: int) -> bool:
         try:
             return disk.on_event(fd, event)
         except Exception:  # a bug must turn the disk tier off, not end the whole cache
             log.exception("disk: internal error")
-            disk.volume.fail_with(errno.EIO)
+            disk.fail_with(errno.EIO)
             return True
 
     def _pump_disk(self, disk: DiskTier, now: float) -> None:
@@ -228,11 +232,11 @@ class Shard:
             disk.pump(now, self._traffic[1], self._finishing)
         except Exception:  # see `_on_disk_event`
             log.exception("disk: internal error")
-            disk.volume.fail_with(errno.EIO)
-        if disk.writing.behind != self._behind:
-            self._behind = disk.writing.behind
+            disk.fail_with(errno.EIO)
+        if disk.behind != self._behind:
+            self._behind = disk.behind
             for reader in self._readers.values():  # so that `_flush` polls anew
-                self._to_flush.add(reader.peer, reader.peer.pace)
+                reader.peer.outbox.wake()
 
     def reload(self) -> None:
         """Read the file of principals again. Safe to call in a signal handler."""
@@ -246,8 +250,7 @@ class Shard:
             self._state.draining = True
 
     def _drained(self) -> bool:
-        if self._drain_until is None:
-            return False
+        assert self._drain_until is not None
         disk = self._disk
         if not self._finishing:
             if time.monotonic() < self._drain_until and not all(reader.idle for reader in self._readers.values()):
@@ -280,9 +283,7 @@ class Shard:
                 sock.close()
                 continue
             sock.setblocking(False)
-            peer = (
-                self._remote_peer(sock, address) if address else self._local_peer(sock)
-            )  # a Unix client has no address
+            peer = self._remote_peer(sock, address) if address else self._local_peer(sock)  # at the Unix socket: none
             if peer is None:
                 sock.close()
                 continue
@@ -291,7 +292,7 @@ class Shard:
             self._state.connections += 1
             reader.events = select.EPOLLIN
             self._poll.register(sock.fileno(), reader.events)
-            self._to_flush.add(peer, peer.pace)
+            peer.outbox.wake()
 
     def _remote_peer(self, sock: socket.socket, address: tuple[str, int]) -> Peer:
         if sock.family != socket.AF_UNIX:  # else it was handed over, and another process has the client's socket
@@ -334,29 +335,22 @@ class Shard:
             leases = reader.peer.leases
             numbers = leases.retire(retired) if leases is not None else b""
             if numbers:
-                reader.peer.reply(wire.Retired(0, numbers))
+                reader.peer.outbox.reply(wire.Retired(0, numbers))
 
     def _close_idle(self, share: Share | None) -> bool:
         """Close the connection in a place of a client, at one address or any, that was idle for longest, if that is
         long; before those, one that has not logged in. -> whether there was one."""
-        strangers = (
+        placed = [
             reader
             for reader in self._readers.values()
-            if reader.peer.rights is NONE and reader.peer.place is Place.CLIENT and share in (None, reader.peer.share)
-        )
+            if reader.peer.place is Place.CLIENT and share in (None, reader.peer.share)
+        ]
+        strangers = (reader for reader in placed if reader.peer.session.rights is NONE)
         stranger = min(strangers, key=lambda reader: reader.began, default=None)
         if stranger is not None and self._state.now - stranger.began >= STRANGER_S:
             stranger.peer.close("it has not logged in, and its place is needed")
             return True
-        idle = min(
-            (
-                reader
-                for reader in self._readers.values()
-                if reader.idle and reader.peer.place is Place.CLIENT and share in (None, reader.peer.share)
-            ),
-            key=_last_heard,
-            default=None,
-        )
+        idle = min((reader for reader in placed if reader.idle), key=lambda reader: reader.last_heard, default=None)
         if idle is None or self._state.now - idle.last_heard < IDLE_S:
             return False
         idle.peer.close("idle, and its place is needed")
@@ -365,6 +359,7 @@ class Shard:
     def _forget(self, peer: Peer) -> None:
         """Drop a connection whose socket is about to be closed."""
         self._readers.pop(peer.sock.fileno()).abandon()
+        self._answers.purging.leave(peer)
         Tenants.leave(peer)
         self._state.connections -= 1
         with contextlib.suppress(OSError):
@@ -380,15 +375,16 @@ class Shard:
         """How much later than its deadline a message may be finished: what has arrived may wait for us."""
         if not reader.paused:
             return 0.0
-        return BACKED_UP_S if reader.peer.backed_up else float("inf")
+        return BACKED_UP_S if reader.peer.outbox.backed_up else float("inf")
 
     def _held_back(self, reader: MessageReader) -> bool:
         """It sets, and must wait for the disk."""
         return reader.writer and self._behind
 
     def _may_read(self, reader: MessageReader) -> bool:
-        peer = reader.peer
-        return not (peer.closed or peer.closing or peer.backed_up or peer.logging_in or self._held_back(reader))
+        outbox = reader.peer.outbox
+        stopped = outbox.closed or outbox.closing or outbox.backed_up or reader.peer.session.logging_in
+        return not (stopped or self._held_back(reader))
 
     def _read_all(self, now: float) -> None:
         for reader in self._to_read.turn():
@@ -402,22 +398,29 @@ class Shard:
             self._to_read.add(reader, reader.pace)
 
     def _flush_all(self, now: float) -> None:
-        for peer in self._to_flush.turn():
-            if not peer.closed:
-                self._flush(peer, now)
+        for outbox in self._to_flush.turn():
+            if not outbox.closed:
+                self._flush(self._readers[outbox.sock.fileno()], outbox, now)
 
-    def _flush(self, peer: Peer, now: float) -> None:
-        more = peer.flush(now)
-        if peer.closed:
+    def _flush(self, reader: MessageReader, outbox: Outbox, now: float) -> None:
+        try:
+            more = outbox.flush(now)
+        except OSError as error:
+            reader.peer.close(f"connection lost: {error}")
             return
-        reader = self._readers[peer.sock.fileno()]
+        except Exception:  # a bug must end one client's connection, not the whole cache
+            reader.peer.close_after_defect()
+            return
+        if outbox.closing and not more:
+            reader.peer.close("closed after an error")
+            return
         self._read_on(reader)
         events = select.EPOLLOUT if more else 0
         if self._may_read(reader):
             events |= select.EPOLLIN
         if events != reader.events:
             reader.events = events
-            self._poll.modify(peer.sock.fileno(), events)
+            self._poll.modify(outbox.sock.fileno(), events)
 
     def _enforce_deadlines(self, now: float) -> None:
         self._answers.lending.collect()
@@ -425,9 +428,9 @@ class Shard:
             peer = reader.peer
             held_back = self._held_back(reader)
             reader.keep_alive(now, held_back)
-            if now > peer.next_due:
+            if now > peer.outbox.next_due:
                 self._pass_time(peer, now, held_back)
-                if peer.closed:
+                if peer.outbox.closed:
                     continue
             if held_back:  # the delay is the server's: the client's deadline must not run
                 reader.deadline += HOUSEKEEPING_S
@@ -436,11 +439,11 @@ class Shard:
                 self._state.errors += 1
                 peer.close("a message or handshake was not finished by its deadline")
                 continue
-            if peer.stalled(now):
+            if peer.outbox.stalled(now):
                 peer.close("the client takes nothing of its replies")
                 continue
             # Who is logging in has twice as long: one bad token after the other must not keep a place.
-            if peer.rights is NONE and now > reader.began + LOGIN_S * (2 if peer.logging_in else 1):
+            if peer.session.rights is NONE and now > reader.began + LOGIN_S * (2 if peer.session.logging_in else 1):
                 peer.close("it has not logged in")
                 continue
             # The socket's low-water mark relies on the bytes that the client has still to send. If it sends fewer,
@@ -448,22 +451,19 @@ class Shard:
             if reader.write is not None:
                 self._to_read.add(reader, reader.pace)
             if peer.leases is not None and peer.leases.held_bytes:
-                for stream in peer.streams.values():
+                for stream in peer.outbox.streams.values():
                     if stream.impatient(now):
-                        peer.resume(stream)
+                        peer.outbox.resume(stream)
         self._flush_all(now)
 
     @staticmethod
     def _pass_time(peer: Peer, now: float, held_back: bool) -> None:
         """Some of its streams may be due. While it is held back, nobody reads whether it has cancelled them."""
-        for stream in list(peer.streams.values()):
+        outbox = peer.outbox
+        for stream in list(outbox.streams.values()):
             if now > stream.deadline + 2.0 and not held_back:
                 peer.close("a reply was not taken by its deadline")
                 return
             if now > stream.due:
                 stream.time_passed(now)
-        peer.next_due = min((stream.due for stream in peer.streams.values()), default=float("inf"))
-
-
-def _last_heard(reader: MessageReader) -> float:
-    return reader.last_heard
+        outbox.next_due = min((stream.due for stream in outbox.streams.values()), default=float("inf"))

@@ -78,8 +78,12 @@ class Places:
 
     def remove(self, peer: Peer) -> None:
         """The connection has ended."""
-        self._leave_place(peer)
         share = peer.share
+        if peer.place is Place.CLIENT:
+            self._clients -= 1
+            share.places -= 1
+        elif peer.place is Place.DOOR:
+            self._door.pop(peer, None)
         share.connections -= 1
         self._forget(share)
 
@@ -94,13 +98,12 @@ class Places:
         del self._shares[share.address]
         self._search_again.pop(share, None)
 
-    def check(self, peer: Peer, now: float, request_id: int = 0) -> None:
+    def check(self, peer: Peer, now: float) -> None:
         """Raise `LimitReached` for a request for blocks on a connection that has no place for it."""
         if peer.place is not Place.DOOR:
             return
         refusal = self._give_place(peer, now)
         if refusal is not None:
-            refusal.request_id = request_id
             raise refusal
         del self._door[peer]
 
@@ -111,7 +114,8 @@ class Places:
             return
         if self.is_cookie(cookie):
             self.remove(peer)
-            peer.place, peer.share = Place.MEMBER, members
+            peer.place = Place.MEMBER
+            peer.count_for(members)
             members.connections += 1
 
     def log_in(self, peer: Peer, now: float) -> None:
@@ -163,13 +167,6 @@ class Places:
             return True
         self._search_again[share] = now + SEARCH_PAUSE_S
         return False
-
-    def _leave_place(self, peer: Peer) -> None:
-        if peer.place is Place.CLIENT:
-            self._clients -= 1
-            peer.share.places -= 1
-        elif peer.place is Place.DOOR:
-            self._door.pop(peer, None)
 
     def _oldest_at_door(self) -> Peer:
         waiting = Counter(peer.share for peer in self._door)

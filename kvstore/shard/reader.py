@@ -13,8 +13,7 @@ import time
 from typing import Final, NoReturn
 
 from kvstore import wire
-from kvstore._cext import Payload
-from kvstore.auth.rights import NEEDED
+from kvstore._cext import Landing, Payload, Receiver
 from kvstore.shard.account import FRAMES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITE_BYTES, WRITES
 from kvstore.shard.answers import Answers
 from kvstore.shard.peer import Peer, Place
@@ -30,8 +29,6 @@ log = logging.getLogger(__name__)
 READ_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one writer does not starve the others
 HANDSHAKE_S: Final = 5.0
 PREFERRED_BYTES: Final = 4096  # as much of a new connection is read before what others have sent
-_LARGE_REPLIES: Final = (wire.Hello, wire.Info, wire.Hottest)
-_AT_A_PLACE: Final = (wire.Hottest, wire.Purge)  # beside those with keys: not for who waits for a place
 MESSAGE_S: Final = 30.0  # for a message whose header has not arrived yet
 
 
@@ -55,12 +52,13 @@ class MessageReader:
         self._write_bytes = 0  # what it holds
         self._answers = answers
         self._state = state
-        self._receiver = zmtp.Receiver(peer.sock, self, peer.files.take if peer.files is not None else None)
+        self._receiver = Receiver(peer.sock, self, peer.files.take if peer.files is not None else None)
         self._greeting = b""
         self._ready = False
         self._speaks_ping = False
         self._frame = 0  # index of the next frame in the current message
-        self._request: wire.Set | wire.KeyedRequest | None = None
+        self._request: wire.KeyedRequest | None = None
+        self._request_id = 0  # of the message that is being read; 0: not known
         self._skipping = False
         self._collecting = 0  # bytes of the frame that is being collected
 
@@ -87,8 +85,8 @@ class MessageReader:
         That is a client from which nothing is read (`held_back`), whose reply waits for the disk, or that is in the
         middle of a SET.
         """
-        if self._speaks_ping and (held_back or self.peer.waits or self.write is not None):
-            self.peer.keep_alive(now)
+        if self._speaks_ping and (held_back or self.peer.outbox.waits or self.write is not None):
+            self.peer.outbox.keep_alive(now)
 
     def abandon(self) -> None:
         """The connection ends: release the slots and buffers of a partly received message."""
@@ -99,11 +97,15 @@ class MessageReader:
     def on_readable(self, now: float) -> None:
         """Handle what has arrived, for about `SLICE_S` and `READ_BUDGET_BYTES` at most."""
         self.last_heard = now
-        began, used = time.monotonic(), time.thread_time()
+        cost, began = self._cost, time.monotonic()
+        used = time.thread_time() if cost.measured else None
         new = self._receiver.received < PREFERRED_BYTES
         self._until = self._receiver.slice_end = began + (NEW_SLICE_S if new else SLICE_S)
         self._read(1 if new else READ_BUDGET_BYTES)  # 1: what one system call brings
-        self._cost.add(time.thread_time() - used)
+        if used is not None:
+            cost.add(time.thread_time() - used)
+        else:
+            cost.took(time.monotonic() - began)
 
     def _read(self, budget: int) -> None:
         try:
@@ -113,15 +115,16 @@ class MessageReader:
             alive = self._receiver.receive(budget)
             received = self._receiver.received - before
             self._state.bytes_in += received
-            if self.peer.tenant is not None:
-                self.peer.tenant.spend(received)
+            tenant = self.peer.session.tenant
+            if tenant is not None:
+                tenant.spend(received)
             if not alive:
                 self.peer.close("the client closed")
         except BlockingIOError:
             return
         except OverlongFrame as error:
             self._refuse(error)
-            self.peer.closing = True
+            self.peer.outbox.closing = True
         except ZMTPError as error:
             log.warning("client %s: %s", self.peer.address, error)
             self._state.errors += 1
@@ -157,7 +160,7 @@ class MessageReader:
             self._ready = True
             self.deadline = float("inf")
         elif name == b"PING":
-            self.peer.queue(zmtp.command(b"PONG", body[2:18]))
+            self.peer.outbox.queue(zmtp.command(b"PONG", body[2:18]))
         elif name == b"ERROR":
             raise ZMTPError(f"the client reports {body[1:]!r}")
 
@@ -183,23 +186,30 @@ class MessageReader:
         if self._skipping:
             return zmtp.discard_views(size)
         if self._frame == 0:
-            if size > wire.MAX_HEADER_BYTES:
-                raise WireError(ErrorCode.LIMIT, f"a header of {size} bytes: expected at most {wire.MAX_HEADER_BYTES}")
+            self._check_header(size)
         elif self._frame == 1:
-            request = self._request
-            assert request is not None
-            expected = request.count * request.key_bytes
-            if size != expected:
-                raise WireError(
-                    ErrorCode.PROTOCOL,
-                    f"a keys frame of {size} bytes: expected {request.count} keys of {request.key_bytes} bytes, "
-                    f"{expected} bytes",
-                )
+            assert self._request is not None
+            self._check_keys(self._request, size)
         elif self.write is not None:
             return self._place_payload(self.write, size)
         if size > SMALL_BYTES:
             self.peer.share.check(size)
         return None
+
+    @staticmethod
+    def _check_header(size: int) -> None:
+        if size > wire.MAX_HEADER_BYTES:
+            raise WireError(ErrorCode.LIMIT, f"a header of {size} bytes: expected at most {wire.MAX_HEADER_BYTES}")
+
+    @staticmethod
+    def _check_keys(request: wire.KeyedRequest, size: int) -> None:
+        expected = request.count * request.key_bytes
+        if size != expected:
+            raise WireError(
+                ErrorCode.PROTOCOL,
+                f"a keys frame of {size} bytes: expected {request.count} keys of {request.key_bytes} bytes, "
+                f"{expected} bytes",
+            )
 
     def _place_payload(self, write: Write, size: int) -> list[memoryview] | Payload | None:
         left = write.request.count - write.arrived
@@ -242,10 +252,11 @@ class MessageReader:
         return views
 
     def go_on(self) -> bool:
-        peer = self.peer
-        return not (peer.closed or peer.backed_up or peer.logging_in) and time.monotonic() < self._until
+        outbox = self.peer.outbox
+        stopped = outbox.closed or outbox.backed_up or self.peer.session.logging_in
+        return not stopped and time.monotonic() < self._until
 
-    def landed(self, landing: zmtp.Landing) -> None:
+    def landed(self, landing: Landing) -> None:
         raise AssertionError("a shard sends no GETs here")
 
     def misplaced(self, size: int, expected: int) -> NoReturn:
@@ -256,6 +267,29 @@ class MessageReader:
         if write is None or write.request.references:
             return 0
         return (write.request.count - write.arrived) * write.namespace.block_bytes
+
+    def message(self, header: bytes, keys: bytes | None) -> None:
+        """Handle a message that has come whole: see `zmtp.FrameSink`."""
+        if not self._ready:
+            raise ZMTPError("a frame before READY")
+        try:
+            self._check_header(len(header))
+            self._take_header(header, keys is not None)
+            request = self._request
+            if request is not None and keys is not None:
+                self._check_keys(request, len(keys))
+                if len(keys) > SMALL_BYTES:
+                    self.peer.share.check(len(keys))
+                self._take_keys(request, keys, False)
+        except WireError as error:
+            self._refuse(error)
+        self._end_message()
+
+    def _end_message(self) -> None:
+        self._frame = 0
+        self._request, self._request_id = None, 0
+        self._skipping = False
+        self.deadline = float("inf")
 
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
         if self._collecting:
@@ -269,10 +303,7 @@ class MessageReader:
         if more:
             self._frame += 1
         else:
-            self._frame = 0
-            self._request = None
-            self._skipping = False
-            self.deadline = float("inf")
+            self._end_message()
 
     def _take(self, data: bytes | bytearray | None, more: bool) -> None:
         """Handle a complete frame."""
@@ -304,35 +335,29 @@ class MessageReader:
 
     def _take_header(self, header: bytes | bytearray, more: bool) -> None:
         request = wire.decode_request(header)
-        if isinstance(request, wire.WITH_KEYS):
+        self._request_id = request.id
+        verb, peer, answers = wire.VERBS[type(request)], self.peer, self._answers
+        session = peer.session
+        if isinstance(request, wire.KeyedRequest):
             self._request = request
             self.deadline = self._state.now + request.deadline_ms / 1000
-            if not NEEDED[type(request)] & self.peer.rights.verbs:
-                self._answers.check_rights(self.peer, request)
-            if not more:
-                raise WireError(ErrorCode.PROTOCOL, f"{type(request).__name__.upper()} without its keys frame")
-            if not self.peer.namespace:
-                raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first")
-            self._answers.places.check(self.peer, self._state.now)
-            if self.peer.tenant is not None and self.peer.tenant.limited:
-                self._answers.check_tenant(self.peer, self.peer.tenant)
-            return
-        if not NEEDED[type(request)] & self.peer.rights.verbs:
-            self._answers.check_rights(self.peer, request)
-        if more:
-            raise WireError(
-                ErrorCode.PROTOCOL,
-                f"{type(request).__name__.upper()} is one frame, but more frames follow it",
-                request.id,
-            )
-        # These requests are small, but their replies may be large.
-        if self.peer.backed_up and isinstance(request, _LARGE_REPLIES):
-            raise WireError(ErrorCode.LIMIT, "earlier replies were not read yet; read them first", request.id)
-        if isinstance(request, _AT_A_PLACE):
-            self._answers.places.check(self.peer, self._state.now, request.id)
-        self._answers.handle(self.peer, request)
+        if not verb.right & session.rights.verbs:
+            answers.check_rights(peer, request)
+        if more != verb.keyed:
+            wrong = "without its keys frame" if verb.keyed else "is one frame, but more frames follow it"
+            raise WireError(ErrorCode.PROTOCOL, f"{verb.name.upper()} {wrong}")
+        if verb.large and peer.outbox.backed_up:  # the request is small, but its reply may be large
+            raise WireError(ErrorCode.LIMIT, "earlier replies were not read yet; read them first")
+        if verb.namespace and not session.namespace:
+            raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first")
+        if verb.place:
+            answers.places.check(peer, self._state.now)
+        if not verb.keyed:
+            answers.handlers[type(request)](peer, request)
+        elif session.tenant is not None and session.tenant.limited:
+            answers.check_tenant(peer, session.tenant)
 
-    def _take_keys(self, request: wire.Set | wire.KeyedRequest, keys: bytes, more: bool) -> None:
+    def _take_keys(self, request: wire.KeyedRequest, keys: bytes, more: bool) -> None:
         if isinstance(request, wire.Set):
             self.writer = True
             if not more:
@@ -346,17 +371,16 @@ class MessageReader:
         elif more:
             raise WireError(
                 ErrorCode.PROTOCOL,
-                f"{type(request).__name__.upper()} ends with its keys frame, but more frames follow it",
+                f"{wire.VERBS[type(request)].name.upper()} ends with its keys frame, but more frames follow it",
             )
         else:
             self._answers.handle_keyed(self.peer, request, keys)
 
     def _refuse(self, error: WireError) -> None:
         """Reply with ERROR, drop the message, and discard its remaining frames."""
-        request_id = self._request.id if self._request is not None else error.request_id
         self._skipping = True
         self.abort_write()
-        self.peer.refuse(request_id, error)
+        self.peer.refuse(self._request_id or error.request_id, error)
 
     def _end_write(self, write: Write) -> Write:
         self.peer.share.give_back(WRITES, self._write_bytes)
@@ -367,5 +391,4 @@ class MessageReader:
         """Give back the slots of an unfinished SET."""
         if self.write is not None:
             write = self._end_write(self.write)
-            write.namespace.memory.index.abort(write.slots)
-            write.namespace.tell(write.keys)
+            write.namespace.abort(write.slots, write.keys)

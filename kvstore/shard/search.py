@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore._cext import BlockIndex
 from kvstore.disk.tier import DiskTier
 from kvstore.store.expected import WAITER_BYTES
 from kvstore.store.namespace import NamespaceStore
@@ -115,7 +116,7 @@ class Search:
     def touch(self, now: float) -> None:
         """Count a use of the chain as a whole, so that its tail is evicted first, in whatever order parts are sent."""
         self.untouched = False
-        self._namespace.memory.index.contains(bytes(self._keys), now, True, self._store.ticks(self.count))
+        self._namespace.in_memory(bytes(self._keys), now, True, self._store.ticks(self.count))
 
     def give_up(self) -> None:
         """Count all blocks that are not decided as misses."""
@@ -156,7 +157,7 @@ class Search:
             return  # wait until the look-up is worth its cost: many blocks at a time
         keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[self._ahead : end]
         self._ahead = end
-        present = namespace.memory.index.contains(keys.reshape(-1), now, False, 0)
+        present = namespace.in_memory(keys.reshape(-1), now, False, 0)
         absent = np.frombuffer(present, dtype=np.uint8) == 0
         if absent.any():
             self._fetch(keys[absent], now)
@@ -167,7 +168,7 @@ class Search:
     def _fetch(self, keys: npt.NDArray[np.uint8], now: float) -> npt.NDArray[np.bool_]:
         """Start to read blocks from disk that are not in memory. -> for each key, whether to wait for it."""
         assert self._disk is not None
-        expected = self._disk.fetching.fetch(self._namespace, keys.tobytes(), now) < -1
+        expected: npt.NDArray[np.bool_] = self._disk.fetch(self._namespace, keys.tobytes(), now) != BlockIndex.ABSENT
         self.fetched = self.fetched or bool(expected.any())
         return expected
 
@@ -181,7 +182,7 @@ class Search:
             positions, slots, rest = self._find(known, every[known].tobytes(), now)
             self.put_back(rest)
             if len(positions) > room:  # one look-up of all of them is cheaper than several look-ups of some
-                self._namespace.memory.index.release(slots[room:])
+                self._namespace.release(slots[room:])
                 self.put_back(positions[room:])
             found.append((positions[:room], slots[:room]))
             room -= len(found[0][0])
@@ -206,13 +207,13 @@ class Search:
         -> positions and slots of those that are there, and the positions at the end that were not looked at, because it
         waits for enough."""
         namespace = self._namespace
-        slots = namespace.memory.index.acquire(named, now, 0, False, True)
+        slots = namespace.acquire(named, now, 0, False, True)
         there = slots >= 0
         if there.all():
             return positions, slots, positions[:0]
         keys = np.frombuffer(named, dtype=np.uint8).reshape(-1, self._key_bytes)
-        expected = slots == -2
-        absent = slots == -1
+        expected = slots == BlockIndex.COMING
+        absent = slots == BlockIndex.ABSENT
         if absent.any() and namespace.disk is not None and not namespace.disk.empty:
             expected[absent] = self._fetch(keys[absent], now)
         most = MAX_WAITING - len(self._waiting)
@@ -228,7 +229,7 @@ class Search:
         end = len(positions)
         if len(waits) > most:
             end = int(waits[most])
-            namespace.memory.index.release(slots[end:][there[end:]])
+            namespace.release(slots[end:][there[end:]])
         for position in positions[waits[:most]].tolist():
             self._waiting.append(position)
             namespace.waiters.add(self._key(position), self._wake)

@@ -14,18 +14,18 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore._cext import BlockIndex, Payload, outcomes_of
-from kvstore.auth.rights import WRITE
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import REMOVALS
 from kvstore.shard.leases import Lending
 from kvstore.shard.peer import Peer
+from kvstore.shard.purging import Purging
 from kvstore.shard.state import ShardState
 from kvstore.store.chains import part_of
 from kvstore.store.expected import split
 from kvstore.store.namespace import NamespaceStore, find_parent
 from kvstore.store.namespaces import Priorities, Store
 from kvstore.store.tier import Slots
-from kvstore.wire import ErrorCode, Outcome, WireError
+from kvstore.wire import WRITE, ErrorCode, Outcome, WireError
 from kvstore.wire.attributes import TTL_STEP_S, Attributes, attributes_of
 from kvstore.wire.shared import STAGED
 
@@ -53,6 +53,8 @@ class Write:
     parent: bytes  # that key, or what was asked for before the first one: a hint; empty: not known
     ends_chain: bool
     began: float  # when its keys had arrived, monotonic
+    generation: int = 0  # of the namespace, when it began
+    stale: bool = False  # the blocks were made in another generation, and are refused
     attributes: Attributes | None = None  # of blocks copied from another shard
     evicted: int = 0  # blocks that made room for these
     placed: int = 0  # blocks for whose bytes there is, or was, a place; unless `payload` knows
@@ -68,18 +70,22 @@ class Write:
 class Sets:
     """Stores the blocks of SETs. Used by the loop's thread only."""
 
-    def __init__(self, store: Store, disk: DiskTier | None, state: ShardState, lending: Lending) -> None:
+    def __init__(
+        self, store: Store, disk: DiskTier | None, state: ShardState, lending: Lending, purging: Purging
+    ) -> None:
         self._store = store
+        self._purging = purging
         self._disk = disk
         self._state = state
         self._lending = lending
 
     def note_replicas(self, peer: Peer, namespace: NamespaceStore | None) -> None:
         """Note the largest number of copies that a client keeps: nodes that move blocks make as many copies."""
-        if namespace is not None and namespace.replicas < peer.replicas and peer.rights.verbs & WRITE:
-            namespace.replicas = peer.replicas
+        session = peer.session
+        if namespace is not None and namespace.replicas < session.replicas and session.rights.verbs & WRITE:
+            namespace.replicas = session.replicas
             if self._disk is not None and namespace.disk is not None:
-                self._disk.volume.keep_replicas(namespace.disk, peer.replicas)
+                self._disk.keep_replicas(namespace.disk, session.replicas)
 
     def begin_write(self, peer: Peer, request: wire.Set, keys: bytes) -> Write:
         """Reserve a slot for every block of a SET that is to be stored. Raises `WireError`."""
@@ -87,15 +93,20 @@ class Sets:
         if self._state.draining:
             raise WireError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
         self._lending.collect()  # blocks that were given back may go; those still lent are passed over
-        namespace = self._store.open(peer.namespace, request.key_bytes)
+        generation = self._purging.learn(peer, request.generation)
+        namespace = self._store.open(peer.session.namespace, request.key_bytes)
         self.note_replicas(peer, namespace)
+        if request.generation != generation:
+            slots = np.full(request.count, BlockIndex.NO_SPACE, dtype=np.int32)
+            return Write(request, namespace, slots, keys, None, b"", b"", True, self._state.now, generation, stale=True)
         existed = None
         if request.force:
             existed = np.frombuffer(namespace.contains(keys, self._state.now, False, 0), dtype=np.bool_)
             if self._disk is not None:
-                self._disk.fetching.disown(namespace, keys)
+                self._disk.disown(namespace, keys)
         store, now = self._store, self._state.now
-        parent, ends_chain = find_parent(peer.chain, keys, request.key_bytes)  # what it asked for may be no chain
+        # What it asked for may be no chain.
+        parent, ends_chain = find_parent(peer.session.chain, keys, request.key_bytes)
         before: bytes | None = b""
         priority: int | Priorities = request.priority
         attributes = None
@@ -110,13 +121,24 @@ class Sets:
         if not request.force and (cut or (before is None and store.is_full(namespace, request.count))):
             # Blocks behind others that were refused are of no use, so they take nobody's place.
             slots = store.refuse(namespace, keys, now)
-            return Write(request, namespace, slots, keys, existed, b"", b"", ends_chain, now)
+            return Write(request, namespace, slots, keys, existed, b"", b"", ends_chain, now, generation)
         before = before or b""
         evicted = store.memory.evicted
         slots = store.reserve(namespace, keys, request.force, now, priority, before, request.reads)
         evicted = store.memory.evicted - evicted
         return Write(
-            request, namespace, slots, keys, existed, before, before or parent, ends_chain, now, attributes, evicted
+            request,
+            namespace,
+            slots,
+            keys,
+            existed,
+            before,
+            before or parent,
+            ends_chain,
+            now,
+            generation,
+            attributes=attributes,
+            evicted=evicted,
         )
 
     def copy_staged(self, peer: Peer, write: Write, frame: bytes, more: bool) -> None:
@@ -130,13 +152,16 @@ class Sets:
         write.placed += count
         self._state.bytes_in += count * write.namespace.block_bytes
         if more:
-            peer.reply(wire.Taken(write.request.id, write.arrived))
+            peer.outbox.reply(wire.Taken(write.request.id, write.arrived))
 
     def commit(self, peer: Peer, write: Write, sums: bytes) -> None:
         """All blocks of a SET are in their slots: make them readable, and reply."""
         request, namespace, slots = write.request, write.namespace, write.slots
+        generation = self._purging.generations.of(namespace.id)
+        if write.stale or write.generation != generation:
+            self._refuse_stale(peer, write, generation)
+            return
         checksums = np.frombuffer(sums, dtype="<u8")
-        index = namespace.memory.index
         attributes = write.attributes
         ttl_s = (request.ttl_s if attributes is None else 0.0) or namespace.ttl_s
         if request.reads:
@@ -144,7 +169,7 @@ class Sets:
         expires: float | npt.NDArray[np.float64] = self._state.now + ttl_s if ttl_s else 0.0
         if attributes is not None:
             expires = np.where(attributes["ttl"], self._state.now + attributes["ttl"] * TTL_STEP_S, expires)
-        placed = index.commit(
+        placed = namespace.commit(
             slots,
             checksums,
             self._store.ticks(request.count),
@@ -169,7 +194,7 @@ class Sets:
         if existed:  # touch the blocks that existed, so that the chain's head is not evicted before its new tail
             namespace.contains(write.keys, self._state.now, True, self._store.ticks(request.count))
             if request.reads:
-                index.renew(write.keys, request.reads, self._state.now, self._state.now + ttl_s)
+                namespace.renew(write.keys, request.reads, self._state.now, self._state.now + ttl_s)
         namespace.promises.fulfil(split(write.keys, namespace.key_bytes))
         namespace.tell(write.keys)
         reply = wire.SetReply(
@@ -184,18 +209,25 @@ class Sets:
             evicted=write.evicted,
         )
         written = slots[slots >= 0]
-        if self._disk is None or request.reads or not len(written):  # transient blocks are never written to disk
-            peer.reply(reply)
-            self._state.timing.add("set", write.began)
-            return
-        if request.force and namespace.disk is not None:  # the copies on disk are outdated
-            namespace.disk.delete(index.keys_of(written))
-        self._disk.writing.was_set(namespace, written, self._state.now)
-        if request.force:
-            self.reply_for_good(peer, reply, 0, "set", write.began)
-        else:
-            peer.reply(reply)
-            self._state.timing.add("set", write.began)
+        if self._disk is not None and len(written) and not request.reads:  # transient blocks are never written to disk
+            if request.force:
+                namespace.delete_on_disk(written)
+            self._disk.was_set(namespace, written, self._state.now)
+            if request.force:
+                self.reply_for_good(peer, reply, 0, wire.Set, write.began)
+                return
+        peer.outbox.reply(reply)
+        self._state.timing.add(wire.Set, write.began)
+
+    def _refuse_stale(self, peer: Peer, write: Write, generation: int) -> None:
+        """The blocks belong to a generation that has ended, perhaps while they were arriving."""
+        request, namespace = write.request, write.namespace
+        namespace.abort(write.slots, write.keys)
+        count = request.count
+        outcomes = bytes([Outcome.ERROR]) * count if request.outcomes else b""
+        reply = wire.SetReply(request.id, count, 0, 0, 0, 0, count, outcomes, write.evicted, generation)
+        peer.outbox.reply(reply)
+        self._state.timing.add(wire.Set, write.began)
 
     def _outcomes(self, write: Write, by_slot: bytes, replaced: npt.NDArray[np.bool_] | None) -> bytes:
         """-> one `Outcome` a block. `by_slot`: as far as the slots tell."""
@@ -208,31 +240,33 @@ class Sets:
         existed = np.flatnonzero(outcomes == Outcome.EXISTED)
         if len(existed):  # when this SET began; who was writing one may still be, or have given up
             keys = np.frombuffer(write.keys, dtype=np.uint8).reshape(-1, namespace.key_bytes)[existed]
-            found = namespace.memory.index.acquire(keys.tobytes(), now, 0, False)
-            namespace.memory.index.release(found)
-            absent = found < 0
-            if absent.any():
-                on_disk = np.frombuffer(namespace.on_disk(keys[absent].tobytes(), now), dtype=np.bool_)
-                outcomes[existed[absent][~on_disk]] = Outcome.PENDING
+            outcomes[existed[namespace.pending(keys.tobytes(), now)]] = Outcome.PENDING
         return bytes(outcomes)
 
-    def reply_for_good(self, peer: Peer, reply: wire.Reply, held: int = 0, verb: str = "", began: float = 0.0) -> None:
+    def reply_for_good(
+        self,
+        peer: Peer,
+        reply: wire.Reply,
+        held: int = 0,
+        request: type[wire.Request] | None = None,
+        began: float = 0.0,
+    ) -> None:
         """Send a reply once no removed block can come back from disk, even if the server dies.
 
-        held: bytes that the removal holds until then. verb, began: of the request whose time is counted then.
+        held: bytes that the removal holds until then. request, began: what is counted then, and when it began.
         """
         if self._disk is None:
-            peer.reply(reply)
-            if verb:
-                self._state.timing.add(verb, began)
+            peer.outbox.reply(reply)
+            if request is not None:
+                self._state.timing.add(request, began)
             return
         peer.share.take(REMOVALS, held)
-        send = peer.hold(reply)
+        send = peer.outbox.hold(reply)
 
         def removed() -> None:
             peer.share.give_back(REMOVALS, held)
             send()
-            if verb:
-                self._state.timing.add(verb, began, True)
+            if request is not None:
+                self._state.timing.add(request, began, True)
 
-        self._disk.volume.after_removals(removed)
+        self._disk.after_removals(removed)

@@ -32,7 +32,7 @@ class ShardConfig(msgspec.Struct, frozen=True):
     unix_fd: int = -1  # the Unix socket on which it listens for clients on this host; -1: there is none
     unix_path: str = ""
     unix_users: list[int] = msgspec.field(default_factory=list)  # ids of the users who may connect there
-    nixl: bool = False  # clients may read its memory with NIXL
+    transport: str = ""  # how clients on other hosts may read its memory; empty: they may not
     log_format: str = "text"
     auth: str = ""  # the file of principals; empty: everybody may do everything
     audit: str = ""  # where administrative acts are recorded: a file, "stderr", "syslog"; empty: nowhere

@@ -153,6 +153,12 @@ class Stream:
                 self._search.give_up()
         self._resume(self)
 
+    def give_up(self) -> None:
+        """The namespace is at another generation: all blocks that are not on their way yet are misses."""
+        if self._search is not None:
+            self._search.give_up()
+        self._resume(self)
+
     def next_part(self, now: float) -> Outgoing | None:
         """-> the next part; None when none can be sent now (no credit, or all blocks left are still to come)."""
         namespace, search = self.namespace, self._search
@@ -192,7 +198,7 @@ class Stream:
             if self._places is not None:
                 per_frame = len(positions)
             elif len(positions) > group:  # as payload, fewer blocks are made ready at a time
-                namespace.memory.index.release(slots[group:])
+                namespace.release(slots[group:])
                 search.put_back(positions[group:])
                 positions, slots = positions[:group], slots[:group]
         for at in range(0, max(1, len(positions)), per_frame):
@@ -206,7 +212,7 @@ class Stream:
             self._parts = Parts(
                 self.id,
                 positions,
-                namespace.memory.index.checksums(slots),
+                namespace.checksums(slots),
                 namespace.arena.memory,
                 namespace.memory.offsets(slots),
                 block_bytes,
@@ -229,7 +235,7 @@ class Stream:
         if namespace is not None and self._search is not None:
             self._search.stop_waiting()
             for _, slots in self._group:
-                namespace.memory.index.release(slots)
+                namespace.release(slots)
         self._group.clear()
 
     def _part(
@@ -246,11 +252,11 @@ class Stream:
         if not len(positions):
             return self._empty_part()
         if self._disk is not None and self._used:
-            self._disk.writing.was_read(namespace, slots, now)
+            self._disk.was_read(namespace, slots, now)
         if self._parts is None:
             outgoing = self._lend(namespace, positions, slots, now)
         else:
-            outgoing = Outgoing([], self._parts, functools.partial(namespace.memory.index.release, slots))
+            outgoing = Outgoing([], self._parts, functools.partial(namespace.release, slots))
         if self.done and search.untouched:
             outgoing.release = functools.partial(_release_and_touch, outgoing.release, search, now)
         return outgoing
@@ -261,7 +267,7 @@ class Stream:
         part = Part(
             self.id,
             positions.tobytes(),
-            namespace.memory.index.checksums(slots).tobytes(),
+            namespace.checksums(slots).tobytes(),
             self.done,
             self._hit,
             self._miss,

@@ -46,8 +46,8 @@ class Tenants:
 
     def enter(self, peer: Peer, now: float) -> None:
         """Count a connection that has logged in. Raises `LimitReached` when its tenant has as many as it may."""
-        name = peer.rights.tenant
-        if peer.tenant is not None and peer.tenant.name == name:
+        name = peer.session.rights.tenant
+        if peer.session.tenant is not None and peer.session.tenant.name == name:
             return
         self.leave(peer)
         if name == EVERY_TENANT:
@@ -60,14 +60,14 @@ class Tenants:
         if most is not None and tenant.connections >= most:
             raise self.refusal(tenant, CONNECTIONS, peer, ErrorCode.NO_PLACE)
         tenant.connections += 1
-        peer.tenant = tenant
+        peer.session.tenant = tenant
 
     @staticmethod
     def leave(peer: Peer) -> None:
         """A connection has ended, or logs in as somebody else."""
-        if peer.tenant is not None:
-            peer.tenant.connections -= 1
-            peer.tenant = None
+        if peer.session.tenant is not None:
+            peer.session.tenant.connections -= 1
+            peer.session.tenant = None
 
     def check_request(self, tenant: Tenant, peer: Peer, now: float) -> None:
         """Count a request. Raises `LimitReached` when its tenant has no more of them, or of bytes."""
@@ -79,7 +79,7 @@ class Tenants:
         """Count what a limit refuses. -> the error that says so."""
         tenant.refused[limit] = tenant.refused.get(limit, 0) + 1
         self._audit.record(
-            "quota", tenant=tenant.name, limit=limit, principal=peer.rights.principal, address=peer.address
+            "quota", tenant=tenant.name, limit=limit, principal=peer.session.rights.principal, address=peer.address
         )
         given = getattr(self._policy.limits_of(tenant.name), limit)
         per = "a node, and this shard has its part of them" if limit != CONNECTIONS else "a shard"
@@ -94,7 +94,7 @@ class Tenants:
         self, peer: Peer, namespace: NamespaceStore, count: int, namespaces: Iterable[NamespaceStore], now: float
     ) -> bool:
         """Whether a connection's tenant may pin so many blocks more; what it may not is counted."""
-        tenant = peer.tenant
+        tenant = peer.session.tenant
         if tenant is None or tenant.limits.pinned is None:
             return True
         pinned = 0

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import enum
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Literal, TypeVar, get_args
 
 SLICE_S: Final = 0.0015  # for which one connection is read at a time
 NEW_SLICE_S: Final = 0.00015  # a new one, so that a thousand of them do not delay each other
 SLOW_TURN_S: Final = 0.05
-STAGES: Final = ("events", "requests", "background", "disk", "replies", "housekeeping")
+Stage = Literal["events", "requests", "background", "disk", "replies", "transport", "housekeeping"]
+STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 
 T = TypeVar("T")
 
@@ -41,16 +42,28 @@ _WEIGHT: Final = 0.2  # of a slice in the average: of the slices of a large requ
 
 class Cost:
     """What the slices of one connection cost on average, in processor time: others may have the processor during a
-    slice, so the clock does not tell. A connection must prove that it is cheap."""
+    slice, so the clock does not tell, but for a slice that it says was cheap. A connection must prove that it is cheap.
 
-    __slots__ = ("_cost_s",)
+    measured: the processor time of the next slice must be measured, which takes as long as a tenth of a small request.
+    """
+
+    __slots__ = ("_cost_s", "measured")
 
     def __init__(self) -> None:
         self._cost_s = _MOST_S
+        self.measured = True
 
     def add(self, used_s: float) -> None:
         """A slice has used so much processor time."""
         self._cost_s += _WEIGHT * (min(used_s, _MOST_S) - self._cost_s)
+        self.measured = self._cost_s > _CHEAP_S
+
+    def took(self, took_s: float) -> None:
+        """A slice that was not measured has taken so long by the clock."""
+        if took_s <= _CHEAP_S:
+            self._cost_s += _WEIGHT * (took_s - self._cost_s)
+        else:
+            self.measured = True
 
     @property
     def pace(self) -> Pace:
@@ -62,7 +75,7 @@ class Line(Generic[T]):
     """Who waits for a part of a turn, by pace; first come first served among those of one pace."""
 
     def __init__(self) -> None:
-        self._lines: list[OrderedDict[T, None]] = [OrderedDict() for _ in Pace]
+        self._lines: list[deque[T]] = [deque() for _ in Pace]
         self._waiting: set[T] = set()  # in any of them
 
     def __len__(self) -> int:
@@ -72,7 +85,7 @@ class Line(Generic[T]):
         """Let an item wait, unless it does."""
         if item not in self._waiting:
             self._waiting.add(item)
-            self._lines[pace][item] = None
+            self._lines[pace].append(item)
 
     def turn(self) -> Iterator[T]:
         """Take those whose turn it is now: at least one of each pace, and no more than there is time for.
@@ -84,12 +97,15 @@ class Line(Generic[T]):
         for limit_s, line in zip(LIMITS_S, self._lines, strict=True):
             if not line:
                 continue
-            until = time.monotonic() + limit_s
-            for _ in range(len(line)):
-                item = line.popitem(last=False)[0]
+            count, until = len(line), 0.0
+            if count > 1:
+                until = time.monotonic() + limit_s
+            while True:
+                item = line.popleft()
                 self._waiting.discard(item)
                 yield item
-                if time.monotonic() > until:
+                count -= 1
+                if not count or time.monotonic() > until:
                     break
 
 
@@ -100,18 +116,18 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.slow: dict[str, int] = {}
+        self.slow: dict[Stage, int] = dict.fromkeys(STAGES, 0)
         self.longest_s = 0.0
         self._began = self._stage_began = self._longest_stage_s = 0.0
-        self._longest_stage = ""
+        self._longest_stage = STAGES[0]
 
     def begin(self, now: float) -> None:
         """A turn begins; `now` is the time."""
         self._began = self._stage_began = now
         self._longest_stage_s = 0.0
 
-    def done(self, stage: str) -> None:
-        """A stage of the turn, one of `STAGES`, has ended; the next one begins."""
+    def done(self, stage: Stage) -> None:
+        """A stage of the turn has ended; the next one begins."""
         now = time.monotonic()
         took_s = now - self._stage_began
         if took_s > self._longest_stage_s:
@@ -123,4 +139,4 @@ class Turns:
         took_s = self._stage_began - self._began
         self.longest_s = max(self.longest_s, took_s)
         if took_s > SLOW_TURN_S:
-            self.slow[self._longest_stage] = self.slow.get(self._longest_stage, 0) + 1
+            self.slow[self._longest_stage] += 1

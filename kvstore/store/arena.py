@@ -90,7 +90,7 @@ class Arena:
         self.segments = count
         self.retired: list[int] = []  # numbers of exported files that were cut to nothing, for the loop to tell clients
         self._shared = shared
-        self.lending = False  # a client on this host, or one that uses NIXL, has come
+        self.lending = False  # a client that reads in this memory has come
         self.withdraw: Callable[[memoryview], None] | None = None  # called with exported memory that will be replaced
         self._files: dict[int, int] = {}  # segment -> descriptor of its memfd
         self._most_files = 0

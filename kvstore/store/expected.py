@@ -156,6 +156,12 @@ class Promises:
         self._ending.extend(self._by_owner.get(owner, ()))
         self._go_on()
 
+    def end_all(self) -> None:
+        """None of these blocks is to come. If they are very many, some promises end with the next calls of `expire`."""
+        for owner in list(self._by_owner):
+            self._ending.extend(self._by_owner.get(owner, ()))
+        self._go_on()
+
     def expire(self, now: float) -> None:
         """End the promises whose time is over; if they are very many, some of them with the next calls. Those of owners
         that are gone wait for their own turn: however many there are, no other promise holds longer for it."""

@@ -4,22 +4,33 @@ A block is in one tier or in both. One look-up covers both tiers and never touch
 disk tier is in memory, too. Clients write to memory and read from memory: a block that is only on disk is first fetched
 into memory (`kvstore.disk`).
 
+Who uses a namespace does not reach for the index of its blocks in memory. What is one call of the index is that method,
+bound once, since the data path calls it; what takes more is a method here.
+
 Only the thread of the shard's loop uses this module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstore._cext import BlockIndex
+from kvstore._cext import BlockIndex, checksum
 from kvstore.store.arena import Arena
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.expected import Promises, Waiters, split
 from kvstore.store.tier import NamespaceTier, Slots, keys_before
 from kvstore.wire import NamespaceInfo, Presence
 from kvstore.wire.attributes import TTL_STEP_S, attributes_dtype
+from kvstore.wire.status import report
+
+MAX_PINNED_SHARE: Final = 0.5  # of the slots of ordinary blocks that a namespace has, or could have
+COUNT_PINS_S: Final = 0.1
+COUNT_PINS_AT_LIMIT_S: Final = 0.01
 
 
 def find_parent(chain: bytes, keys: bytes, key_bytes: int) -> tuple[bytes, bool]:
@@ -67,16 +78,54 @@ class NamespaceStore:
 
     def __post_init__(self) -> None:
         self.promises = Promises(self.waiters)
+        # The blocks in memory, of which `BlockIndex` says more.
+        index = self.memory.index
+        self.in_memory, self.states_of, self.victims = index.contains, index.states_of, index.victims
+        self.acquire, self.hold, self.release = index.acquire, index.acquire_slot, index.release
+        self.commit, self.link, self.renew, self.disown = index.commit, index.link, index.renew, index.disown
+        self.keys_of, self.checksums, self.priorities_of = index.keys_of, index.checksums, index.priorities_of
+
+    @property
+    def free_slots(self) -> int:
+        """How many blocks fit into memory before one is evicted, if the free segments all go to this namespace."""
+        index = self.memory.index
+        return index.free + self.arena.free * index.slots_per_segment
 
     @property
     def empty(self) -> bool:
         """It has no block, and no client is reading, writing or promising one."""
-        expected = self.waiters or self.promises
-        return self.memory.empty and not expected and (self.disk is None or self.disk.empty)
+        if not self.memory.empty:
+            return False
+        return not (self.waiters or self.promises) and (self.disk is None or self.disk.empty)
 
     def count_pins(self, now: float) -> None:
         """Count the pinned blocks in memory."""
         self.pins, self.pins_counted_at = self.memory.index.pinned(now), now
+
+    def may_pin(self, count: int, now: float) -> bool:
+        """Whether `count` more blocks may be pinned: pins must leave the namespace room for new blocks.
+
+        Counting the pins of a million blocks takes milliseconds, so it is not done for each request: between two counts
+        each pin adds to the number, also one of a block that is pinned already.
+        """
+        index = self.memory.index
+        slots = index.slots - index.transient_slots + self.arena.free * index.slots_per_segment
+        room = slots * MAX_PINNED_SHARE - count
+        age_s = now - self.pins_counted_at
+        if age_s > COUNT_PINS_S or (self.pins > room and age_s > COUNT_PINS_AT_LIMIT_S):
+            self.count_pins(now)
+        return self.pins <= room
+
+    def abort(self, slots: Slots, keys: bytes) -> None:
+        """A write of these blocks is given up: free its slots, and wake who waits for one of them."""
+        self.memory.index.abort(slots)
+        self.tell(keys)
+
+    def unreserve(self, slots: Slots) -> None:
+        """Free slots that were to be written, also those whose blocks were deleted meanwhile."""
+        ours = self.states_of(slots) == BlockIndex.WRITING
+        self.memory.index.abort(slots[ours])
+        self.release(slots[~ours])
 
     def tell(self, keys: bytes) -> None:
         """A write of these blocks has ended, or was given up: wake who waits for one of them."""
@@ -98,6 +147,38 @@ class NamespaceStore:
         if end >= 0:
             result.append(memory[start:end])
         return result
+
+    def coldest_first(self) -> Slots:
+        """-> the slots of all blocks in memory that can be read, the one that was used last at the end."""
+        slots = self.memory.index.ready_slots()
+        return slots[np.argsort(self.memory.index.ticks_of(slots), kind="stable")]
+
+    def ordinary(self, slots: Slots) -> Slots:
+        """-> those slots whose blocks are not transient."""
+        return slots[self.memory.index.reads_of(slots) == 0] if self.memory.transient else slots
+
+    def all_keys(self, count: int) -> Iterator[bytes]:
+        """Yield the keys of all blocks in both tiers that can be read, about `count` at a time."""
+        for tier in filter(None, (self.memory, self.disk)):
+            listed = tier.index.ready_slots(0, True)
+            for slots in np.array_split(listed, len(listed) // count + 1):
+                yield tier.index.keys_of(slots[np.equal(tier.index.states_of(slots), BlockIndex.READY)])
+
+    def damaged(self, keys: bytes, now: float) -> bytes:
+        """-> the keys of those blocks in memory that do not match their checksum. Hashes them."""
+        size, slots = self.key_bytes, self.acquire(keys, now, 0, False)
+        there = np.flatnonzero(slots >= 0)
+        sums = np.array([checksum(self.views(slots[i : i + 1])[0]) for i in there], dtype=np.uint64)
+        wrong = there[sums != self.checksums(slots[there])]
+        self.release(slots)
+        return b"".join(keys[i * size : (i + 1) * size] for i in wrong.tolist())
+
+    def record_of(
+        self, slots: Slots
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64], tuple[bytes, bytes], npt.NDArray[np.uint8]]:
+        """-> what the disk records of blocks: checksums, when they expire, links, and the keys that they follow."""
+        index = self.memory.index
+        return index.checksums(slots), index.expires_of(slots), index.links_of(slots), keys_before(self.memory, slots)
 
     def attributes_of(self, slots: Slots, now: float) -> bytes:
         """-> what goes with the blocks in `slots`, as PART carries it."""
@@ -163,6 +244,26 @@ class NamespaceStore:
         on_disk = self.disk.index.set_expiry(keys, now, expires)
         return (np.frombuffer(there, dtype=np.uint8) | np.frombuffer(on_disk, dtype=np.uint8)).tobytes()
 
+    def only_in_memory(self, slots: Slots, now: float) -> Slots:
+        """-> those slots whose blocks are not on disk."""
+        on_disk = np.frombuffer(self.on_disk(self.keys_of(slots), now), dtype=np.bool_)
+        return slots[~on_disk]
+
+    def delete_on_disk(self, slots: Slots) -> None:
+        """Delete what the disk has of the blocks in these slots of memory: it is outdated."""
+        if self.disk is not None:
+            self.disk.delete(self.keys_of(slots))
+
+    def pending(self, keys: bytes, now: float) -> npt.NDArray[np.bool_]:
+        """-> which blocks can be read in no tier, although they are being written."""
+        slots = self.acquire(keys, now, 0, False)
+        self.release(slots)
+        absent = slots < 0
+        if absent.any():
+            rest = np.frombuffer(keys, dtype=np.uint8).reshape(-1, self.key_bytes)[absent].tobytes()
+            absent[absent] = np.frombuffer(self.on_disk(rest, now), dtype=np.uint8) == 0
+        return absent
+
     def delete(self, keys: bytes, now: float) -> int:
         """Delete blocks from both tiers. -> how many blocks existed."""
         if self.disk is None or self.disk.empty:
@@ -175,29 +276,16 @@ class NamespaceStore:
             both += bool(memory and disk) and self.memory.index.state_of(key) == BlockIndex.READY
         return self.memory.index.delete(keys, now) + self.disk.delete(keys) - both
 
-    def info(self, now: float) -> NamespaceInfo:
-        index, disk = self.memory.index, self.disk
-        return NamespaceInfo(
+    def info(self, now: float, generation: int = 0) -> NamespaceInfo:
+        """The state and the counters of the namespace."""
+        return report(
+            NamespaceInfo,
+            self,
             id=self.id.hex(),
             namespace=self.canonical.decode(),
-            block_bytes=self.block_bytes,
-            blocks=index.ready,
-            writing=index.writing,
             segments=len(self.memory.segments),
-            slots=index.slots,
-            memory_bytes=self.memory.nbytes,
-            pinned=index.pinned(now),
-            hits=self.hits,
-            misses=self.misses,
-            created=self.created,
-            evicted=self.memory.evicted,
-            disk_blocks=disk.index.ready if disk else 0,
-            disk_bytes=disk.nbytes if disk else 0,
-            disk_evicted=disk.evicted if disk else 0,
-            replicas=self.replicas,
+            pinned=self.memory.index.pinned(now),
             promised=len(self.promises),
             awaited=len(self.waiters),
-            transient_blocks=index.transient,
-            transient_slots=index.transient_slots,
-            transient_bytes=self.memory.transient_bytes,
+            generation=generation,
         )

@@ -21,6 +21,7 @@ from kvstore.store.arena import Arena
 from kvstore.store.chains import Chains
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.namespace import NamespaceStore
+from kvstore.store.quotas import Quotas
 from kvstore.store.rules import NamespaceRule
 from kvstore.store.tier import NamespaceTier, Slots, Tier
 from kvstore.wire import ErrorCode, WireError, decode_namespace, frame_blocks, namespace_id
@@ -79,6 +80,12 @@ class Store:
 
     def __iter__(self) -> Iterator[NamespaceStore]:
         return iter(self._namespaces.values())
+
+    def use_quotas(self, memory: Quotas, disk: Quotas) -> None:
+        """Have tenants make room as these say, in memory and, where there is a disk tier, on disk."""
+        self.memory.quotas = memory
+        if self.disk is not None:
+            self.disk.blocks.quotas = disk
 
     def ticks(self, count: int) -> int:
         """Reserve `count` recency ticks. -> the lowest one."""
@@ -260,6 +267,12 @@ class Store:
         slots = np.full(count, BlockIndex.EXISTED, dtype=np.int32)
         slots[~on_disk] = reserved
         return slots
+
+    def reserve_to_fetch(self, namespace: NamespaceStore, keys: bytes, priorities: Priorities, now: float) -> Slots:
+        """Reserve memory slots for blocks that are read from disk. -> as `reserve`."""
+        index = namespace.memory.index
+        self.memory.make_room(namespace.memory, index.missing(keys), now)
+        return index.reserve(keys, False, self.ticks(len(priorities)), priorities)
 
     def is_full(self, namespace: NamespaceStore, count: int) -> bool:
         """Whether `count` more blocks of a namespace in memory must take the place of others."""

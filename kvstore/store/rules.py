@@ -1,20 +1,17 @@
-"""What an operator can choose: eviction policies by name, and rules for namespaces by their model."""
+"""What an operator can choose for namespaces, by a rule for their model."""
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 
 from kvstore.wire import MAX_PRIORITY, MAX_TTL_S
-
-MAX_TTL_SECONDS: Final = MAX_TTL_S
-POLICIES: Final = ("default", "lru")  # those of `BlockIndex`, so that a supervisor need not load it (and numpy)
 
 
 class NamespaceRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the namespaces whose model matches a pattern; the first rule that matches counts."""
 
     match: str  # a pattern with * ? [seq], as in a shell
-    ttl_seconds: Annotated[int, msgspec.Meta(ge=0, le=MAX_TTL_SECONDS)] = 0
+    ttl_seconds: Annotated[int, msgspec.Meta(ge=0, le=MAX_TTL_S)] = 0
     priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)] = 0  # the lowest priority that a block gets

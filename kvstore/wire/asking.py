@@ -214,11 +214,17 @@ class Asking:
                 self.close()
 
     def set(
-        self, keys: KeyArray, blocks: Sequence[memoryview], sums: Sums, attributes: Attributes | None = None
+        self,
+        keys: KeyArray,
+        blocks: Sequence[memoryview],
+        sums: Sums,
+        attributes: Attributes | None = None,
+        generation: int = 0,
     ) -> wire.SetReply:
         """Set blocks: one view of the namespace's block size and one checksum a key. Does not overwrite blocks.
 
-        attributes: what goes with each of up to `wire.MAX_FRAME_BLOCKS` blocks of another shard.
+        attributes: what goes with each of up to `wire.MAX_FRAME_BLOCKS` blocks of another shard. generation: at which
+        the namespace was there before they were read.
         """
         self._begin()
         header = wire.Set(
@@ -227,6 +233,7 @@ class Asking:
             len(keys),
             keys.shape[1],
             attributes=b"" if attributes is None else attributes.tobytes(),
+            generation=generation,
         )
         per_frame = wire.frame_blocks(self._block_bytes)
         if any(len(block) != self._block_bytes for block in blocks) or not len(keys) == len(blocks) == len(sums):

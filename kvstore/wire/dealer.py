@@ -16,16 +16,17 @@ from __future__ import annotations
 import math
 import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvstore._cext import Landing, Receiver, ReusableMemory
 from kvstore.wire import zmtp
 from kvstore.wire.attributes import Attributes, attributes_dtype
 from kvstore.wire.messages import (
@@ -38,19 +39,21 @@ from kvstore.wire.messages import (
     Extent,
     Hello,
     Part,
+    Raised,
     ReleaseRing,
-    Reply,
     Retired,
     Welcome,
     WireError,
     decode_reply,
     encode,
     frame_blocks,
+    transport_of,
+    with_transport,
 )
 from kvstore.wire.namespace import decode_namespace
-from kvstore.wire.remote_memory import DESCRIPTORS, RemoteMemoryError, Sharing
+from kvstore.wire.remote_memory import DESCRIPTORS, RemoteMemoryError, Sharing, Transport
 from kvstore.wire.shared import MAX_REFERENCES, Loan, SharedFiles
-from kvstore.wire.zmtp import Landing
+from kvstore.wire.verbs import Reply
 
 MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # fits INFO of as many namespaces as a shard keeps
 _HANDSHAKE_BYTES: Final = 1 << 16
@@ -198,7 +201,7 @@ class Dealer:
 
     `on_answer(answer, began_at)` is called when a message of an answer has begun, if the answer's `sent_at` is set.
     Does not own the socket. `local`: it is connected to a shard's Unix socket. `sharing`: how a shard on this host
-    shares memory. `nixl`: how one elsewhere may.
+    shares memory. `transport`: how to read that of one elsewhere.
     """
 
     def __init__(
@@ -206,19 +209,20 @@ class Dealer:
         sock: socket.socket,
         on_answer: Callable[[Answer, float], None],
         sharing: Sharing = DESCRIPTORS,
-        nixl: Sharing | None = None,
+        transport: Transport | None = None,
         local: bool = False,
     ) -> None:
-        self.files: SharedFiles | None = None  # of the shard's memory, on a Unix socket or with NIXL
-        self.receiver = zmtp.Receiver(sock, self)
+        self.files: SharedFiles | None = None  # of the shard's memory, on a Unix socket or with a transport
+        self.receiver = Receiver(sock, self)
         self.local = local
         if self.local:
             self.files = files = SharedFiles(sock, sharing)
-            self.receiver = zmtp.Receiver(sock, self, files.memory.receive)
+            self.receiver = Receiver(sock, self, files.memory.receive)
         self.pending: dict[int, Answer] = {}  # by request id
+        self.on_raised: Callable[[int], None] = _ignore  # called with the generation of a RAISED; may raise `OSError`
         self.pong = b""  # the PONG frame that the owner must send; empty: none
         self._sock = sock
-        self._nixl = nixl if self.files is None else None
+        self.transport = transport if self.files is None else None  # after HELLO: the one that is used
         self._on_answer = on_answer
         self._ready = False
         self._frame = 0  # index of the arriving frame in its message
@@ -273,7 +277,9 @@ class Dealer:
         block_bytes = decode_namespace(request.namespace).block_bytes if request.namespace else 0
         answer = Answer(request.id)
         self.expect(answer)
-        request = msgspec.structs.replace(request, nixl=self._nixl is not None)
+        transport = self.transport
+        if transport is not None:
+            request = with_transport(request, transport.name)
         self._sock.sendall(zmtp.frame(encode(request), False))
         while not answer.done:
             self._receive(deadline)
@@ -283,10 +289,13 @@ class Dealer:
         if not isinstance(welcome, Welcome):
             raise _broken(f"it answered HELLO with {type(welcome).__name__}")
         check_welcome(welcome, block_bytes)
-        if welcome.nixl:
-            if self._nixl is None:
-                raise _broken("it offers NIXL, which was not asked for")
-            self.files = SharedFiles(self._sock, self._nixl)
+        named = transport_of(welcome)
+        if not named:
+            self.transport = None
+        elif transport is None or transport.name != named:
+            raise _broken(f"it offers the transport {named!r}, which was not asked for")
+        else:
+            self.files = SharedFiles(self._sock, transport.sharing)
         return welcome
 
     def wait(self, events: int, deadline: float) -> None:
@@ -335,6 +344,8 @@ class Dealer:
                     self._take_loan(answer, reply)
             elif isinstance(reply, Extent | Retired | ReleaseRing):
                 self._take_files(reply)
+            elif isinstance(reply, Raised):
+                self.on_raised(reply.generation)
             elif isinstance(reply, Error) and reply.id == 0:
                 raise _broken(f"it refuses a message: {reply.message}")
             elif reply.id > self._newest:
@@ -395,28 +406,28 @@ class Dealer:
 
 class FrameBuffers:
     """Memory for payload frames of one block size. A buffer is used again when no view of it exists any more.
-
-    Reused memory has no page faults, which take half of a GET's time. `kept`: how many buffers of one frame are kept.
-    """
+    `kept`: how many buffers of one frame are kept. Thread-safe."""
 
     def __init__(self, block_bytes: int, kept: int) -> None:
         self._buffer_bytes = frame_blocks(block_bytes) * block_bytes
         self._kept = kept
-        self._buffers: list[bytearray] = []
+        self._buffers: list[ReusableMemory] = []
+        self._taking = threading.Lock()
 
     def take(self, nbytes: int) -> memoryview:
         """-> a view of `nbytes`, at most a frame, of a buffer that has no other views."""
-        for buffer in self._buffers:
-            try:
-                buffer.append(0)  # Python refuses to resize a bytearray while a view of it exists
-            except BufferError:
-                continue
-            buffer.pop()
+        with self._taking:
+            for buffer in self._buffers:
+                if not buffer.in_use:
+                    return memoryview(buffer)[:nbytes]
+            buffer = ReusableMemory(self._buffer_bytes)
+            if len(self._buffers) < self._kept:
+                self._buffers.append(buffer)
             return memoryview(buffer)[:nbytes]
-        buffer = bytearray(self._buffer_bytes)
-        if len(self._buffers) < self._kept:
-            self._buffers.append(buffer)
-        return memoryview(buffer)[:nbytes]
+
+
+def _ignore(generation: int) -> None:
+    """Who moves blocks learns of generations when it greets."""
 
 
 def check_welcome(welcome: Welcome, block_bytes: int) -> None:

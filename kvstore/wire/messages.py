@@ -18,13 +18,33 @@ Over 400 lines because all messages of the protocol, their limits and their chec
 from __future__ import annotations
 
 import enum
-from typing import Final, TypeAlias
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from typing import Final, TypeVar
 
 import msgspec
+
+from kvstore.wire.verbs import (
+    ADMIN,
+    ANYBODY,
+    DELETE,
+    KNOWN,
+    MONITOR,
+    READ,
+    WRITE,
+    Bound,
+    KeyedRequest,
+    Reply,
+    Request,
+    Verb,
+    table,
+)
 
 PROTOCOL_VERSION: Final = 4
 OLDEST_PROTOCOL: Final = 3  # of the release before this one
 NAMESPACE_VERSION: Final = 1
+FLAGGED_TRANSPORT: Final = "nixl"  # had a field of its own in HELLO and WELCOME before transports had names
 
 MIN_KEY_BYTES: Final = 8
 MAX_KEY_BYTES: Final = 64
@@ -39,6 +59,7 @@ MAX_TTL_S: Final = 10 * 365 * 86400
 MAX_READS: Final = 255  # of a transient block
 TRANSIENT_TTL_S: Final = 60.0  # of a transient block for which none was given
 MAX_REPLICAS: Final = 3
+MAX_GENERATION: Final = (1 << 63) - 1
 MAX_HOTTEST_BYTES: Final = 8 << 20  # all keys of one HOTTEST reply together
 MAX_DEADLINE_MS: Final = 600_000
 MAX_PROMISE_MS: Final = 600_000
@@ -105,21 +126,16 @@ class WireError(Exception):
     def __init__(self, code: ErrorCode, message: str, request_id: int = 0) -> None:
         super().__init__(message)
         self.code = code
-        self.request_id = request_id  # 0: the caller that catches the error knows which request it was handling
-
-
-class _Header(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    pass
+        self.request_id = request_id  # 0: not known here; the reader that catches the error fills it in
 
 
 # ---- client -> shard -------------------------------------------------------------------------------------------
 
 
-class Hello(_Header, tag=1, frozen=True):
+class Hello(Request, tag=1, frozen=True):
     """The first message of a connection. With an empty `namespace` only PING, INFO, SYNC, SCRUB and PURGE of all
     namespaces are allowed."""
 
-    id: int
     protocol: int  # the oldest version that the client speaks; a shard of version 3 speaks this one or none
     namespace: bytes = b""  # canonical JSON
     client: str = ""  # for logs
@@ -127,11 +143,14 @@ class Hello(_Header, tag=1, frozen=True):
     replicas: int = 1  # copies that this client keeps of each block; nodes that move blocks keep as many
     cookie: str = ""  # the node's, from its record in the cluster: a supervisor shows that it belongs to the cluster
     release_ring: bool = False  # on a Unix socket: the client takes RELEASE_RING
-    nixl: bool = False  # elsewhere: the client can read the shard's memory with NIXL
+    nixl: bool = False  # `transport` is this one, for shards that know no other
     newest: int = 0  # the newest version that the client speaks; 0: only `protocol`
+    generation: int = 0  # the highest of the namespace that the client knows
+    holds: bool = False  # the client keeps copies of blocks: it answers RAISED with NOTED
+    transport: str = ""  # elsewhere: how the client can read the shard's memory; empty: not at all, or see `nixl`
 
 
-class Set(_Header, tag=2, frozen=True):
+class Set(KeyedRequest, tag=2, frozen=True):
     """Frames: header, keys, payload frames, checksums (`CHECKSUM_BYTES` little-endian a block).
 
     `chained`: the keys are a part of one chain, head first; only then the fields after it count. The chain's other keys
@@ -150,12 +169,10 @@ class Set(_Header, tag=2, frozen=True):
 
     `reads`, 1 .. MAX_READS: the blocks are transient: each is dropped when it was read so often, or after `ttl_s`
     (0: TRANSIENT_TTL_S). They are in no chain, and have no priority. 0: ordinary blocks.
+
+    `generation`: of the namespace, in which the blocks were made. A shard at a higher one refuses them all.
     """
 
-    id: int
-    deadline_ms: int
-    count: int
-    key_bytes: int
     force: bool = False
     priority: int = 0  # 0 .. MAX_PRIORITY: evicted only when no block of a lower priority is left
     outcomes: bool = False  # have the reply contain an `Outcome` for each block
@@ -169,9 +186,10 @@ class Set(_Header, tag=2, frozen=True):
     offsets: bytes = b""
     references: bool = False
     reads: int = 0
+    generation: int = 0
 
 
-class Get(_Header, tag=3, frozen=True):
+class Get(KeyedRequest, tag=3, frozen=True):
     """Frames: header, keys. The reply is a series of PARTs.
 
     `credit` > 0: the shard may send so many bytes of payload before it needs more CREDIT. `refresh`: the GET counts as
@@ -181,10 +199,6 @@ class Get(_Header, tag=3, frozen=True):
     blocks that were promised; with `prefix` they count as present.
     """
 
-    id: int
-    deadline_ms: int
-    count: int
-    key_bytes: int
     credit: int = 0
     refresh: bool = True
     prefix: bool = False
@@ -193,145 +207,132 @@ class Get(_Header, tag=3, frozen=True):
     wait_ms: int = 0
 
 
-class Contains(_Header, tag=4, frozen=True):
+class Contains(KeyedRequest, tag=4, frozen=True):
     """Frames: header, keys. `pin_s` > 0: blocks that are found are not evicted for so many seconds. `promised`: have
     the reply tell which keys were promised."""
 
-    id: int
-    deadline_ms: int
-    count: int
-    key_bytes: int
     refresh: bool = False
     pin_s: float = 0.0
     promised: bool = False
 
 
-class MatchPrefix(_Header, tag=5, frozen=True):
+class MatchPrefix(KeyedRequest, tag=5, frozen=True):
     """Frames: header, keys (a chain, head first). Asks for the length of the leading run that is present."""
 
-    id: int
-    deadline_ms: int
-    count: int
-    key_bytes: int
     refresh: bool = False
     pin_s: float = 0.0
 
 
-class Delete(_Header, tag=6, frozen=True):
+class Delete(KeyedRequest, tag=6, frozen=True):
     """Frames: header, keys. `damaged`: delete only blocks whose bytes do not match their checksum."""
 
-    id: int
-    deadline_ms: int
-    count: int
-    key_bytes: int
     damaged: bool = False
 
 
-class Sync(_Header, tag=7, frozen=True):
+class Sync(Request, tag=7, frozen=True):
     """The reply comes when the blocks of every earlier SET on this connection are readable."""
 
-    id: int
     deadline_ms: int
 
 
-class Info(_Header, tag=8, frozen=True):
-    id: int
+class Info(Request, tag=8, frozen=True):
     deadline_ms: int
 
 
-class Ping(_Header, tag=9, frozen=True):
-    id: int
+class Ping(Request, tag=9, frozen=True):
     deadline_ms: int
 
 
-class Credit(_Header, tag=10, frozen=True):
+class Credit(Request, tag=10, frozen=True):
     """`bytes` more bytes of payload may be sent for GET `id`. No reply."""
 
-    id: int
     bytes: int
 
 
-class Cancel(_Header, tag=11, frozen=True):
+class Cancel(Request, tag=11, frozen=True):
     """The client does not want the rest of GET `id`. No reply."""
 
-    id: int
 
-
-class Scrub(_Header, tag=12, frozen=True):
+class Scrub(Request, tag=12, frozen=True):
     """Check every block on disk against its checksum now, in one pass. INFO tells the progress."""
 
-    id: int
     deadline_ms: int
 
 
-class Hottest(_Header, tag=13, frozen=True):
+class Hottest(Request, tag=13, frozen=True):
     """Request keys of the connection's namespace, most recently used first: `limit` keys after the first `skip`.
 
     A block comes after those before it in its chain. `before`: have the reply name the block that each one follows.
     """
 
-    id: int
     deadline_ms: int
     skip: int
     limit: int
     before: bool = False
 
 
-class Purge(_Header, tag=14, frozen=True):
-    """Remove all blocks of the connection's namespace; with `all`, of every namespace of the shard."""
+class Purge(Request, tag=14, frozen=True):
+    """Remove all blocks of the connection's namespace, and raise its generation; with `all`, of every namespace of the
+    shard that the sender may use, and whose model matches the pattern `model`, and whose id begins with `prefix` (in
+    hexadecimal), if they are given.
 
-    id: int
+    `generation`: to which it is raised, at least; the same for all shards of a store.
+    """
+
     deadline_ms: int
     all: bool = False
+    generation: int = 0
+    model: str = ""
+    prefix: str = ""
 
 
-class Release(_Header, tag=15, frozen=True):
+class Release(Request, tag=15, frozen=True):
     """The client reads the first `count` blocks that GET `id` has referenced no more; 0: none of them. No reply."""
 
-    id: int
     count: int
 
 
-class Share(_Header, tag=16, frozen=True):
+class Share(Request, tag=16, frozen=True):
     """A file of the client's memory, whose descriptor comes with this message's bytes, on a Unix socket. SETs refer to
     it by `number`. It must be sealed against shrinking. `handle`: what another kind of memory needs to be attached."""
 
-    id: int
     number: int
     nbytes: int
     handle: bytes = b""
 
 
-class Promise(_Header, tag=17, frozen=True):
+class Promise(KeyedRequest, tag=17, frozen=True):
     """Frames: header, keys. The client is about to set these blocks: who asks for them may wait. The promise of a key
     ends when it is set, with WITHDRAW, with the connection, or after `ttl_ms`. Who has promised a key may do so again,
     which renews it."""
 
-    id: int
-    deadline_ms: int
-    count: int
-    key_bytes: int
     ttl_ms: int
 
 
-class Withdraw(_Header, tag=18, frozen=True):
+class Withdraw(KeyedRequest, tag=18, frozen=True):
     """Frames: header, keys. The client will not set those of these blocks that this connection has promised."""
 
-    id: int
-    deadline_ms: int
-    count: int
-    key_bytes: int
 
-
-class Expire(_Header, tag=19, frozen=True):
+class Expire(KeyedRequest, tag=19, frozen=True):
     """Frames: header, keys. Give blocks another time to live, from now on. 0: the shard's rule for the namespace
     applies, as in SET. Transient blocks keep theirs."""
 
-    id: int
-    deadline_ms: int
-    count: int
-    key_bytes: int
     ttl_s: float = 0.0
+
+
+class Raise(Request, tag=20, frozen=True):
+    """The client knows of this generation of the connection's namespace, from another shard of the store. A shard that
+    has no blocks of the namespace takes it over from whoever may write; one that has some, and lacks the purge, only
+    from whoever may purge: then it removes them, as for PURGE. No reply, but RAISED if the shard stays behind."""
+
+    generation: int
+
+
+class Noted(Request, tag=21, frozen=True):
+    """The client has let go of all that it holds of generations of the connection's namespace before this one. No
+    reply."""
+
+    generation: int
 
 
 # ---- shard -> client -------------------------------------------------------------------------------------------
@@ -346,8 +347,7 @@ class ShardAddress(msgspec.Struct, array_like=True, frozen=True):
     weight: float  # memory bytes
 
 
-class Welcome(_Header, tag=65, frozen=True):
-    id: int
+class Welcome(Reply, tag=65, frozen=True):
     protocol: int  # the version that is spoken on this connection
     version: str
     node: str
@@ -357,11 +357,12 @@ class Welcome(_Header, tag=65, frozen=True):
     zone: str = ""  # nodes of one zone fail together; replicas go to different zones
     unix_socket: str = ""  # path of this shard's Unix socket on its host; empty: it has none
     instance: str = ""  # random, made at the shard's start: who finds it at a Unix socket is on the shard's host
-    nixl: bool = False  # GETs on this connection may ask for references, to be read with NIXL
+    nixl: bool = False  # `transport` is this one, for clients that know no other
+    generation: int = 0  # of the namespace, on this shard; 0: nobody has purged it, as far as the shard knows
+    transport: str = ""  # elsewhere: GETs on this connection may ask for references, to be read in this way
 
 
-class SetReply(_Header, tag=66, frozen=True):
-    id: int
+class SetReply(Reply, tag=66, frozen=True):
     total: int
     created: int
     existed: int
@@ -370,9 +371,10 @@ class SetReply(_Header, tag=66, frozen=True):
     error: int
     outcomes: bytes = b""  # one `Outcome` a key, if the SET asked for them
     evicted: int = 0  # blocks that made room for these
+    generation: int = 0  # not 0: the blocks were refused, because the namespace is at this generation
 
 
-class Part(_Header, tag=67, frozen=True):
+class Part(Reply, tag=67, frozen=True):
     """Blocks of GET `id`. Frames: header and, unless it has no blocks, one payload frame.
 
     `positions`: u32le, indexes into the request's keys; `sums`: u64le checksums; `attributes`: entries of
@@ -383,7 +385,6 @@ class Part(_Header, tag=67, frozen=True):
     payload come in the PARTs right behind this one, so the client need not be woken for fewer.
     """
 
-    id: int
     positions: bytes
     sums: bytes
     last: bool
@@ -394,165 +395,259 @@ class Part(_Header, tag=67, frozen=True):
     references: bytes = b""
 
 
-class ContainsReply(_Header, tag=68, frozen=True):
+class ContainsReply(Reply, tag=68, frozen=True):
     """`present`: one byte a key, a `Presence`."""
 
-    id: int
     present: bytes
 
 
-class MatchReply(_Header, tag=69, frozen=True):
-    id: int
+class MatchReply(Reply, tag=69, frozen=True):
     length: int
 
 
-class DeleteReply(_Header, tag=70, frozen=True):
-    id: int
+class DeleteReply(Reply, tag=70, frozen=True):
     deleted: int
 
 
-class SyncReply(_Header, tag=71, frozen=True):
-    id: int
+class SyncReply(Reply, tag=71, frozen=True):
+    """The blocks of every earlier SET on this connection are readable."""
 
 
-class InfoReply(_Header, tag=72, frozen=True):
+class InfoReply(Reply, tag=72, frozen=True):
     """`info`: a `ShardInfo` as msgpack."""
 
-    id: int
     info: bytes
 
 
-class Pong(_Header, tag=73, frozen=True):
-    id: int
+class Pong(Reply, tag=73, frozen=True):
+    """The shard is there."""
 
 
-class ScrubReply(_Header, tag=74, frozen=True):
+class ScrubReply(Reply, tag=74, frozen=True):
     """The pass is complete when `scrub_passes` of INFO has reached `passes`. 0: no disk tier is on."""
 
-    id: int
     passes: int
 
 
-class HottestReply(_Header, tag=75, frozen=True):
+class HottestReply(Reply, tag=75, frozen=True):
     """`keys`: concatenated, `key_bytes` each. `total`: how many blocks the namespace has on this shard. `before`: if it
     was asked for, for each key the nearest block before it in its chain; the key itself if there is none."""
 
-    id: int
     key_bytes: int
     keys: bytes
     total: int
     before: bytes = b""
 
 
-class PurgeReply(_Header, tag=76, frozen=True):
+class PurgeReply(Reply, tag=76, frozen=True):
     """The blocks that were there when the PURGE came are removed, also from disk, and cannot come back."""
 
-    id: int
     purged: int  # blocks
+    generation: int = 0  # that the namespaces are at now, at least
+    namespaces: list[str] = msgspec.field(default_factory=list)  # the ids of those that were purged, in hexadecimal
+    told: int = 0  # connections of clients that hold copies, and were told
+    silent: list[str] = msgspec.field(default_factory=list)  # the addresses of those that have not answered
 
 
-class Extent(_Header, tag=77, frozen=True):
+class Extent(Reply, tag=77, frozen=True):
     """A file of shared memory, whose descriptor comes with this message's bytes. PARTs refer to it by `number`.
     `handle`: what another kind of memory needs to be attached."""
 
-    id: int  # 0
     number: int
     nbytes: int
     handle: bytes = b""
 
 
-class Retired(_Header, tag=78, frozen=True):
+class Retired(Reply, tag=78, frozen=True):
     """These files have no memory any more; no PART refers to them. `numbers`: u64le."""
 
-    id: int  # 0
     numbers: bytes
 
 
-class ShareReply(_Header, tag=79, frozen=True):
+class ShareReply(Reply, tag=79, frozen=True):
     """SETs may refer to the file."""
 
-    id: int
 
-
-class Taken(_Header, tag=80, frozen=True):
+class Taken(Reply, tag=80, frozen=True):
     """The shard has read the first `count` blocks of SET `id`: the client may use their memory for something else."""
 
-    id: int
     count: int
 
 
-class ReleaseRing(_Header, tag=81, frozen=True):
+class ReleaseRing(Reply, tag=81, frozen=True):
     """Shared memory whose descriptor comes with this message's bytes: a `shared.IdRing`, into which the client may put
     the ids of GETs instead of a RELEASE of all their blocks."""
 
-    id: int  # 0
     nbytes: int
 
 
-class PromiseReply(_Header, tag=82, frozen=True):
+class PromiseReply(Reply, tag=82, frozen=True):
     """`answers`: one byte a key, a `Promised`."""
 
-    id: int
     answers: bytes
 
 
-class WithdrawReply(_Header, tag=83, frozen=True):
+class WithdrawReply(Reply, tag=83, frozen=True):
     """`withdrawn`: how many keys' promises this ended."""
 
-    id: int
     withdrawn: int
 
 
-class ExpireReply(_Header, tag=84, frozen=True):
+class ExpireReply(Reply, tag=84, frozen=True):
     """`present`: one byte a key: 1 if its block is there and has the new time to live, else 0."""
 
-    id: int
     present: bytes
 
 
-class Error(_Header, tag=127, frozen=True):
+class Raised(Reply, tag=85, frozen=True):
+    """The connection's namespace is at this generation now: what was made in an earlier one is of no use any more. It
+    comes before anything that the shard sends later."""
+
+    generation: int
+
+
+class Error(Reply, tag=127, frozen=True):
     """A request was refused. `id` 0: the message was so malformed that its request is not known."""
 
-    id: int
     code: int
     message: str
 
 
-KeyedRequest: TypeAlias = Get | Contains | MatchPrefix | Delete | Promise | Withdraw | Expire
-# For `isinstance` where every request passes: a union is made anew each time, which takes longer than the question.
-WITH_KEYS: Final = (Get, Contains, MatchPrefix, Set, Delete, Promise, Withdraw, Expire)
-Request: TypeAlias = (
-    Hello | Set | KeyedRequest | Sync | Info | Ping | Credit | Cancel | Scrub | Hottest | Purge | Release | Share
+# ---- the table of verbs ----------------------------------------------------------------------------------------
+
+
+_Greeting = TypeVar("_Greeting", Hello, Welcome)
+
+
+def transport_of(greeting: Hello | Welcome) -> str:
+    """-> how the client reads the shard's memory from another host; empty: it does not."""
+    return greeting.transport or (FLAGGED_TRANSPORT if greeting.nixl else "")
+
+
+def with_transport(greeting: _Greeting, name: str) -> _Greeting:
+    """-> the message with the name of a transport."""
+    return msgspec.structs.replace(greeting, transport=name, nixl=name == FLAGGED_TRANSPORT)
+
+
+_DEADLINE: Final = Bound(
+    "deadline_ms", 1, MAX_DEADLINE_MS, f"a deadline of {{}} ms: expected 1 to {MAX_DEADLINE_MS} ms"
 )
-Reply: TypeAlias = (
-    Welcome
-    | SetReply
-    | Part
-    | ContainsReply
-    | MatchReply
-    | DeleteReply
-    | SyncReply
-    | InfoReply
-    | Pong
-    | ScrubReply
-    | HottestReply
-    | PurgeReply
-    | Extent
-    | Retired
-    | ShareReply
-    | Taken
-    | ReleaseRing
-    | PromiseReply
-    | WithdrawReply
-    | ExpireReply
-    | Error
+_COUNT: Final = Bound("count", 0, MAX_KEYS, f"{{}} keys in one request: expected 0 to {MAX_KEYS}; split the batch")
+_GENERATION: Final = Bound("generation", 0, MAX_GENERATION, f"generation {{}}: expected 0 to {MAX_GENERATION}")
+_TTL: Final = Bound("ttl_s", 0, MAX_TTL_S, f"a time to live of {{}} s: expected 0 to {MAX_TTL_S} s")
+_REPLICAS: Final = Bound("replicas", 1, MAX_REPLICAS, f"{{}} replicas: expected 1 to {MAX_REPLICAS}")
+_PRIORITY: Final = Bound("priority", 0, MAX_PRIORITY, f"a priority of {{}}: expected 0 to {MAX_PRIORITY}")
+_POSITION: Final = Bound("position", 0, MAX_POSITION, f"a position of {{}} in a chain: expected 0 to {MAX_POSITION}")
+_PIN: Final = Bound("pin_s", 0, MAX_PIN_S, f"a pin of {{}} s: expected 0 to {MAX_PIN_S:g} s")
+_RELEASED: Final = Bound("count", 0, (1 << 63) - 1, "a RELEASE of {} blocks: expected 0 or more, below 2**63")
+_PROMISE: Final = Bound("ttl_ms", 1, MAX_PROMISE_MS, f"a promise for {{}} ms: expected 1 to {MAX_PROMISE_MS} ms")
+
+
+def _check_bounds(request: Request, bounds: Sequence[Bound]) -> None:
+    for field, least, most, text in bounds:
+        value = getattr(request, field)
+        if not least <= value <= most:
+            raise WireError(ErrorCode.LIMIT, text.format(value))
+
+
+def _check_keyed(request: KeyedRequest) -> None:
+    if not MIN_KEY_BYTES <= request.key_bytes <= MAX_KEY_BYTES:
+        raise WireError(
+            ErrorCode.KEY_SIZE,
+            f"keys of {request.key_bytes} bytes: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES}",
+        )
+    _check_bounds(request, (_COUNT, _DEADLINE))
+
+
+def _check_set(request: Set) -> None:
+    for name, key in (("parent", request.parent), ("end", request.end)):
+        if len(key) not in (0, request.key_bytes):
+            raise WireError(
+                ErrorCode.KEY_SIZE,
+                f"{name} is a key of {len(key)} bytes: expected {request.key_bytes} like the other keys, or none",
+            )
+    if not 0 <= request.call < 1 << 63 or len(request.offsets) not in (0, 4 * request.count):
+        raise WireError(
+            ErrorCode.PROTOCOL,
+            f"{len(request.offsets)} bytes of offsets of {request.count} keys in call {request.call}: expected none or "
+            f"{4 * request.count} bytes, and a call from 0 to 2**63-1",
+        )
+    if request.attributes:
+        expected = request.count * (ATTRIBUTES_BYTES + request.key_bytes)
+        if request.count > MAX_FRAME_BLOCKS or len(request.attributes) != expected:
+            raise WireError(
+                ErrorCode.PROTOCOL,
+                f"{len(request.attributes)} bytes of attributes for {request.count} blocks: expected {expected} bytes, "
+                f"and at most {MAX_FRAME_BLOCKS} blocks",
+            )
+    excluded = request.force or request.chained or request.attributes
+    if not 0 <= request.reads <= MAX_READS or (request.reads and excluded):
+        raise WireError(
+            ErrorCode.PROTOCOL,
+            f"a SET for {request.reads} reads: expected 0 to {MAX_READS}; and 0 with force, chained or attributes",
+        )
+
+
+def _check_get(request: Get) -> None:
+    if not 0 <= request.wait_ms <= request.deadline_ms:
+        raise WireError(
+            ErrorCode.LIMIT, f"a wait of {request.wait_ms} ms: expected 0 to the deadline, {request.deadline_ms} ms"
+        )
+    if request.credit < 0:
+        raise WireError(ErrorCode.PROTOCOL, f"a credit of {request.credit} bytes: expected 0 or more")
+    if request.credit and request.references:
+        raise WireError(
+            ErrorCode.PROTOCOL,
+            f"a GET by references with a credit of {request.credit} bytes: expected 0, because RELEASE grants more",
+        )
+
+
+def _check_hottest(request: Hottest) -> None:
+    if not (0 <= request.skip < 1 << 63 and 0 <= request.limit < 1 << 63):
+        raise WireError(
+            ErrorCode.LIMIT,
+            f"{request.limit} keys after the first {request.skip}: expected 0 or more, below 2**63, of each",
+        )
+
+
+def _check_share(request: Share) -> None:
+    if not (0 <= request.number < 1 << 63 and 0 < request.nbytes < 1 << 63):
+        raise WireError(
+            ErrorCode.LIMIT,
+            f"SHARE of file {request.number} of {request.nbytes} bytes: expected numbers below 2**63, at least a byte",
+        )
+
+
+VERBS: Final = table(
+    Verb(Hello, ANYBODY, (_REPLICAS, _GENERATION), large=True),
+    Verb(Set, WRITE, (_PRIORITY, _TTL, _POSITION, _GENERATION), _check_set, timed=True, disk=True),
+    Verb(Get, READ, (), _check_get, timed=True, disk=True),
+    Verb(Contains, READ, (_PIN,), timed=True),
+    Verb(MatchPrefix, READ, (_PIN,), timed=True),
+    Verb(Delete, DELETE, timed=True, disk=True),
+    Verb(Sync, KNOWN),
+    Verb(Info, ADMIN | MONITOR, large=True),
+    Verb(Ping, ANYBODY),
+    Verb(Credit, ANYBODY),  # this one, CANCEL and RELEASE say something about a GET of the same connection
+    Verb(Cancel, ANYBODY),
+    Verb(Scrub, ADMIN),
+    Verb(Hottest, ADMIN, (_DEADLINE,), _check_hottest, namespace=True, place=True, large=True),
+    Verb(Purge, ADMIN, (_DEADLINE, _GENERATION), place=True),
+    Verb(Release, ANYBODY, (_RELEASED,)),
+    Verb(Share, WRITE, (), _check_share),
+    Verb(Promise, WRITE, (_PROMISE,), timed=True),
+    Verb(Withdraw, WRITE, timed=True),
+    Verb(Expire, WRITE, (_TTL,), timed=True),
+    Verb(Raise, READ | WRITE | ADMIN, (_GENERATION,), namespace=True),
+    Verb(Noted, KNOWN, (_GENERATION,)),
 )
+"""Of every request its row."""
 
 # ---- codec -----------------------------------------------------------------------------------------------------
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(reduce(or_, VERBS))
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(reduce(or_, Reply.__subclasses__()))
 
 encode = _encoder.encode
 
@@ -569,28 +664,16 @@ def decode_request(header: bytes | bytearray | memoryview) -> Request:
         ) from None
     if not 0 <= request.id < 1 << 63:
         raise WireError(ErrorCode.PROTOCOL, f"request id {request.id} is outside 0 .. 2**63-1")
-    if isinstance(request, WITH_KEYS):
-        _check_keyed(request)
-    elif isinstance(request, Hello) and not 1 <= request.replicas <= MAX_REPLICAS:
-        raise WireError(ErrorCode.LIMIT, f"{request.replicas} replicas: expected 1 to {MAX_REPLICAS}", request.id)
-    elif isinstance(request, Purge):
-        _check_deadline(request)
-    elif isinstance(request, Release) and not 0 <= request.count < 1 << 63:
-        raise WireError(ErrorCode.LIMIT, f"a RELEASE of {request.count} blocks: expected 0 or more, below 2**63")
-    elif isinstance(request, Share) and not (0 <= request.number < 1 << 63 and 0 < request.nbytes < 1 << 63):
-        raise WireError(
-            ErrorCode.LIMIT,
-            f"SHARE of file {request.number} of {request.nbytes} bytes: expected numbers below 2**63, at least a byte",
-            request.id,
-        )
-    elif isinstance(request, Hottest):
-        _check_deadline(request)
-        if not (0 <= request.skip < 1 << 63 and 0 <= request.limit < 1 << 63):
-            raise WireError(
-                ErrorCode.LIMIT,
-                f"{request.limit} keys after the first {request.skip}: expected 0 or more, below 2**63, of each",
-                request.id,
-            )
+    verb = VERBS[type(request)]
+    try:
+        if isinstance(request, KeyedRequest):
+            _check_keyed(request)
+        _check_bounds(request, verb.bounds)
+        if verb.check is not None:
+            verb.check(request)
+    except WireError as error:
+        error.request_id = request.id
+        raise
     return request
 
 
@@ -611,107 +694,6 @@ def agreed_protocol(hello: Hello) -> int:
 
 def _versions(oldest: int, newest: int) -> str:
     return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
-
-
-def _check_deadline(request: Set | KeyedRequest | Hottest | Purge) -> None:
-    if not 0 < request.deadline_ms <= MAX_DEADLINE_MS:
-        raise WireError(
-            ErrorCode.LIMIT,
-            f"a deadline of {request.deadline_ms} ms: expected 1 to {MAX_DEADLINE_MS} ms",
-            request.id,
-        )
-
-
-_LOOKUPS: Final = (Contains, MatchPrefix)
-
-
-def _check_keyed(request: Set | KeyedRequest) -> None:
-    if not MIN_KEY_BYTES <= request.key_bytes <= MAX_KEY_BYTES:
-        raise WireError(
-            ErrorCode.KEY_SIZE,
-            f"keys of {request.key_bytes} bytes: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES}",
-            request.id,
-        )
-    if not 0 <= request.count <= MAX_KEYS:
-        raise WireError(
-            ErrorCode.LIMIT,
-            f"{request.count} keys in one request: expected 0 to {MAX_KEYS}; split the batch",
-            request.id,
-        )
-    _check_deadline(request)
-    if isinstance(request, Get):
-        _check_get(request)
-        return
-    if isinstance(request, _LOOKUPS):
-        if not 0.0 <= request.pin_s <= MAX_PIN_S:
-            raise WireError(ErrorCode.LIMIT, f"a pin of {request.pin_s} s: expected 0 to {MAX_PIN_S:g} s", request.id)
-        return
-    if isinstance(request, Promise) and not 0 < request.ttl_ms <= MAX_PROMISE_MS:
-        raise WireError(
-            ErrorCode.LIMIT, f"a promise for {request.ttl_ms} ms: expected 1 to {MAX_PROMISE_MS} ms", request.id
-        )
-    if isinstance(request, Set) and not 0 <= request.priority <= MAX_PRIORITY:
-        raise WireError(ErrorCode.LIMIT, f"a priority of {request.priority}: expected 0 to {MAX_PRIORITY}", request.id)
-    if isinstance(request, Set | Expire) and not 0.0 <= request.ttl_s <= MAX_TTL_S:
-        raise WireError(
-            ErrorCode.LIMIT, f"a time to live of {request.ttl_s} s: expected 0 to {MAX_TTL_S} s", request.id
-        )
-    if isinstance(request, Set):
-        _check_chain(request)
-        excluded = request.force or request.chained or request.attributes
-        if not 0 <= request.reads <= MAX_READS or (request.reads and excluded):
-            raise WireError(
-                ErrorCode.PROTOCOL,
-                f"a SET for {request.reads} reads: expected 0 to {MAX_READS}; and 0 with force, chained or attributes",
-                request.id,
-            )
-
-
-def _check_get(request: Get) -> None:
-    if not 0 <= request.wait_ms <= request.deadline_ms:
-        raise WireError(
-            ErrorCode.LIMIT,
-            f"a wait of {request.wait_ms} ms: expected 0 to the deadline, {request.deadline_ms} ms",
-            request.id,
-        )
-    if request.credit < 0:
-        raise WireError(ErrorCode.PROTOCOL, f"a credit of {request.credit} bytes: expected 0 or more", request.id)
-    if request.credit and request.references:
-        raise WireError(
-            ErrorCode.PROTOCOL,
-            f"a GET by references with a credit of {request.credit} bytes: expected 0, because RELEASE grants more",
-            request.id,
-        )
-
-
-def _check_chain(request: Set) -> None:
-    for name, key in (("parent", request.parent), ("end", request.end)):
-        if len(key) not in (0, request.key_bytes):
-            raise WireError(
-                ErrorCode.KEY_SIZE,
-                f"{name} is a key of {len(key)} bytes: expected {request.key_bytes} like the other keys, or none",
-                request.id,
-            )
-    if not 0 <= request.call < 1 << 63 or len(request.offsets) not in (0, 4 * request.count):
-        raise WireError(
-            ErrorCode.PROTOCOL,
-            f"{len(request.offsets)} bytes of offsets of {request.count} keys in call {request.call}: expected none or "
-            f"{4 * request.count} bytes, and a call from 0 to 2**63-1",
-            request.id,
-        )
-    if request.attributes:
-        expected = request.count * (ATTRIBUTES_BYTES + request.key_bytes)
-        if request.count > MAX_FRAME_BLOCKS or len(request.attributes) != expected:
-            raise WireError(
-                ErrorCode.PROTOCOL,
-                f"{len(request.attributes)} bytes of attributes for {request.count} blocks: expected {expected} bytes, "
-                f"and at most {MAX_FRAME_BLOCKS} blocks",
-                request.id,
-            )
-    if not 0 <= request.position <= MAX_POSITION:
-        raise WireError(
-            ErrorCode.LIMIT, f"a position of {request.position} in a chain: expected 0 to {MAX_POSITION}", request.id
-        )
 
 
 def _request_id(header: bytes | bytearray | memoryview) -> int:

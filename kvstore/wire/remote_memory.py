@@ -2,9 +2,9 @@
 
 Messages always travel on the connection's socket. Blocks travel in one of two ways: *in band*, in the messages that
 name them, as over TCP; or *by reference*: a message says where a block is in the sender's memory, and the receiver
-reads it there. What reads it is a `RemoteMemory`, made by a `Sharing`: `DESCRIPTORS` for two processes of one host,
-`kvstore.wire.nixl` for RDMA. docs/transports.md has the contract for others, and `tests/unit/test_remote_memory.py`
-holds every implementation to it.
+reads it there. What reads it is a `RemoteMemory`, made by a `Sharing`: `DESCRIPTORS` for two processes of one host, a
+`Transport` for processes of different hosts. docs/transports.md has the contract for others, and
+`tests/unit/test_remote_memory.py` holds every implementation to it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvstore._cext import IdRing, LentBlocks, all_inside, copy_blocks, distinct_files
 from kvstore.pages import FileMap
+from kvstore.plugins import TRANSPORTS
 
 TOUCHED_BYTES: Final = 32 << 20  # of others' memory that this process has read, before it lets go of the pages
 MAX_PAGE_BYTES: Final = 64 << 10
@@ -75,7 +76,8 @@ class RemoteMemory(Protocol):
 
     def attach(self, number: int, nbytes: int, handle: bytes) -> None:
         """The other side shares a piece of memory under a number. Raises `RemoteMemoryError`, and `OSError` or
-        `ValueError` if it cannot be attached."""
+        `ValueError` if it cannot be attached. If the process it belongs to cannot be reached, it may be
+        attached all the same: then reading it fails."""
 
     def attach_ring(self, nbytes: int) -> IdRing:
         """The other side shares a release ring. Only where memory is mapped. Raises like `attach`."""
@@ -115,6 +117,18 @@ class Sharing(Protocol):
     ) -> RemoteMemory:
         """The other side's memory. `must_stay`: attach only what the other side cannot take away. `touched`: who is to
         know what was read; None: nobody. `close`: closes descriptors that came from there."""
+
+
+class Transport(NamedTuple):
+    """How clients read the memory of shards on other hosts. Both sides must have the transport of the same name."""
+
+    name: str
+    sharing: Sharing  # what this process uses
+
+    @classmethod
+    def of(cls, name: str) -> Transport:
+        """-> the transport of this name. Raises `ValueError` if there is none, `ImportError` if it cannot be used."""
+        return cls(name, TRANSPORTS.find(name)())
 
 
 class Touched:

@@ -10,8 +10,8 @@ own ends the only copies are
 
 and every queue is bounded by kvstore.
 
-`Receiver` turns a non-blocking socket into frames. Its owner (a `FrameSink`) gives the memory for every frame before
-any byte of the frame is read; for the blocks of a GET, a `Landing` says it beforehand.
+`_cext.Receiver` turns a non-blocking socket into frames. Its owner (a `FrameSink`) gives the memory for every frame
+before any byte of the frame is read; for the blocks of a GET, a `Landing` says it beforehand.
 """
 
 from __future__ import annotations
@@ -19,31 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NoReturn, Protocol
 
-from kvstore._cext import Landing, Payload, Receiver
-
-__all__ = [
-    "COMMAND",
-    "GREETING_BYTES",
-    "LONG",
-    "MAX_COMMAND_BYTES",
-    "MORE",
-    "SIGNATURE",
-    "FrameSink",
-    "Landing",
-    "Payload",
-    "Receiver",
-    "ZMTPError",
-    "advance",
-    "check_greeting",
-    "command",
-    "discard_views",
-    "frame",
-    "frame_head",
-    "greeting",
-    "ready",
-    "socket_type",
-    "split_command",
-]
+from kvstore._cext import Landing, Payload
 
 MORE: Final = 1
 LONG: Final = 2
@@ -134,7 +110,11 @@ def discard_views(size: int) -> list[memoryview]:
 
 
 class FrameSink(Protocol):
-    """The owner of a connection's frames. Called by the thread that is in `Receiver.receive`."""
+    """The owner of a connection's frames. Called by the thread that is in `Receiver.receive`.
+
+    It may have a method `message(header, second)`, which is called once for a small message that has come whole, of one
+    frame (`second` is None) or two, instead of `begin_frame` and `end_frame` for each.
+    """
 
     def begin_frame(self, size: int, more: bool) -> list[memoryview] | Payload | None:
         """-> the memory for the frame's `size` bytes: writable views of exactly that length together, or None to have
@@ -149,7 +129,8 @@ class FrameSink(Protocol):
         """-> how many bytes are certain to follow the current frame. The reader need not be woken for fewer."""
 
     def go_on(self) -> bool:
-        """Asked after each frame: whether the next one is wanted now. If not, the receiver pauses."""
+        """Asked after a frame or message: whether the next one, which may have arrived, is wanted now. If not, the
+        receiver pauses."""
 
     def landed(self, landing: Landing) -> None:
         """A GET for which `Receiver.land` was called is complete. The receiver has forgotten it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -55,7 +55,7 @@ def chains_of(packed: KeyArray, parent: Parent, position: int) -> Sequence[Chain
 
 
 def _new_call() -> int:
-    return secrets.randbits(62) + 1
+    return (int.from_bytes(os.urandom(8), "little") >> 2) + 1
 
 
 def _checked(parent: bytes | None, packed: KeyArray) -> bytes:

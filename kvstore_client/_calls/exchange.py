@@ -32,7 +32,6 @@ from kvstore_client._links.in_turn import Turn
 from kvstore_client._links.lanes import usable
 from kvstore_client._links.link import Link
 from kvstore_client._links.sending import Sending, send_all
-from kvstore_client._links.sharing import share
 from kvstore_client._links.staging import Staging
 from kvstore_client._links.view import Numbers
 from kvstore_client.errors import TRANSPORT_ERRORS, ConnectionLost, KVStoreError, Timeout
@@ -167,13 +166,10 @@ class Exchange:
         def message(call: Call) -> Message:
             return [[frame(wire.encode(request(call.id, deadline_ms)), False)]]
 
-        links = self.core.links
-        if every_lane:
-            links = [lane for link in links for lane in usable(link)]
+        links = self.core.links if not every_lane else [lane for each in self.core.links for lane in usable(each)]
         if not links and not options.fail_open:
             raise self.core.no_shards()
-        no_keys = np.empty(0, dtype=np.intp)
-        calls = [Call(link, self.core.next_id(), no_keys, message) for link in links]
+        calls = [Call(link, self.core.next_id(), np.empty(0, dtype=np.intp), message) for link in links]
         self.run(calls, time.monotonic() + options.timeout_s)
         return calls
 
@@ -207,6 +203,8 @@ class Exchange:
             self._share(link, staging, staging.ring, deadline)
 
     def _share(self, link: Link, staging: Staging, region: SharedRegion, deadline: float) -> None:
+        from kvstore_client._links.sharing import share  # for those with a shard on their host
+
         answer = share(link, region, self.core.next_id(), min(deadline, time.monotonic() + SHARE_S))
         if answer is not None:
             self.core.wait(lambda: answer.done, min(deadline, time.monotonic() + SHARE_S))
@@ -228,7 +226,7 @@ class Exchange:
         for call in calls:
             refusal = call.error
             if call.without_place and refusal is not None:
-                self.core.give_up_lane(call.link, refusal)
+                self.core.dialer.give_up_lane(call.link, refusal)
             call.renew(self.core.next_id())
 
     def send(self, calls: Sequence[Call], deadline: float, patience_s: float | None, more: bool = False) -> None:
@@ -237,7 +235,7 @@ class Exchange:
         by_link, deadline = self._to_send(calls, deadline, patience_s, more)
         up = [link for link in by_link if link.sock is not None]
         down = [link for link in by_link if link not in up]
-        connecting = self.core.connect_links(down, deadline) if down else ()
+        connecting = self.core.dialer.connect(down, deadline) if down else ()
         self._send(by_link, up, deadline)
         for done in connecting:
             for link, error in done:
@@ -254,6 +252,8 @@ class Exchange:
         if patience_s is not None:
             deadline = min(deadline, now + patience_s)
         self.lingering.sweep()
+        if self.core.generations.untold:
+            self.core.generations.tell(self.core.connections)
         by_link: dict[Link, list[Call]] = {}
         for call in calls:
             by_link.setdefault(call.link, []).append(call)
@@ -267,7 +267,7 @@ class Exchange:
             self._takes_nothing(sending.link)
 
     def _takes_nothing(self, link: Link) -> None:
-        self.core.break_link(link, Timeout(f"{link}: it takes no requests"))
+        self.core.dialer.break_link(link, Timeout(f"{link}: it takes no requests"))
 
     def _sent(
         self, calls: Sequence[Call], deadline: float, patience_s: float | None, alone: bool, more: bool = False
@@ -280,24 +280,24 @@ class Exchange:
     def _send_beside(self, calls: Sequence[Call], deadline: float, patience_s: float | None, more: bool) -> Steps[None]:
         """`send` for a thread that has other calls under way: links connect on other threads, and a full socket is
         looked at again. For requests whose pieces wait for nothing."""
-        core = self.core
+        core, dialer = self.core, self.core.dialer
         by_link, deadline = self._to_send(calls, deadline, patience_s, more)
         down = [link for link in by_link if link.sock is None]
         for link in down:
-            core.connect_beside(link)
+            dialer.beside(link)
         active = [_sending(link, by_link[link]) for link in by_link if link not in down]
 
         def one_is_connected() -> bool:
-            return any(not core.is_connecting(link) for link in down)
+            return any(not dialer.is_connecting(link) for link in down)
 
         try:
             while True:
                 active = [sending for sending in active if not sending.advance(0.0)]
                 now = time.monotonic()
-                for link in [link for link in down if now >= deadline or not core.is_connecting(link)]:
+                for link in [link for link in down if now >= deadline or not dialer.is_connecting(link)]:
                     down.remove(link)
                     try:
-                        core.ensure_up(link, now)
+                        dialer.ensure_up(link, now)
                     except KVStoreError as error:
                         for call in by_link[link]:
                             call.answer.fail(error)
@@ -351,13 +351,13 @@ class Exchange:
                 yield Awaited(self.core, ready, deadline, calls)
             else:
                 yield from self._wait_for_each(calls, ready, deadline, patience_s)
-            if not any(call.read_lent() for call in calls):
+            if not any(call.answer.lent and call.read_lent() for call in calls):
                 break
             if enough is not None and enough():
                 return
         if enough is not None and enough():
             return
-        for call in calls:
+        for call in [call for call in calls if call.unfinished]:
             if not call.done:
                 call.link.receive(_READ_BYTES)  # its answer may have arrived since the last read
             while call.read_lent():
@@ -377,7 +377,7 @@ class Exchange:
             if now >= deadline or core.closed:
                 return
             for call in calls:
-                silent_s = min(now - began, call.link.silence_s(now))
+                silent_s = min(now - began, call.link.liveness.silence_s(now))
                 if not call.done and silent_s >= patience_s:
                     core.lost(call.link, call.answer)
 

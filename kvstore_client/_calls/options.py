@@ -24,6 +24,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     deferred: bool = True  # return when one replica of each block has taken it
     priority: int = 0
     ttl_s: float = 0.0  # 0: the server's rule for the namespace
+    generation: int | None = None  # in which the blocks were made; None: now
     reads: int = 0  # the blocks are transient, and may be read so often; 0: ordinary blocks
     chains: Sequence[Chain] = (Chain(),)  # that the keys are of, in the order of the keys
 

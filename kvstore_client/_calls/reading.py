@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
+from kvstore.wire import frame_blocks
+from kvstore.wire.dealer import FrameBuffers
 from kvstore_client._calls.batches import chunks, keyed_message, milliseconds, take
 from kvstore_client._calls.borrowed import Borrowed
 from kvstore_client._calls.copied import Copied
@@ -24,6 +26,7 @@ from kvstore_client._calls.exchange import Exchange, Steps, drive, outcome
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.rounds import Rounds
+from kvstore_client._links.buffers import KEPT_BYTES
 from kvstore_client._links.call import Call, Message, protocol_error
 from kvstore_client._links.in_turn import Turn, in_turn
 from kvstore_client._links.lanes import least_busy, spread
@@ -69,6 +72,7 @@ class Reader:
         self._mac = mac
         self._core = exchange.core
         self._block_bytes = block_bytes
+        self._buffers = FrameBuffers(block_bytes, max(4, KEPT_BYTES // (frame_blocks(block_bytes) * block_bytes)))
         self._replicas = replicas
         self._verify = verify
         self._repairs = repairs
@@ -164,6 +168,7 @@ class Reader:
     ) -> Steps[None]:
         """Read the blocks at these positions, and wait for promised ones until `wait_until`."""
         wait_s = max(0.0, wait_until - time.monotonic())
+        generation = self._core.generations.known
         rounds = Rounds(self._core, packed, positions, self._replicas, options.timeout_s + wait_s, waits=wait_s > 0)
         while groups := rounds.next():
             lacking = rounds.lacking()
@@ -180,12 +185,13 @@ class Reader:
                     attributes = copied.to(rounds.owned_by(link), found)
                     kept = attributes["reads"] == 0  # transient blocks are not copied
                     found = found[kept]
-                    self._repairs.put(link, packed[found], map(target.row, found.tolist()), attributes[kept])
+                    rows = map(target.row, found.tolist())
+                    self._repairs.put(link, packed[found], rows, attributes[kept], generation)
         self._end(rounds, options)
 
     def borrow(self, packed: KeyArray, unique: Numbers, verify: bool, options: Options) -> Borrowed:
         """Read the blocks at positions `unique` where they are. -> what must be ended."""
-        target = BorrowTarget(self._block_bytes, len(packed), verify, self._macs(packed))
+        target = BorrowTarget(self._buffers, self._block_bytes, len(packed), verify, self._macs(packed))
         borrowed = Borrowed(target, self._exchange.lingering)
         try:
             rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
@@ -205,8 +211,9 @@ class Reader:
     ) -> Generator[tuple[int, memoryview], None, None]:
         """Yield the blocks at positions `unique` as `(position, block)`, in the order in which they arrive."""
         present = np.zeros(len(packed), dtype=np.bool_)
-        target = QueueTarget(self._block_bytes, self._verify, self._macs(packed))
+        target = QueueTarget(self._buffers, self._block_bytes, self._verify, self._macs(packed))
         credit = max(STREAM_CREDIT_BYTES, 2 * self._block_bytes)
+        generation = self._core.generations.known
         rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
         while groups := rounds.next():
             lacking: dict[int, list[tuple[Link, Numbers]]] = {}
@@ -222,7 +229,7 @@ class Reader:
                     if copied is not None:
                         one = np.array([position])
                         for link, owned in lacking.get(position, ()):
-                            self._repairs.put(link, packed[one], [block], copied.to(owned, one))
+                            self._repairs.put(link, packed[one], [block], copied.to(owned, one), generation)
                     yield position, block
                     del block
             finally:
@@ -279,7 +286,7 @@ class Reader:
                 taken = call.answer.arrived * self._block_bytes
                 if not call.done and not call.link.by_reference and taken - granted[number] >= credit // 2:
                     grant = wire.Credit(call.id, taken - granted[number])
-                    call.link.post(wire.encode(grant))
+                    call.link.notices.post(wire.encode(grant))
                     granted[number] = taken
 
     # ---- shared by reads -------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class _Repair(NamedTuple):
     key: bytes
     block: bytes
     attributes: Attributes  # one entry
+    generation: int  # of the namespace, before the block was read
 
 
 class Repairs:
@@ -65,8 +66,11 @@ class Repairs:
         self._under_way: Sequence[_Repair] = ()
         self._running = False
 
-    def put(self, link: Link, keys: KeyArray, blocks: Iterable[memoryview], attributes: Attributes) -> None:
-        """Queue copies of `blocks`, with what goes with each of them, to be set on `link`'s shard. Never blocks."""
+    def put(
+        self, link: Link, keys: KeyArray, blocks: Iterable[memoryview], attributes: Attributes, generation: int
+    ) -> None:
+        """Queue copies of `blocks`, with what goes with each of them, to be set on `link`'s shard. Never blocks.
+        generation: of the namespace, before they were read."""
         if not self._enabled or link.broken is not None:
             return
         room = MAX_QUEUED_BYTES // self._block_bytes
@@ -74,7 +78,7 @@ class Repairs:
             if len(self._queue) + len(self._under_way) >= room:
                 self._exchange.core.stats.repairs_dropped += len(keys) - number
                 return
-            repair = _Repair(link, keys[number].tobytes(), bytes(block), attributes[number : number + 1])
+            repair = _Repair(link, keys[number].tobytes(), bytes(block), attributes[number : number + 1], generation)
             with self._lock:
                 self._queue.append(repair)
                 if not self._running:
@@ -118,7 +122,7 @@ class Repairs:
         with self._lock:
             if self._exchange.core.closed:
                 self._queue.clear()
-            while self._queue and len(batch) < per_batch and (not batch or self._queue[0].link is batch[0].link):
+            while self._queue and len(batch) < per_batch and (not batch or _go_together(self._queue[0], batch[0])):
                 batch.append(self._queue.popleft())
             self._under_way = batch
             self._running = bool(batch)
@@ -133,10 +137,21 @@ class Repairs:
         macs = self._mac.batch(keys) if self._mac is not None else None
 
         def message(call: Call) -> Message:
-            request = wire.Set(call.id, milliseconds(core.timeout_s), len(keys), keys.shape[1], attributes=attributes)
+            request = wire.Set(
+                call.id,
+                milliseconds(core.timeout_s),
+                len(keys),
+                keys.shape[1],
+                attributes=attributes,
+                generation=batch[0].generation,
+            )
             return set_message(request, keys, call.positions, source, macs)
 
         call = Call(batch[0].link, core.next_id(), np.arange(len(keys)), message)
         self._exchange.run([call], time.monotonic() + core.timeout_s)
         reply = outcome(call, wire.SetReply, fail_open=False)
         core.stats.repaired += reply.created if reply is not None else 0
+
+
+def _go_together(one: _Repair, other: _Repair) -> bool:
+    return one.link is other.link and one.generation == other.generation

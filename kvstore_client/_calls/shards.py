@@ -20,7 +20,7 @@ from kvstore_client._calls.repairs import Repairs
 from kvstore_client._links.call import Call, Message
 from kvstore_client._links.link import Link
 from kvstore_client._links.view import NOBODY, Place
-from kvstore_client.errors import TRANSPORT_ERRORS
+from kvstore_client.errors import TRANSPORT_ERRORS, ProtocolError
 from kvstore_client.keys import KeyArray, Namespace
 from kvstore_client.results import Location, ShardStatus, StoreInfo
 
@@ -56,11 +56,28 @@ class Shards:
         calls = self._exchange.ask_all(wire.Scrub, options)
         return {call.link.name: reply.passes for call, reply in _answered(calls, wire.ScrubReply, options)}
 
-    def purge(self, all_namespaces: bool, repairs: Repairs, options: Options) -> int:
-        """Remove all blocks of the namespace, or of all. -> how many there were."""
+    def purge(
+        self, repairs: Repairs, options: Options, every: bool = False, model: str = "", prefix: str = ""
+    ) -> dict[str, wire.PurgeReply]:
+        """See `KVStoreClient.purge_shards`."""
         repairs.cancel_all(options.timeout_s / 2)
-        calls = self._exchange.ask_all(lambda number, deadline: wire.Purge(number, deadline, all_namespaces), options)
-        return sum(reply.purged for _, reply in _answered(calls, wire.PurgeReply, options))
+        generations = self._core.generations
+        for link in self._core.links if model or prefix else ():
+            if link.sock is not None and not link.knows_generations:
+                raise ProtocolError(
+                    f"{link.name}: a server of an earlier release, which would remove all namespaces: upgrade it "
+                    "first, or name the namespace in full. Nothing was removed"
+                )
+        generation = max(generations.known + 1, time.time_ns())
+
+        def request(number: int, deadline_ms: int) -> wire.Purge:
+            return wire.Purge(number, deadline_ms, every, generation, model, prefix)
+
+        calls = self._exchange.ask_all(request, options)
+        replies = {call.link.name: reply for call, reply in _answered(calls, wire.PurgeReply, options)}
+        if not every:
+            generations.learn(max((reply.generation for reply in replies.values()), default=0))
+        return replies
 
     # ---- state of the shards ---------------------------------------------------------------------------------
 
@@ -171,5 +188,5 @@ def _zone(place: Place) -> str:
 
 def _endpoint(place: Place) -> str:
     host, port = place.link.host, place.link.port
-    scheme = "tcp" if place.link.tls is None else "tls"
+    scheme = "tcp" if place.link.connector.tls is None else "tls"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

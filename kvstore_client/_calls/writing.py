@@ -47,6 +47,7 @@ LOCAL_SET_BYTES: Final = 64 << 20  # the same for a shard on this host, which on
 # the others are on their way, a SET takes no longer than this on its link, as fast as that was last.
 SET_S: Final = 0.02
 LEAST_SET_BYTES: Final = 256 << 10
+MOST_PURGES: Final = 4  # during one set, after which its blocks are refused
 PACED_BYTES: Final = 256 << 10  # payload that tells how fast a link is
 
 _UNKNOWN: Final = 255
@@ -101,12 +102,19 @@ class Writer:
         left = unique
         waited = unique[:0]  # the positions that others were writing when they were last asked for
         error: KVStoreError | None = None
+        # What is given now was made now, also after a purge that this client has not heard of yet.
+        again = MOST_PURGES if options.generation is None else 0
         while True:
             view = self._core.view
-            left, pending, error, made_room = self._set_under(
+            left, pending, error, tally = self._set_under(
                 view, packed, left, source, macs, options, deadline, outcomes, copies
             )
-            evicted += made_room
+            evicted += tally.evicted if tally is not None else 0
+            if tally is not None and len(stale := tally.stale(unique)):
+                self._core.generations.learn(tally.generation)
+                if again:
+                    left, again = np.union1d(left, stale), again - 1
+                    continue
             if isinstance(error, Timeout) and np.isin(left, waited).all():
                 error = None  # the time ended during another look: as far as is known, others are still writing
             waited = pending
@@ -149,22 +157,19 @@ class Writer:
         deadline: float,
         outcomes: npt.NDArray[np.uint8],
         copies: npt.NDArray[np.uint8],
-    ) -> tuple[Numbers, Numbers, KVStoreError | None, int]:
+    ) -> tuple[Numbers, Numbers, KVStoreError | None, _Tally | None]:
         """Set blocks under one view. -> the positions that were not stored because shards failed, those that must be
-        stored and that other clients are writing, the error, and how many blocks made room."""
+        stored and that other clients are writing, the error, and what the shards said; None: there is no shard."""
         if not view.links:
-            return positions, positions[:0], self._core.no_shards(), 0
+            return positions, positions[:0], self._core.no_shards(), None
+        generation = self._core.generations.known if options.generation is None else options.generation
         owners = view.owners(take(packed, positions), self._replicas)
-        if options.reads:
-            owners = _reachable(view, owners)
+        owners = _reachable(view, owners) if options.reads else owners
         replicas = owners.shape[1]
-        deadline_ms, force, priority, ttl_s = options.deadline_ms, options.force, options.priority, options.ttl_s
-
         split = view.split(owners.reshape(-1), positions.repeat(replicas))
         by_link = [(least_busy(link), mine) for link, mine in split]
-        staged = {
-            link: self._exchange.staging(link, source, deadline) for link, _ in by_link if link.local and source.count
-        }
+        local = [link for link, _ in by_link if link.local and source.count]
+        staged = {link: self._exchange.staging(link, source, deadline) for link in local}
 
         def message(part: Part, call: Call) -> Message:
             keys = take(packed, call.positions)
@@ -173,13 +178,13 @@ class Writer:
                 staging = None  # the call is sent again, on a connection that has nothing shared
             request = wire.Set(
                 id=call.id,
-                deadline_ms=deadline_ms,
+                deadline_ms=options.deadline_ms,
                 count=len(keys),
                 key_bytes=keys.shape[1],
-                force=force,
-                priority=priority,
+                force=options.force,
+                priority=options.priority,
                 outcomes=True,
-                ttl_s=ttl_s,
+                ttl_s=options.ttl_s,
                 chained=not options.reads,
                 parent=part.parent,
                 end=part.end,
@@ -188,6 +193,7 @@ class Writer:
                 offsets=part.offsets,
                 references=staging is not None,
                 reads=options.reads,
+                generation=generation,
             )
             if staging is not None:
                 return staged_message(request, keys, call.positions, source, staging, call, macs)
@@ -209,7 +215,7 @@ class Writer:
             if (nbytes := len(mine) * self._block_bytes) >= PACED_BYTES:
                 pace = nbytes / taken_s
                 self._paces[link.name] = (self._paces.get(link.name, pace) + pace) / 2
-        return *tally.result(positions, outcomes, copies), tally.evicted
+        return *tally.result(positions, outcomes, copies), tally
 
     def _most(self, link: Link, staging: Staging | None) -> int:
         """-> the most keys of one SET."""
@@ -314,6 +320,8 @@ class _Tally:
 
     def __init__(self, calls: Sequence[Call], count: int, needed: int, waits: bool) -> None:
         self.evicted = 0  # blocks, to make room for these
+        self.generation = 0  # not 0: a shard has refused blocks, because the namespace is at this one
+        self._stale: list[Numbers] = []
         self._waits = waits
         self._pending: list[Numbers] = []
         self._waiting = list(calls)
@@ -343,6 +351,9 @@ class _Tally:
                     self._error = error
                 self._failed.append(call.positions)
                 continue
+            if reply.generation:
+                self.generation = max(self.generation, reply.generation)
+                self._stale.append(call.positions)
             ranks = _RANKS[told]
             if self._waits and (pending := told == _PENDING).any():
                 ranks[pending] = 0
@@ -351,6 +362,10 @@ class _Tally:
             self._said[call.positions] = np.maximum(self._said[call.positions], ranks)
             self._copies[call.positions] += ranks > _REFUSED
         self._waiting = waiting
+
+    def stale(self, positions: Numbers) -> Numbers:
+        """-> those of these positions whose blocks a shard has refused for their generation."""
+        return np.intersect1d(positions, np.concatenate(self._stale)) if self._stale else positions[:0]
 
     def result(
         self, positions: Numbers, outcomes: npt.NDArray[np.uint8], copies: npt.NDArray[np.uint8]

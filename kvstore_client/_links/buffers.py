@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore._cext import ReusableMemory
 from kvstore_client.errors import BlockSizeMismatch
 from kvstore_client.memory import SharedRegion, any_regions, region_of
 
@@ -84,24 +85,26 @@ def writable_rows(value: Any, block_bytes: int) -> Rows:
 
 
 class ResultMemory:
-    """Memory for results, used again when nothing refers to it any more: new memory costs page faults. Thread-safe."""
+    """Memory for results, used again when nothing refers to it any more. Thread-safe.
+
+    What was given out last is kept, and if that is more than `KEPT_BYTES`, it is the kernel's while it is not in use.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: list[Rows] = []  # what was given out last, if it is no more than `KEPT_BYTES`
+        self._kept: deque[ReusableMemory] = deque(maxlen=1)
 
     def take(self, nbytes: int) -> Rows:
         """-> `(nbytes,)` uint8 of any content. Nothing else refers to this memory."""
-        with self._lock:
-            kept, self._kept = self._kept, []
-        # Arrays and views made of an array all refer to the array itself. Here that is the list, and the argument.
-        if not kept or len(kept[0]) < nbytes or sys.getrefcount(kept[0]) > 2:
-            kept = [np.empty(nbytes, dtype=np.uint8)]
-        memory = kept[0][:nbytes]
-        if len(kept[0]) <= KEPT_BYTES:
-            with self._lock:
-                self._kept = kept
-        return memory
+        try:
+            memory = self._kept.pop()
+        except IndexError:
+            memory = None
+        # A small result must not hold much memory.
+        if memory is None or memory.in_use or not nbytes <= len(memory) <= max(KEPT_BYTES, 2 * nbytes):
+            memory = ReusableMemory(nbytes, lend=nbytes > KEPT_BYTES)
+        rows = np.frombuffer(memory, np.uint8, nbytes)
+        self._kept.append(memory)
+        return rows
 
 
 class BlockSource:

@@ -88,7 +88,10 @@ class Call:
     def retry(self) -> bool:
         """Whether to try once more: on a new connection, because the old one had died without notice, or on the first
         lane, because another lane was lost or the shard has no place for it."""
-        lost = isinstance(self.answer.error, ConnectionLost)
+        answer = self.answer
+        if answer.error is None and not isinstance(answer.reply, wire.Error):
+            return False
+        lost = isinstance(answer.error, ConnectionLost)
         lost = lost and (self.link.broken is None or self.link is not self.link.first)
         return (lost or self.without_place) and not self.renewed and self.connection > 0
 
@@ -120,7 +123,7 @@ class Call:
         if count and lent is not None and answer.done and len(answer.lent) == 1:
             self.link.release(answer.id)
         elif count:
-            self.link.post(wire.encode(wire.Release(answer.id, count)))
+            self.link.notices.post(wire.encode(wire.Release(answer.id, count)))
         if lent is not None:
             lent.give_back()
             answer.lent.popleft()

@@ -35,6 +35,7 @@ class Leading:
         self._closed = False
         self._poller = Poller()
         self._lead = Ownership()  # its owner is the `ready` of the caller that leads
+        self._alone = False  # the leader reads one link, or is about to, and does not look at the others
 
     def watch(self, link: Link) -> None:
         """Read the link's new connection."""
@@ -56,6 +57,8 @@ class Leading:
                 if lead.take(ready, 0.0):
                     self._read_links(ready, deadline)
                 else:
+                    if self._alone and len(self._owing()) > 1:
+                        self._poller.wake()
                     lead.wait(left, ready)
             finally:
                 if lead.owner is ready:
@@ -76,13 +79,19 @@ class Leading:
             self._lead.wake()
 
     def _read_alone(self, wait_s: float) -> bool:
-        """If blocks that land are owed by one link, and other links owe nothing, read it, and wait for it. -> whether
-        that is so."""
-        owing = [link for link in self._links() if link.pending]
-        if len(owing) != 1 or not owing[0].landing:
-            return False
-        owing[0].receive(READ_BUDGET_BYTES, self._poller.wake_fd, wait_s)
-        return True
+        """If only one link owes answers, read it, and wait for it. -> whether that is so."""
+        self._alone = True  # first: whoever sends on another link meanwhile must see it
+        try:
+            owing = self._owing()
+            if len(owing) != 1:
+                return False
+            owing[0].receive(READ_BUDGET_BYTES, self._poller.wake_fd, wait_s)
+            return True
+        finally:
+            self._alone = False
+
+    def _owing(self) -> list[Link]:
+        return [link for link in self._links() if link.pending]
 
     def close(self) -> None:
         """Make all waiting callers return, and close."""

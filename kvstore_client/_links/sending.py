@@ -11,6 +11,7 @@ import functools
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -31,8 +32,8 @@ class Sending:
 
     def __init__(self, link: Link, calls: Sequence[Call]) -> None:
         self.link = link
-        self.done = False
-        self._calls = iter(calls)
+        self._left = deque(calls)  # those that have not begun
+        self.done = not calls
         self._current: Call | None = None
         self._connection = 0  # the number of the link's connection that the current message was begun on
         self._pieces: Iterator[Piece] = iter(())
@@ -63,21 +64,17 @@ class Sending:
         return True
 
     def _next_call(self, lock_wait_s: float) -> bool:
-        """Begin the next message. -> False if there is none, or another thread is sending."""
+        """Begin the next message. -> False if there is none left, or another thread is sending."""
         link = self.link
         if not link.sending.take(self, lock_wait_s):
             return False
-        link.flush_notices()
-        call = next(self._calls, None)
-        if call is None:
-            self._give_up()
-            self.done = True
-            return False
+        link.notices.flush()
+        call = self._left.popleft()
         connection = link.owe(call.answer)
         if not connection:
             call.answer.fail(ConnectionLost(f"{link}: not connected"))
-            self._give_up()
-            return self._next_call(lock_wait_s)
+            self._end_call()
+            return not self.done and self._next_call(lock_wait_s)
         self._connection = connection
         self._current = call
         self._pieces = iter(call.message())
@@ -99,7 +96,7 @@ class Sending:
                     assert self._current is not None
                     self._current.answer.sent_at = time.monotonic()
                     self._current = None
-                    self._give_up()
+                    self._end_call()
                     return True
                 if isinstance(piece, BlockFrames):
                     self._frames = piece
@@ -129,7 +126,7 @@ class Sending:
             full, moved = False, True
         if self._blocked and moved:  # the full socket takes bytes again, so the shard is alive
             self._blocked = False
-            self.link.last_moved = time.monotonic()
+            self.link.liveness.last_moved = time.monotonic()
         return not full
 
     def abandon(self, error: KVStoreError) -> None:
@@ -137,8 +134,8 @@ class Sending:
         if self._current is not None:
             self._lose(error)
         self._give_up()
-        for call in self._calls:
-            call.answer.fail(error)
+        while self._left:
+            self._left.popleft().answer.fail(error)
         self.done = True
 
     def _lose(self, error: KVStoreError) -> None:
@@ -147,6 +144,10 @@ class Sending:
             self.link.drop(error)
         if call is not None:
             call.answer.fail(error)
+        self._end_call()
+
+    def _end_call(self) -> None:
+        self.done = not self._left
         self._give_up()
 
     def _give_up(self) -> None:
@@ -154,7 +155,7 @@ class Sending:
         if sending.owner is self:
             sending.owner = None
             sending.wake()
-            self.link.send_notices()
+            self.link.notices.send()
 
 
 def send_all(
@@ -169,14 +170,15 @@ def send_all(
     `read(ready, deadline)` reads replies until `ready()`, which may tell that a shard has read more."""
     active = list(sendings)
     try:
-        while True:
+        active = [sending for sending in sendings if not sending.advance(0.0)]  # usually, that is all
+        while active:
             wait_s = max(0.0, min(deadline - time.monotonic(), _LOOK_AFTER_S)) if len(active) == 1 else _LOCK_WAIT_S
             for sending in active:
                 sending.wait_s = min(wait_s, WAIT_S) if len(active) == 1 else 0.0
             blocked = [sending for sending in active if not sending.advance(wait_s)]
             active = [sending for sending in active if not sending.done]
             if not active:
-                return []
+                break
             left = deadline - time.monotonic()
             if left <= 0:
                 stuck = [sending for sending in active if sending.began]
@@ -191,6 +193,7 @@ def send_all(
                 else:
                     _await_room(blocked, min(left, _LOOK_AFTER_S))
                 look_after()
+        return []
     except BaseException:
         for sending in active:
             sending.abandon(ConnectionLost(f"{sending.link}: the call was broken off"))

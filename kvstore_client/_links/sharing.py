@@ -22,7 +22,7 @@ def share(link: Link, region: SharedRegion, request_id: int, deadline: float) ->
     was lost, or is not free by the deadline."""
     me = object()
     try:
-        handle = link.sharing.offer(region.memory, lambda: os.dup(region.descriptor))
+        handle = link.connector.sharing.offer(region.memory, lambda: os.dup(region.descriptor))
     except OSError:
         return None
     try:
@@ -46,7 +46,7 @@ def share(link: Link, region: SharedRegion, request_id: int, deadline: float) ->
         if link.sending.owner is me:
             link.sending.owner = None
             link.sending.wake()
-            link.send_notices()
+            link.notices.send()
 
 
 def _begin(sock: socket.socket, data: bytes, descriptors: Sequence[int], deadline: float) -> int:

@@ -5,26 +5,22 @@ The thread that reads a connection fills it, under that link's `receive_lock`.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import LentBlocks, checksum_into
+from kvstore._cext import Landing, LentBlocks, checksum_into
 from kvstore.wire import ErrorCode, Part, Reply, WireError, frame_blocks
 from kvstore.wire.dealer import FrameBuffers, GetAnswer, Lent
 from kvstore.wire.remote_memory import RemoteBlocks
 from kvstore.wire.shared import MAX_REFERENCES
-from kvstore.wire.zmtp import Landing
 from kvstore_client._links.buffers import Rows
 
 if TYPE_CHECKING:
     from kvstore_client._links.block_mac import BatchMacs
-
-_KEPT_BUFFERS: Final = 64  # buffers kept for a stream: more than its credit allows to be on the way
 
 
 class PlacedBlocks(GetAnswer):
@@ -223,19 +219,17 @@ class IntoTarget(BlockTarget):
 
 
 class QueueTarget(BlockTarget):
-    """Buffers of the target's own, handed to the caller in order of arrival. A buffer is used again only when no view
-    of it is left."""
+    """Buffers, handed to the caller in order of arrival. A buffer is used again only when no view of it is left."""
 
-    def __init__(self, block_bytes: int, verify: bool, macs: BatchMacs | None = None) -> None:
+    def __init__(self, buffers: FrameBuffers, block_bytes: int, verify: bool, macs: BatchMacs | None = None) -> None:
         super().__init__(block_bytes, verify, macs)
         self.ready: deque[tuple[int, memoryview | None]] = deque()  # None: the block's bytes were wrong
-        self._buffers = FrameBuffers(block_bytes, _KEPT_BUFFERS)
-        self._taking = threading.Lock()
+        self._buffers = buffers
         self._filling: dict[int, memoryview] = {}  # by first position: several links may receive a frame at once
         self.at_once = frame_blocks(block_bytes)
 
     def views(self, positions: list[int]) -> list[memoryview]:
-        filling = self._take(len(positions) * self.block_bytes)
+        filling = self._buffers.take(len(positions) * self.block_bytes)
         self._filling[positions[0]] = filling
         return [filling]
 
@@ -244,17 +238,13 @@ class QueueTarget(BlockTarget):
         return self._hand_out(positions, views, self._check(views, positions, sums))
 
     def copy(self, positions: list[int], blocks: RemoteBlocks, sums: npt.NDArray[np.uint64]) -> int:
-        filled = self._take(len(positions) * self.block_bytes)
+        filled = self._buffers.take(len(positions) * self.block_bytes)
         places = np.arange(0, len(filled), self.block_bytes, dtype=np.int64)
         found = blocks.read(filled, places)
         views = self._blocks(filled)
         if self.macs is not None:
             found = self.macs.of(positions, views)
         return self._hand_out(positions, views, self._copied(found, positions, sums))
-
-    def _take(self, nbytes: int) -> memoryview:
-        with self._taking:  # the thread that reads a connection, and the one that copies from shared memory
-            return self._buffers.take(nbytes)
 
     def _blocks(self, filled: memoryview) -> list[memoryview]:
         size = self.block_bytes
@@ -268,11 +258,13 @@ class QueueTarget(BlockTarget):
 
 
 class BorrowTarget(QueueTarget):
-    """Blocks that are read where they are: in the server's memory, as far as it lends them, else in buffers of the
-    target's own. `blocks[i]`: the block of position i, None until it is there."""
+    """Blocks that are read where they are: in the server's memory, as far as it lends them, else in buffers.
+    `blocks[i]`: the block of position i, None until it is there."""
 
-    def __init__(self, block_bytes: int, count: int, verify: bool, macs: BatchMacs | None = None) -> None:
-        super().__init__(block_bytes, verify, macs)
+    def __init__(
+        self, buffers: FrameBuffers, block_bytes: int, count: int, verify: bool, macs: BatchMacs | None = None
+    ) -> None:
+        super().__init__(buffers, block_bytes, verify, macs)
         self.at_once = MAX_REFERENCES
         self.blocks: list[memoryview | None] = [None] * count
         self.lent: list[tuple[PlacedBlocks, Lent]] = []  # to be returned

@@ -22,7 +22,8 @@ import msgspec
 
 from kvstore.cluster.etcd import EtcdDirectory
 from kvstore.cluster.members import DirectoryError
-from kvstore.cluster.url import EtcdURL, is_name, parse_cluster_url
+from kvstore.cluster.schemes import parse_cluster_url
+from kvstore.cluster.url import EtcdURL, is_name
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,13 @@ class EngineRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 _read_record: Final = msgspec.json.Decoder(EngineRecord).decode
 
 
+def _checked(record: EngineRecord) -> bytes:
+    """-> what is written, once it was checked as a reader will check it. Raises `msgspec.ValidationError`."""
+    value = msgspec.json.encode(record)
+    _read_record(value)
+    return value
+
+
 def parse_engines_url(url: str) -> EtcdURL:
     """-> etcd://HOST:PORT[,HOST:PORT...]/NAME. Raises `ValueError`."""
     parsed = parse_cluster_url(url)
@@ -65,20 +73,27 @@ class Registered:
         be used, `DirectoryError` if requests is not installed."""
         if not is_name(name):
             raise ValueError(f"the engine's name is {name!r}; expected 1 to 64 letters, digits, '.', '_' and '-'")
-        # What was given is checked as a reader will check it.
-        self._value = msgspec.json.encode(record)
-        _read_record(self._value)
+        self.record = record
+        self._value = _checked(record)
         self._directory = EtcdDirectory(parse_engines_url(url), _TIMEOUT_S, _FOLDER)
         self._name = name
         self._ttl_s = ttl_s
         self._lease = 0
+        self._due = threading.Event()  # there is something to tell etcd
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-engine-registration", daemon=True)
         self._thread.start()
 
+    def update(self, record: EngineRecord) -> None:
+        """The entry is this one from now on. Does not wait for etcd. Raises `msgspec.ValidationError`."""
+        self._value = _checked(record)
+        self.record = record
+        self._due.set()
+
     def close(self) -> None:
         """Withdraw the entry. Takes some seconds at most, also without etcd."""
         self._end.set()
+        self._due.set()
         self._thread.join(4 * _TIMEOUT_S)
         self._directory.close()
 
@@ -90,18 +105,24 @@ class Registered:
 
     def _run(self) -> None:
         failing = False
+        written = b""
         while True:
+            self._due.clear()
+            if self._end.is_set():
+                break
+            value = self._value
             try:
                 if not self._lease or not self._directory.keep_alive(self._lease):
-                    self._lease = self._directory.grant(self._ttl_s)
-                    self._directory.put_record(self._name, self._value, self._lease)
+                    self._lease, written = self._directory.grant(self._ttl_s), b""
+                if written != value:
+                    self._directory.put_record(self._name, value, self._lease)
+                    written = value
                 failing = False
             except DirectoryError as error:
                 if not failing:
                     log.warning("kvstore: engine %s is not registered: %s; tried again", self._name, error)
                 failing = True
-            if self._end.wait(self._ttl_s / 3):
-                break
+            self._due.wait(self._ttl_s / 3)
         try:
             if self._lease:
                 self._directory.withdraw(self._name, self._lease)

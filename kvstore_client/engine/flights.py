@@ -21,10 +21,8 @@ from typing import Final
 
 import numpy as np
 
-from kvstore_client.engine.guard import Counters, Store, StoreGuard
-from kvstore_client.engine.local_first import Present
-from kvstore_client.engine.parts import lookup_in_remote, promise_in_remote
-from kvstore_client.promises import Promise
+from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.store import Present, Promised, Store
 from kvstore_client.results import Lookup
 
 # How long a promise holds if nobody renews it, and how often it is renewed. A producer that hangs, but keeps its
@@ -53,7 +51,7 @@ class Flight:
     coming: int | None = None
     known_at: float = 0.0  # when that became known, by `time.monotonic`
     ended: bool = False
-    promises: list[Promise] = field(default_factory=list)
+    promises: list[Promised] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)  # of the promises and `ended`
     enough: int = 0  # of an expected one: leading blocks that need not be followed by the others
     seen: int = 0  # of an expected one: leading blocks that were coming at the last look
@@ -167,17 +165,16 @@ class Flights:
             asked = np.arange(len(flight.keys)) if others is None else np.flatnonzero(~others)
             keys = [flight.keys[at] for at in asked.tolist()]
 
-            def ask(store: Store, keys: Sequence[bytes] = keys) -> tuple[Promise, Present, Present]:
-                return promise_in_remote(store, keys, PROMISE_S, self._timeout_s)
+            def ask(store: Store, keys: Sequence[bytes] = keys) -> Promised:
+                return store.promise(keys, ttl_s=PROMISE_S, timeout_s=self._timeout_s)
 
-            if not keys or (answer := guard.call(ask, None)) is None:
+            if not keys or (promised := guard.call(ask, None)) is None:
                 return 0
-            made, there, promised = answer
-            flight.promises.append(made)
+            flight.promises.append(promised)
             if others is None:
-                others, coming = promised, there | promised
+                others, coming = promised.others, promised.present | promised.others
             else:
-                coming[asked] &= there
+                coming[asked] &= promised.present
         return _leading(coming)
 
     def _watch(self) -> None:
@@ -203,7 +200,7 @@ class Flights:
             timeout_s = min(self._timeout_s, max(LATE_S, flight.deadline - time.monotonic()))
 
             def ask(store: Store, timeout_s: float = timeout_s) -> Lookup:
-                return lookup_in_remote(store, flight.keys, timeout_s)
+                return store.lookup(flight.keys, timeout_s=timeout_s)
 
             found = guard.call(ask, None)
             coming = min(coming, found.promised if found is not None else 0)

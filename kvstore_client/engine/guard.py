@@ -13,21 +13,20 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Final, TypeVar
 
 from kvstore_client._calls.exchange import Steps
 from kvstore_client._links.block_mac import mac_of
 from kvstore_client._links.link import Link
-from kvstore_client.client import KVStoreClient
-from kvstore_client.engine.client_options import DEFAULT_OPTIONS, ClientOptions
+from kvstore_client.engine.client_store import DEFAULT_OPTIONS, ClientOptions, ClientStore
 from kvstore_client.engine.local_first import LocalFirstStore
-from kvstore_client.engine.parts import PartsStore
+from kvstore_client.engine.parts import SlicedStore
+from kvstore_client.engine.store import Store
 from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import Namespace
 
 T = TypeVar("T")
-Store: TypeAlias = KVStoreClient | LocalFirstStore | PartsStore
 
 LOG_INTERVAL_S: Final = 10.0
 # Pause before connecting again to a store that refused this client (another version, no rights).
@@ -118,6 +117,13 @@ class StoreGuard:
         """The size of a block, or of those parts of it that calls are about."""
         return self.namespace.block_bytes * math.prod(map(len, self._parts))
 
+    @property
+    def generation(self) -> int:
+        """A number that rises when somebody purges the namespace, in the store or in the server on this host. What was
+        made or read under another one is of no use any more. -1: the store was never reached."""
+        client = self._client
+        return client.generation if client is not None and client.reached else -1
+
     def new_locks(self) -> None:
         """Forget who holds the locks."""
         self._lock = threading.Lock()
@@ -147,10 +153,10 @@ class StoreGuard:
         self._note_unanswered(client)
         return result
 
-    def asked(self, keys: Sequence[bytes]) -> frozenset[Link]:
-        """The shards that a read of these keys asks first, as far as they are known."""
+    def first_shards(self, keys: Sequence[bytes]) -> Set[Link]:
+        """See `Store`."""
         client = self._client
-        return client._asked(keys) if client is not None else frozenset()
+        return client.first_shards(keys) if client is not None else frozenset()
 
     def _note_unanswered(self, client: Store) -> None:
         """Count and log that a shard has failed, once for each time that the client counted it."""
@@ -187,12 +193,19 @@ class StoreGuard:
                     near = self._open(self._local, dataclasses.replace(self._options, replicas=1))
                     store = LocalFirstStore(near, remote)
                 for parts in reversed(self._parts):
-                    store = PartsStore(store, parts)
+                    store = SlicedStore(store, parts)
                 self._client = store
             return self._client
 
-    def _open(self, endpoint: str | Sequence[str], options: ClientOptions) -> KVStoreClient:
-        return KVStoreClient(endpoint, self.namespace, timeout_s=self.timeout_s, fail_open=True, **options.keywords)
+    def _open(self, endpoint: str | Sequence[str], options: ClientOptions) -> ClientStore:
+        return ClientStore(
+            endpoint,
+            self.namespace,
+            timeout_s=self.timeout_s,
+            fail_open=True,
+            keeps_copies=True,
+            **options.keywords,
+        )
 
     def failed(self, error: Exception) -> None:
         """Count and log a failure of the store."""
@@ -215,3 +228,28 @@ class StoreGuard:
             error,
             exc_info=not isinstance(error, KVStoreError),  # anything else is an error in our own code
         )
+
+
+class Purges:
+    """Whether somebody has purged the store: then what this engine holds of before is of no use any more.
+
+    Blocks are saved with the generations that were known when they were computed, so a shard that knows of a purge
+    refuses what was planned before the engine did. Not thread-safe.
+
+    guards: one for each distinct namespace of the ranks. known: their generations, by the namespaces' ids, as `noticed`
+    saw them last; -1: the store was never reached."""
+
+    def __init__(self, guards: Sequence[StoreGuard] = ()) -> None:
+        self._guards = guards
+        self.known: Mapping[str, int] = self._now()
+
+    def _now(self) -> dict[str, int]:
+        return {guard.namespace.id: guard.generation for guard in self._guards}
+
+    def noticed(self) -> bool:
+        """Whether there was a purge since the last call."""
+        now = self._now()
+        if now == self.known:
+            return False
+        before, self.known = self.known, now
+        return any(max(before[each], 0) != generation for each, generation in now.items())

@@ -3,6 +3,9 @@
 The engines of one host share the local server's memory at the speed of memory, and it outlives them. What it lacks
 is asked of the fleet's store; what is found there is also set in the local one. Blocks are set in both. The fleet's
 store decides whether a block is stored; the local one is only a copy that is near, and its failures are misses.
+
+Each of the two has a generation of the namespace. A purge of the fleet's store is told to the local one before anything
+else is asked of it, so it makes both empty. One of the local server alone leaves the fleet's store as it is.
 """
 
 from __future__ import annotations
@@ -14,22 +17,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client._calls.exchange import Steps, drive
+from kvstore_client._calls.exchange import Steps
 from kvstore_client._links.link import Link
-from kvstore_client.client import KVStoreClient
+from kvstore_client.engine.client_store import ClientStore
+from kvstore_client.engine.store import Present
 from kvstore_client.errors import KVStoreError
-from kvstore_client.results import ClientStats, SetResult
+from kvstore_client.promises import Promise
+from kvstore_client.results import ClientStats, Lookup, SetResult
 
 LOCAL_SHARE: Final = 0.5  # of a call's time that the local server may take; after that the fleet's store is asked
 PROMOTED_BYTES: Final = 64 << 20  # blocks that wait to be set in the local store, at most; others are dropped
 _SUMMED: Final = [field.name for field in dataclasses.fields(ClientStats) if field.type == "int"]
-
-Present: TypeAlias = "npt.NDArray[np.bool_]"
 
 log = logging.getLogger("kvstore_client")
 
@@ -47,11 +50,14 @@ class _Call:
         return max(0.001, self._deadline - time.monotonic())
 
 
-class LocalFirstStore:
-    """The calls that an engine makes of a `KVStoreClient`, over two of them. Both are `fail_open`. Thread-safe; usable
-    in a child after a fork."""
+_LOCAL_BITS: Final = 64  # of the number that stands for both generations
 
-    def __init__(self, local: KVStoreClient, remote: KVStoreClient) -> None:
+
+class LocalFirstStore:
+    """A `Store` of two clients. Both are `fail_open`. Its `generation` rises when either is purged; what it says of the
+    store's state is the fleet's store's. Thread-safe; usable in a child after a fork."""
+
+    def __init__(self, local: ClientStore, remote: ClientStore) -> None:
         self.local = local
         self.remote = remote
         self._block_bytes = remote.namespace.block_bytes
@@ -61,7 +67,7 @@ class LocalFirstStore:
     def _new_process(self) -> None:
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[list[bytes], list[bytes | None], npt.NDArray[np.uint8]]] = deque()
+        self._waiting: deque[tuple[list[bytes], list[bytes | None], npt.NDArray[np.uint8], int]] = deque()
         self._waiting_bytes = 0
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -69,17 +75,30 @@ class LocalFirstStore:
 
     # ---- the calls ---------------------------------------------------------------------------------------------
 
+    @property
+    def generation(self) -> int:
+        """Of both stores, in one number."""
+        self._tell_local()
+        return self.remote.generation << _LOCAL_BITS | self.local.generation
+
+    def _tell_local(self) -> None:
+        """Have the local server learn of a purge of the fleet's store, before anything else that it is asked."""
+        self.local.learn_generation(self.remote.generation)
+
+    @property
+    def reached(self) -> bool:
+        return self.remote.reached
+
     def match_prefix(
         self, keys: Sequence[bytes], *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> int:
-        """How many leading keys of the chain are in one of the stores, without a gap."""
         gaps = np.flatnonzero(~self.contains(keys, refresh=refresh, pin_s=pin_s, timeout_s=timeout_s))
         return int(gaps[0]) if len(gaps) else len(keys)
 
     def contains(
         self, keys: Sequence[bytes], *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> Present:
-        """Which keys are in one of the stores."""
+        self._tell_local()
         call = _Call(self._timeout_s if timeout_s is None else timeout_s)
         present = self.local.contains(keys, refresh=refresh, pin_s=pin_s, timeout_s=call.local_s)
         lacking = np.flatnonzero(~present)
@@ -89,23 +108,15 @@ class LocalFirstStore:
         return present
 
     def in_remote(self, keys: Sequence[bytes]) -> Present:
-        """Which keys are in the fleet's store."""
         return self.remote.contains(keys)
 
-    def get_into(
-        self,
-        keys: Sequence[bytes],
-        out: Any,
-        slots: Sequence[int],
-        *,
-        wait_s: float = 0.0,
-        timeout_s: float | None = None,
-    ) -> Present:
-        """Receive block i into `out[slots[i]]`, from the local store if it has it. What the other one had is set in the
-        local store soon. wait_s: for blocks that were promised to the fleet's store."""
-        return drive(self._get_into_steps(keys, out, slots, wait_s=wait_s, timeout_s=timeout_s, alone=True))
+    def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Lookup:
+        return self.remote.lookup(keys, timeout_s=timeout_s)
 
-    def _get_into_steps(
+    def promise(self, keys: Sequence[bytes], *, ttl_s: float = 30.0, timeout_s: float | None = None) -> Promise:
+        return self.remote.promise(keys, ttl_s=ttl_s, timeout_s=timeout_s)
+
+    def get_into_steps(
         self,
         keys: Sequence[bytes],
         out: Any,
@@ -115,23 +126,23 @@ class LocalFirstStore:
         timeout_s: float | None = None,
         alone: bool = False,
     ) -> Steps[Present]:
-        """`get_into` in steps, for a thread that has many calls under way."""
+        """Blocks come from the local store if it has them. What the other one had is set in the local store soon."""
+        generation = self.generation
         call = _Call(self._timeout_s if timeout_s is None else timeout_s)
-        present = yield from self.local._get_into_steps(keys, out, slots, timeout_s=call.local_s, alone=alone)
+        present = yield from self.local.get_into_steps(keys, out, slots, timeout_s=call.local_s, alone=alone)
         lacking = np.flatnonzero(~present)
         if len(lacking):
             places = lacking.tolist()
             some, rows = [keys[at] for at in places], [slots[at] for at in places]
-            found = yield from self.remote._get_into_steps(
+            found = yield from self.remote.get_into_steps(
                 some, out, rows, wait_s=wait_s, timeout_s=call.left_s, alone=alone
             )
             present[lacking] = found
-            self._promote(keys, lacking[found].tolist(), out, slots)
+            self._promote(keys, lacking[found].tolist(), out, slots, generation)
         return present
 
-    def _asked(self, keys: Sequence[bytes]) -> frozenset[Link]:
-        """The shards that a read of these keys asks first, of both stores."""
-        return self.local._asked(keys) | self.remote._asked(keys)
+    def first_shards(self, keys: Sequence[bytes]) -> frozenset[Link]:
+        return self.local.first_shards(keys) | self.remote.first_shards(keys)
 
     def set(
         self,
@@ -142,18 +153,20 @@ class LocalFirstStore:
         parent: Sequence[bytes | None] | None = None,
         priority: int = 0,
         ttl_s: float | None = None,
+        generation: int | None = None,
     ) -> SetResult:
-        """Set blocks in both stores. -> what the fleet's store says."""
+        """In both stores. -> what the fleet's store says."""
         how: dict[str, Any] = {"deferred": deferred, "parent": parent, "priority": priority, "ttl_s": ttl_s}
+        fleet, here = divmod(self.generation if generation is None else generation, 1 << _LOCAL_BITS)
         call = _Call(self._timeout_s)
         try:
-            self.local.set(keys, blocks, timeout_s=call.local_s, **how)
+            self.local.set(keys, blocks, timeout_s=call.local_s, generation=here, **how)
         except KVStoreError as error:  # a refusal: the local store is of no use for these
             log.debug("kvstore: the local store refused %d blocks: %s", len(keys), error)
-        return self.remote.set(keys, blocks, timeout_s=call.left_s, **how)
+        return self.remote.set(keys, blocks, timeout_s=call.left_s, generation=fleet, **how)
 
     def expire(self, keys: Sequence[bytes], *, ttl_s: float | None = None) -> Present:
-        """Give blocks another time to live in both stores. -> which ones the fleet's store has."""
+        """In both stores. -> which ones the fleet's store has."""
         call = _Call(self._timeout_s)
         try:
             self.local.expire(keys, ttl_s=ttl_s, timeout_s=call.local_s)
@@ -162,7 +175,6 @@ class LocalFirstStore:
         return self.remote.expire(keys, ttl_s=ttl_s, timeout_s=call.left_s)
 
     def info(self) -> Any:
-        """The state of the fleet's store."""
         return self.remote.info()
 
     @property
@@ -174,7 +186,6 @@ class LocalFirstStore:
         return ClientStats(**{**summed, "unanswered": remote.unanswered}, path=local.path)
 
     def why_unanswered(self) -> KVStoreError:
-        """See `KVStoreClient.why_unanswered`, of the fleet's store."""
         return self.remote.why_unanswered()
 
     def close(self) -> None:
@@ -193,9 +204,11 @@ class LocalFirstStore:
 
     # ---- promotion ---------------------------------------------------------------------------------------------
 
-    def _promote(self, keys: Sequence[bytes], found: list[int], out: Any, slots: Sequence[int]) -> None:
+    def _promote(
+        self, keys: Sequence[bytes], found: list[int], out: Any, slots: Sequence[int], generation: int
+    ) -> None:
         """Have blocks that were found remotely set in the local store: their rows are copied, because the caller may
-        use them for something else at once."""
+        use them for something else at once. generation: before they were read."""
         if self._pid != os.getpid():
             self._new_process()
         size = len(found) * self._block_bytes
@@ -214,7 +227,7 @@ class LocalFirstStore:
                 self._thread.start()
         parents = [keys[at - 1] if at else None for at in found]
         with self._changed:
-            self._waiting.append(([keys[at] for at in found], parents, rows))
+            self._waiting.append(([keys[at] for at in found], parents, rows, generation % (1 << _LOCAL_BITS)))
             self._changed.notify()
 
     def _run(self) -> None:
@@ -223,9 +236,9 @@ class LocalFirstStore:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                keys, parents, rows = self._waiting.popleft()
+                keys, parents, rows, generation = self._waiting.popleft()
             try:
-                self.local.set(keys, rows, parent=parents)
+                self.local.set(keys, rows, parent=parents, generation=generation)
             except KVStoreError as error:
                 log.debug("kvstore: the local store refused %d blocks: %s", len(keys), error)
             except Exception:  # a bug must not end the thread: nothing would be promoted any more

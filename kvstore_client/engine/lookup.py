@@ -24,8 +24,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvstore_client.engine.guard import Counters, Store, StoreGuard
-from kvstore_client.engine.parts import GroupParts, PartsStore
+from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.parts import GroupParts, SlicedStore
+from kvstore_client.engine.store import Store
 
 # How long "found" is believed, both by a request that waits for room and by others with the same prefix.
 FOUND_VALID_S: Final = 1.0
@@ -213,11 +214,11 @@ def _match_prefix(keys: Sequence[bytes], timeout_s: float, groups: GroupParts | 
         return _Answer(length, set(), client.stats.unanswered == before)
     length = len(keys)
     if groups.tables:
-        tables = PartsStore(client, groups.tables)
+        tables = SlicedStore(client, groups.tables)
         length = tables.match_prefix(keys, refresh=True, pin_s=PIN_S, timeout_s=timeout_s)
     found: set[int] = set()
     if length:
-        states = client if len(groups.tables) + len(groups.states) == 1 else PartsStore(client, groups.states)
+        states = client if len(groups.tables) + len(groups.states) == 1 else SlicedStore(client, groups.states)
         there = states.contains(keys[:length], refresh=True, pin_s=PIN_S, timeout_s=timeout_s)
         found.update(np.flatnonzero(there).tolist())
     return _Answer(length, found, client.stats.unanswered == before)

@@ -9,19 +9,18 @@ Parts are blocks of one namespace. Their keys are the block's key and one byte m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Sequence, Set
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client._calls.exchange import Steps, drive
+from kvstore_client._calls.exchange import Steps
 from kvstore_client._links.link import Link
-from kvstore_client.client import KVStoreClient
-from kvstore_client.engine.local_first import LocalFirstStore, Present
+from kvstore_client.engine.store import Present, Promised, Store
 from kvstore_client.errors import KVStoreError
-from kvstore_client.promises import Promise
 from kvstore_client.results import ClientStats, Lookup, SetResult
 
 MAX_PARTS: Final = 256
@@ -75,49 +74,36 @@ class PartialBlocks:
         return complete
 
 
-def in_remote(store: KVStoreClient | LocalFirstStore | PartsStore, keys: Sequence[bytes]) -> Present:
-    """Which keys need not be set, because the fleet's store has them."""
-    return store.contains(keys) if isinstance(store, KVStoreClient) else store.in_remote(keys)
+class SlicedPromise:
+    """A promise of blocks that are kept in slices. What others have promised a slice of is theirs."""
+
+    def __init__(self, promised: Promised, slices: int) -> None:
+        self.present = whole_blocks(promised.present, slices)
+        self.others: Present = np.asarray(promised.others.reshape(-1, slices).any(axis=1))
+        self.renew = promised.renew
+        self.withdraw = promised.withdraw
 
 
-def lookup_in_remote(
-    store: KVStoreClient | LocalFirstStore | PartsStore, keys: Sequence[bytes], timeout_s: float
-) -> Lookup:
-    """How many leading keys of the chain are in the fleet's store, and how many are there or promised."""
-    if isinstance(store, KVStoreClient):
-        return store.lookup(keys, timeout_s=timeout_s)
-    if isinstance(store, LocalFirstStore):
-        return store.remote.lookup(keys, timeout_s=timeout_s)
-    return store.lookup_in_remote(keys, timeout_s)
+def whole_blocks(present: Present, slices: int) -> Present:
+    """Which blocks have all their slices."""
+    return np.asarray(present.reshape(-1, slices).all(axis=1))
 
 
-def promise_in_remote(
-    store: KVStoreClient | LocalFirstStore | PartsStore, keys: Sequence[bytes], ttl_s: float, timeout_s: float
-) -> tuple[Promise, Present, Present]:
-    """Promise blocks to the fleet's store. -> the promise, which keys are there, which ones others have promised."""
-    if isinstance(store, PartsStore):
-        return store.promise_in_remote(keys, ttl_s, timeout_s)
-    client = store if isinstance(store, KVStoreClient) else store.remote
-    promise = client.promise(keys, ttl_s=ttl_s, timeout_s=timeout_s)
-    return promise, promise.present, promise.others
-
-
-class PartsStore:
-    """The calls that an engine makes of a store, with blocks that are kept in parts. A block is there if all these
-    parts are; its memory has them one after the other. Thread-safe as the store itself.
+class SlicedStore:
+    """A `Store` of blocks that are kept in parts. A block is there if all these parts are; its memory has them one
+    after the other. Thread-safe as the store itself.
 
     `store`: of the namespace of the parts; or of parts that are themselves in parts. `parts`: those that each call is
-    about.
+    about. Blocks in `stats` and in a `SetResult` are parts.
     """
 
-    def __init__(self, store: KVStoreClient | LocalFirstStore | PartsStore, parts: Sequence[int]) -> None:
+    def __init__(self, store: Store, parts: Sequence[int]) -> None:
         self._store = store
         self._parts = parts
 
     def match_prefix(
         self, keys: Sequence[bytes], *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> int:
-        """How many leading keys of the chain are there without a gap."""
         found = self._store.match_prefix(
             part_keys(keys, self._parts), refresh=refresh, pin_s=pin_s, timeout_s=timeout_s
         )
@@ -126,41 +112,22 @@ class PartsStore:
     def contains(
         self, keys: Sequence[bytes], *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> Present:
-        """Which keys are there."""
         return self._whole(
             self._store.contains(part_keys(keys, self._parts), refresh=refresh, pin_s=pin_s, timeout_s=timeout_s)
         )
 
     def in_remote(self, keys: Sequence[bytes]) -> Present:
-        """Which keys are in the fleet's store."""
-        return self._whole(in_remote(self._store, part_keys(keys, self._parts)))
+        return self._whole(self._store.in_remote(part_keys(keys, self._parts)))
 
-    def lookup_in_remote(self, keys: Sequence[bytes], timeout_s: float) -> Lookup:
-        """See the function of this name."""
-        found = lookup_in_remote(self._store, part_keys(keys, self._parts), timeout_s)
+    def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Lookup:
+        found = self._store.lookup(part_keys(keys, self._parts), timeout_s=timeout_s)
         return Lookup(found.present // len(self._parts), found.promised // len(self._parts))
 
-    def promise_in_remote(
-        self, keys: Sequence[bytes], ttl_s: float, timeout_s: float
-    ) -> tuple[Promise, Present, Present]:
-        """See the function of this name. What others have promised a part of is theirs."""
-        promise, there, others = promise_in_remote(self._store, part_keys(keys, self._parts), ttl_s, timeout_s)
-        return promise, self._whole(there), np.asarray(others.reshape(-1, len(self._parts)).any(axis=1))
+    def promise(self, keys: Sequence[bytes], *, ttl_s: float = 30.0, timeout_s: float | None = None) -> SlicedPromise:
+        promised = self._store.promise(part_keys(keys, self._parts), ttl_s=ttl_s, timeout_s=timeout_s)
+        return SlicedPromise(promised, len(self._parts))
 
-    def get_into(
-        self,
-        keys: Sequence[bytes],
-        out: npt.NDArray[np.uint8],
-        slots: Sequence[int],
-        *,
-        wait_s: float = 0.0,
-        timeout_s: float | None = None,
-    ) -> Present:
-        """Receive block i into `out[slots[i]]`. `out`: rows of all these parts, C-contiguous. wait_s: for promised
-        blocks."""
-        return drive(self._get_into_steps(keys, out, slots, wait_s=wait_s, timeout_s=timeout_s, alone=True))
-
-    def _get_into_steps(
+    def get_into_steps(
         self,
         keys: Sequence[bytes],
         out: npt.NDArray[np.uint8],
@@ -170,18 +137,16 @@ class PartsStore:
         timeout_s: float | None = None,
         alone: bool = False,
     ) -> Steps[Present]:
-        """`get_into` in steps, for a thread that has many calls under way."""
         count = len(self._parts)
         rows = out.reshape(len(out) * count, -1)
         places = [slot * count + part for slot in slots for part in range(count)]
-        present = yield from self._store._get_into_steps(
+        present = yield from self._store.get_into_steps(
             part_keys(keys, self._parts), rows, places, wait_s=wait_s, timeout_s=timeout_s, alone=alone
         )
         return self._whole(present)
 
-    def _asked(self, keys: Sequence[bytes]) -> frozenset[Link]:
-        """The shards that a read of these keys asks first."""
-        return self._store._asked(part_keys(keys, self._parts))
+    def first_shards(self, keys: Sequence[bytes]) -> Set[Link]:
+        return self._store.first_shards(part_keys(keys, self._parts))
 
     def set(
         self,
@@ -192,8 +157,9 @@ class PartsStore:
         parent: Sequence[bytes | None],
         priority: int = 0,
         ttl_s: float | None = None,
+        generation: int | None = None,
     ) -> SetResult:
-        """Set blocks; a part follows the same part of the parent. -> counts of parts."""
+        # A part follows the same part of the parent.
         parents = [None if each is None else each + bytes([part]) for each in parent for part in self._parts]
         return self._store.set(
             part_keys(keys, self._parts),
@@ -202,10 +168,18 @@ class PartsStore:
             parent=parents,
             priority=priority,
             ttl_s=ttl_s,
+            generation=generation,
         )
 
+    @property
+    def generation(self) -> int:
+        return self._store.generation
+
+    @property
+    def reached(self) -> bool:
+        return self._store.reached
+
     def expire(self, keys: Sequence[bytes], *, ttl_s: float | None = None) -> Present:
-        """Give blocks another time to live. -> which ones are there."""
         return self._whole(self._store.expire(part_keys(keys, self._parts), ttl_s=ttl_s))
 
     def _cut(self, block: memoryview) -> list[memoryview]:
@@ -213,21 +187,24 @@ class PartsStore:
         return [block[start:end] for start, end in pairwise(range(0, len(block) + 1, size))]
 
     def _whole(self, present: Present) -> Present:
-        return np.asarray(present.reshape(-1, len(self._parts)).all(axis=1))
+        return whole_blocks(present, len(self._parts))
 
     def info(self) -> Any:
-        """The state of the store."""
         return self._store.info()
 
     @property
     def stats(self) -> ClientStats:
-        """The store's own; blocks in it are parts."""
         return self._store.stats
 
     def why_unanswered(self) -> KVStoreError:
-        """See `KVStoreClient.why_unanswered`."""
         return self._store.why_unanswered()
 
     def close(self) -> None:
-        """Disconnect."""
         self._store.close()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PartsStore":
+        warnings.warn("kvstore_client.engine.parts.PartsStore is SlicedStore now", DeprecationWarning, stacklevel=2)
+        return SlicedStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

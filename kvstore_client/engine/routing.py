@@ -1,9 +1,9 @@
 """Which engine has how much of a prompt, and in which tier: for routers that send a request where its prefix is.
 
 Engines publish KV events: vLLM does, for its own cache and for what this project's connector keeps (``medium`` ``GPU``,
-``CPU``, ``STORAGE``). `Routes` listens to many engines and answers for a list of tokens. It needs no hash function:
-an event carries a block's tokens and its parent, so a prompt is followed block by block. What the store has now the
-store itself is asked, since it does not tell anybody what it evicts.
+``CPU``, ``STORAGE``). `Routes` listens to many engines and answers for a list of tokens, and what else decides their
+blocks: `block_index`. What the store has now the store itself is asked, since it does not tell anybody what it evicts;
+what engines say that they have put there is kept only to know what to ask for.
 
 Needs pyzmq: the extra ``llm-kvstore[routing]``; vLLM brings it.
 """
@@ -19,23 +19,18 @@ from types import TracebackType
 from typing import Any, Final, Protocol
 
 import msgspec
-import numpy as np
 import xxhash
+
+from kvstore_client.engine.block_index import MEMORY_BYTES, BlockKeys, Index
 
 log = logging.getLogger(__name__)
 
-GPU: Final = "GPU"
 _REPLAY_S: Final = 5.0  # for an engine to answer a request for what was missed
+_CHECKED_S: Final = 1.0  # is less than an engine needs to start again
 _LOOK_S: Final = 0.05  # between two looks at what has come
-# What vLLM calls the groups of layers that keep every token; None: it does not say.
-_WHOLE: Final = (None, "full_attention", "mla_attention")
-
-Hash = bytes | int
-# The block before, a digest of the tokens, and what else the block's hash covers (salt, adapter, images).
-_Place = tuple[Hash | None, bytes, str]
 
 
-class Store(Protocol):
+class PrefixStore(Protocol):
     """What is asked of a client of the store."""
 
     def match_prefix(self, keys: Sequence[bytes]) -> int:
@@ -66,125 +61,11 @@ class _Engine:
     name: str
     live: Any  # sockets
     replay: Any
+    model: str
     next: int = 0  # number of the next batch
+    last: bytes = b""  # a digest of the batch before
+    checked: float = float("-inf")  # when it had that batch still, of `time.monotonic`
     synced: bool = False
-
-
-# What one tier of an engine has, by group of its layers. A block is there if all groups have it.
-_Tier = dict[int, set[Hash]]
-
-
-class Index:
-    """The blocks of many engines, from their events. Thread-safe.
-
-    Of an engine whose layers are in several groups, those count that keep every token. Of the others, such as sliding
-    windows, an engine has what it needs at the end of a prefix, or computes it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._children: dict[_Place, Hash] = {}
-        self._places: dict[Hash, _Place] = {}
-        self._holders: dict[Hash, int] = {}  # how many tiers of engines have it
-        self._engines: dict[str, dict[str, _Tier]] = {}  # by name and medium
-        self._block_tokens: set[int] = set()  # sizes of blocks that were told of
-
-    def apply(self, engine: str, event: dict[str, Any]) -> None:
-        """Take in an event of vLLM, as its msgpack decodes. Unknown kinds are ignored: later versions may have more."""
-        kind, medium, group = event.get("type"), event.get("medium") or GPU, event.get("group_idx") or 0
-        if event.get("kv_cache_spec_kind") not in _WHOLE:
-            return
-        with self._lock:
-            tiers = self._engines.setdefault(engine, {})
-            if kind == "BlockStored":
-                self._store(tiers.setdefault(medium, {}).setdefault(group, set()), event)
-            elif kind == "BlockRemoved":
-                self._remove(tiers.get(medium, {}).get(group, set()), event["block_hashes"])
-            elif kind == "AllBlocksCleared":  # of the engine's own cache
-                for blocks in tiers.get(GPU, {}).values():
-                    self._remove(blocks, list(blocks))
-
-    def _store(self, blocks: set[Hash], event: dict[str, Any]) -> None:
-        size, parent, extras = event["block_size"], event["parent_block_hash"], event.get("extra_keys")
-        tokens = np.asarray(event["token_ids"], dtype=np.int64)
-        for number, block_hash in enumerate(event["block_hashes"]):
-            extra = extras[number] if extras else None
-            place = (parent, _digest(tokens[number * size : (number + 1) * size]), repr(extra) if extra else "")
-            if block_hash not in blocks:
-                blocks.add(block_hash)
-                self._holders[block_hash] = self._holders.get(block_hash, 0) + 1
-                if block_hash not in self._places:
-                    self._places[block_hash] = place
-                    self._children[place] = block_hash
-                    self._block_tokens.add(size)
-            parent = block_hash
-
-    def _remove(self, blocks: set[Hash], hashes: Sequence[Hash]) -> None:
-        for block_hash in hashes:
-            if block_hash not in blocks:
-                continue
-            blocks.discard(block_hash)
-            self._holders[block_hash] -= 1
-            if not self._holders[block_hash]:
-                del self._holders[block_hash]
-                place = self._places.pop(block_hash)
-                if self._children.get(place) == block_hash:
-                    del self._children[place]
-
-    def forget(self, engine: str) -> None:
-        """The engine has gone, or what it has is not known any more."""
-        with self._lock:
-            for tier in self._engines.pop(engine, {}).values():
-                for blocks in tier.values():
-                    self._remove(blocks, list(blocks))
-
-    def chain(self, token_ids: Sequence[int]) -> tuple[list[Hash], int]:
-        """-> the hashes of the prompt's leading blocks that somebody has, and the tokens of a block."""
-        tokens = np.asarray(token_ids, dtype=np.int64)
-        with self._lock:
-            longest: tuple[list[Hash], int] = ([], next(iter(self._block_tokens), 1))
-            for size in self._block_tokens:
-                hashes: list[Hash] = []
-                parent: Hash | None = None
-                for start in range(0, len(tokens) - size + 1, size):
-                    found = self._children.get((parent, _digest(tokens[start : start + size]), ""))
-                    if found is None:
-                        break
-                    hashes.append(found)
-                    parent = found
-                if len(hashes) * size > len(longest[0]) * longest[1]:
-                    longest = hashes, size
-            return longest
-
-    def runs(self, hashes: Sequence[Hash]) -> dict[str, dict[str, int]]:
-        """-> by engine and tier, how many leading ones of these blocks it has; ``any``: in all tiers together."""
-        with self._lock:
-            return {
-                engine: {
-                    **{medium: _leading(hashes, [tier]) for medium, tier in tiers.items()},
-                    "any": _leading(hashes, [tier for medium, tier in tiers.items() if medium != "STORAGE"]),
-                }
-                for engine, tiers in self._engines.items()
-            }
-
-    @property
-    def blocks(self) -> int:
-        """Distinct blocks that somebody has."""
-        return len(self._places)
-
-
-def _digest(tokens: np.ndarray[Any, np.dtype[np.int64]]) -> bytes:
-    return xxhash.xxh3_128_digest(tokens.tobytes())
-
-
-def _leading(hashes: Sequence[Hash], tiers: Sequence[_Tier]) -> int:
-    """How many leading ones of these blocks are in one of the tiers, in each group."""
-    groups = {group for tier in tiers for group in tier}
-    by_group = [[tier[group] for tier in tiers if group in tier] for group in groups]
-    if not by_group:
-        return 0
-    there = (all(any(each in some for some in sets) for sets in by_group) for each in hashes)
-    return next((number for number, present in enumerate(there) if not present), len(hashes))
 
 
 class Routes:
@@ -192,14 +73,21 @@ class Routes:
 
     `stores`: clients of the store, one for each rank's namespace; a block counts if all of them have it. They are asked
     with the hashes that the events carry, which must be whole: ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``. Where the
-    store has blocks in parts, `kvstore_client.engine.parts.PartsStore(client, range(N))` asks for all N of them:
+    store has blocks in parts, `SlicedStore(ClientStore(…), range(N))` of `kvstore_client.engine` asks for all N:
     engines with ``head_shards`` or ``layer_parts``, and models of N groups of layers. `tokenize`: makes tokens of text.
+    `memory_bytes`: for what engines have, about; what was heard of or asked for longest ago goes first.
     """
 
-    def __init__(self, stores: Sequence[Store] = (), tokenize: Callable[[str], Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        stores: Sequence[PrefixStore] = (),
+        tokenize: Callable[[str], Sequence[int]] | None = None,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
         import zmq
 
-        self.index = Index()
+        self.index = Index(memory_bytes, storage=bool(stores))
         self._stores = stores
         self._tokenize = tokenize
         self._zmq = zmq
@@ -210,10 +98,11 @@ class Routes:
         self._thread = threading.Thread(target=self._run, name="kvstore-routes", daemon=True)
         self._thread.start()
 
-    def add(self, name: str, events: str, replay: str = "") -> None:
+    def add(self, name: str, events: str, replay: str = "", *, model: str = "") -> None:
         """Listen to an engine's publisher at ``events``, and ask for what was missed at ``replay``: the addresses of
-        its ``--kv-events-config``. Without ``replay``, what an engine had before is not known. Raises `ValueError` for
-        an address that ZeroMQ cannot use, and a name that is there."""
+        its ``--kv-events-config``. Without ``replay``, what an engine had before is not known. ``model``: what it
+        serves, for `find`, where engines serve several. Raises `ValueError` for an address that ZeroMQ cannot use, and
+        a name that is there."""
         with self._lock:
             if name in self._engines:
                 raise ValueError(f"engine {name!r} was added before; expected another name")
@@ -224,7 +113,7 @@ class Routes:
                 live.close(0)
                 raise
             live.subscribe(b"")
-            self._engines[name] = _Engine(name, live, again)
+            self._engines[name] = _Engine(name, live, again, model)
 
     def _connected(self, kind: int, address: str) -> Any:
         made = self._context.socket(kind)
@@ -245,19 +134,49 @@ class Routes:
                     engine.replay.close(0)
         self.index.forget(name)
 
-    def find(self, prompt: Sequence[int] | str) -> Found:
-        """Where the blocks of a prompt are. Text needs `tokenize`. Raises what the stores' clients raise."""
+    def restarted(self, name: str) -> None:
+        """An engine was started anew: what it had is gone. `Routes` finds that out by itself if the engine's events
+        count from 0 again, but not if it misses their beginning and cannot ask for it."""
+        with self._lock:
+            engine = self._engines.get(name)
+            if engine is not None:
+                self._begin_anew(engine)
+                engine.synced = False
+
+    def find(
+        self,
+        prompt: Sequence[int] | str,
+        *,
+        model: str | None = None,
+        lora_name: str = "",
+        cache_salt: str = "",
+        media: Sequence[tuple[str, int, int]] = (),
+    ) -> Found:
+        """Where the blocks of a prompt are. Text needs `tokenize`. `model`: of engines that were added with this one;
+        None: of all. `lora_name`, `cache_salt` and `media`: what the request has beside its tokens (`BlockKeys`);
+        blocks that were made for others are not followed. Raises what the stores' clients raise."""
         if isinstance(prompt, str):
             if self._tokenize is None:
                 raise ValueError("a prompt of text; expected token ids, or Routes(tokenize=...)")
             prompt = self._tokenize(prompt)
-        hashes, size = self.index.chain(prompt)
-        runs = self.index.runs(hashes)
-        engines = {name: {tier: run * size for tier, run in tiers.items()} for name, tiers in runs.items()}
+        keys = BlockKeys(lora_name, cache_salt, media)
+        with self._lock:
+            others = {each.name for each in self._engines.values() if model is not None and each.model != model}
+        engines: dict[str, dict[str, int]] = {}
+        longest: tuple[list[bytes | int], int] = ([], 1)
+        for name in self.index.engines:
+            if name in others:
+                continue
+            hashes, size = self.index.chain(prompt, keys, name)
+            runs = self.index.runs(hashes, name).get(name, {})
+            engines[name] = {tier: run * size for tier, run in runs.items()}
+            if len(hashes) * size > len(longest[0]) * longest[1]:
+                longest = hashes, size
+        hashes, size = longest
         stored = None
         if self._stores and all(isinstance(each, bytes) for each in hashes):
-            keys = [each for each in hashes if isinstance(each, bytes)]
-            stored = min(store.match_prefix(keys) for store in self._stores) * size if keys else 0
+            names = [each for each in hashes if isinstance(each, bytes)]
+            stored = min(store.match_prefix(names) for store in self._stores) * size if names else 0
         return Found(len(hashes) * size, engines, stored)
 
     def close(self) -> None:
@@ -296,7 +215,9 @@ class Routes:
         while engine.live.poll(0):
             _, sequence, payload = engine.live.recv_multipart()
             number = int.from_bytes(sequence, "big")
-            if number < engine.next:  # the engine was restarted
+            if number < engine.next:
+                if self._has_last(engine):
+                    continue  # it came with a replay
                 log.info("kvstore: engine %s counts its events anew: it was restarted", engine.name)
                 self._begin_anew(engine)
             if number > engine.next:
@@ -308,29 +229,48 @@ class Routes:
 
     def _begin_anew(self, engine: _Engine) -> None:
         self.index.forget(engine.name)
-        engine.next = 0
+        engine.next, engine.last = 0, b""
 
     def _catch_up(self, engine: _Engine) -> None:
-        """Ask the engine for all batches from the next one on."""
+        """Ask the engine for all batches from the next one on; and for the last one, to see that it is the same."""
         if engine.replay is None:
             return
-        engine.replay.send_multipart([b"", engine.next.to_bytes(8, "big")])
-        deadline = time.monotonic() + _REPLAY_S
+        if self._replay(engine) is False:
+            log.info("kvstore: the events of engine %s are not those of before: it was restarted", engine.name)
+            self._begin_anew(engine)
+            self._replay(engine)
+
+    def _has_last(self, engine: _Engine) -> bool:
+        """Whether the last batch that was taken is the engine's still: else it was restarted."""
+        if engine.replay is not None and time.monotonic() - engine.checked > _CHECKED_S and self._replay(engine):
+            engine.checked = time.monotonic()
+        return time.monotonic() - engine.checked <= _CHECKED_S
+
+    def _replay(self, engine: _Engine) -> bool | None:
+        """Take all batches from the next one on. -> whether the one before is the same as it was; None: it is not
+        kept."""
+        engine.replay.send_multipart([b"", max(0, engine.next - 1).to_bytes(8, "big")])
+        deadline, same = time.monotonic() + _REPLAY_S, None
         while engine.replay.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             *_, sequence, payload = engine.replay.recv_multipart()
             if not payload:
-                return
+                return same
             number = int.from_bytes(sequence, "big", signed=True)
+            if same is None and number == engine.next - 1:
+                same = xxhash.xxh3_128_digest(payload) == engine.last
+            if same is False:
+                continue
             if number > engine.next:  # the engine keeps its newest batches only
                 self._begin_anew(engine)
                 engine.next = number
             self._take(engine, number, payload)
         log.warning("kvstore: engine %s did not say which events were missed within %g s", engine.name, _REPLAY_S)
+        return same
 
     def _take(self, engine: _Engine, number: int, payload: bytes) -> None:
         if number != engine.next:
             return  # it came with the replay
-        engine.next += 1
+        engine.next, engine.last = engine.next + 1, xxhash.xxh3_128_digest(payload)
         _, events, *_ = msgspec.msgpack.decode(payload)
         for event in events:
             self.index.apply(engine.name, event)

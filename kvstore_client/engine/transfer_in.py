@@ -31,10 +31,11 @@ import numpy as np
 
 from kvstore_client._calls.exchange import Steps
 from kvstore_client._links.link import Link
-from kvstore_client.engine.guard import Counters, Store, StoreGuard
+from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.jobs import Arrived, Hits, Job, Rows, State, Within
 from kvstore_client.engine.multiplexer import Multiplexer
 from kvstore_client.engine.shared_rows import Stripe
+from kvstore_client.engine.store import Store
 
 # Payload of one round trip: large enough for full wire speed, small enough that placing one chunk overlaps the next.
 CHUNK_BYTES: Final = 16 << 20
@@ -230,7 +231,7 @@ class TransferIn:
 
     def _shards_of(self, job: Job) -> Set[Link]:
         if not job.shards:
-            job.shards = self._guard.asked(job.keys)
+            job.shards = self._guard.first_shards(job.keys)
         return job.shards
 
     def _has_rows(self, job: Job) -> bool:
@@ -284,7 +285,7 @@ class TransferIn:
 
         def get(client: Store) -> Steps[Hits]:
             assert out is not None
-            hits = yield from client._get_into_steps(keys, out, slots, wait_s=wait_s, timeout_s=timeout_s)
+            hits = yield from client.get_into_steps(keys, out, slots, wait_s=wait_s, timeout_s=timeout_s)
             self._count_corrupt(client.stats.checksum_errors)
             return hits
 

@@ -19,14 +19,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client.engine.guard import Counters, Store, StoreGuard
-from kvstore_client.engine.parts import PartialBlocks, in_remote, part_keys
+from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.parts import PartialBlocks, part_keys
+from kvstore_client.engine.store import Store
 
 Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
 
@@ -59,12 +60,17 @@ class SendAs(NamedTuple):
     handed_over: bool = False
 
 
-class _Waiting(NamedTuple):
+class BlockOut(NamedTuple):
+    """A block on its way out. ``block``: its bytes. ``token``: what names it in the results. ``parent``: the key before
+    it in its chain; None: it is the first. ``generation``: the `StoreGuard.generation` in which it was made: at another
+    one it is not sent; None: it is sent whatever that is."""
+
     key: bytes
     block: Block
     token: Hashable
-    parent: bytes | None  # the key before it in its chain; None: it is the first
-    how: SendAs
+    parent: bytes | None = None
+    how: SendAs = SendAs()
+    generation: int | None = None
 
 
 Done: TypeAlias = Callable[[Sequence[tuple[Hashable, SendOutcome]]], None]
@@ -94,8 +100,8 @@ class TransferOut:
         self.chunk_blocks = max(1, CHUNK_BYTES // guard.block_bytes)
         # With little room, blocks do not wait until others are dropped for them.
         self._enough = max(1, min(self.chunk_blocks, limit // 2, GATHER_BYTES // guard.block_bytes))
-        self._queue: deque[_Waiting] = deque()
-        self._first: deque[_Waiting] = deque()  # those that are handed over
+        self._queue: deque[BlockOut] = deque()
+        self._first: deque[BlockOut] = deque()  # those that are handed over
         self._gathering_since = 0.0  # when the oldest block of the queue came, at the latest
         self._lock = threading.Lock()
         # Two, so that a `put` wakes the thread only when there is something to do.
@@ -112,22 +118,12 @@ class TransferOut:
         """Blocks in the queue or being sent."""
         return len(self._queue) + len(self._first) + self._sending
 
-    def put(
-        self,
-        keys: Sequence[bytes],
-        blocks: Sequence[Block],
-        tokens: Sequence[Hashable],
-        parents: Sequence[bytes | None],
-        how: Sequence[SendAs] | None = None,
-    ) -> None:
-        """Queue blocks. ``parents[i]``: the key before ``keys[i]`` in its chain, None for a chain's first. Beyond the
-        limit, the oldest in the queue are dropped, even if this call put them there, but none that is handed over.
-        Never blocks."""
-        if how is None:
-            how = [SendAs()] * len(keys)
+    def put(self, blocks: Iterable[BlockOut]) -> None:
+        """Queue blocks. Beyond the limit, the oldest in the queue are dropped, even if this call put them there, but
+        none that is handed over. Never blocks."""
         with self._lock:
             first = not self._queue
-            for each in map(_Waiting._make, zip(keys, blocks, tokens, parents, how, strict=True)):
+            for each in blocks:
                 (self._first if each.how.handed_over else self._queue).append(each)
             if first:
                 self._gathering_since = time.monotonic()
@@ -138,6 +134,20 @@ class TransferOut:
                 self._first.clear()
             if first or self._is_enough():
                 self._work.notify()
+        self._report(dropped, SendOutcome.DROPPED)
+
+    def discard(self, unwanted: Callable[[Hashable], bool]) -> None:
+        """Drop the queued blocks whose tokens are unwanted. What is on the wire is not held up. Never blocks."""
+        dropped: list[BlockOut] = []
+        with self._lock:
+            for queue in (self._first, self._queue):
+                kept = [each for each in queue if not unwanted(each.token)]
+                if len(kept) < len(queue):
+                    dropped += [each for each in queue if unwanted(each.token)]
+                    queue.clear()
+                    queue.extend(kept)
+            if dropped:
+                self._batch_ended.notify_all()
         self._report(dropped, SendOutcome.DROPPED)
 
     def drain(self, timeout_s: float) -> bool:
@@ -171,6 +181,8 @@ class TransferOut:
                 self._work.wait_for(lambda: self._queue or self._first or self._closed)
                 self._work.wait_for(self._is_enough, self._gathering_since + GATHER_S - time.monotonic())
                 queue = self._first or self._queue
+                if not queue and not self._closed:  # it was discarded
+                    continue
                 if not queue:
                     return
                 batch = [queue.popleft() for _ in range(min(self.chunk_blocks, len(queue)))]
@@ -186,14 +198,17 @@ class TransferOut:
         """Whether to send now what is queued."""
         return bool(self._first) or len(self._queue) >= self._enough or self._hurried > 0 or self._closed
 
-    def _send(self, batch: list[_Waiting]) -> None:
+    def _send(self, batch: list[BlockOut]) -> None:
         keys = [each.key for each in batch]
-        present = self._guard.call(lambda store: in_remote(store, keys), None)
+        present = self._guard.call(lambda store: store.in_remote(keys), None)
         if present is None:
             return self._report(batch, SendOutcome.FAILED)
-        there = [each for each, is_there in zip(batch, present, strict=True) if is_there]
-        missing = [each for each, is_there in zip(batch, present, strict=True) if not is_there]
-        stored: list[_Waiting] = []
+        current = self._guard.generation  # the store has just said
+        wanted = [each.generation in (None, current) for each in batch]
+        self._report([each for each, is_wanted in zip(batch, wanted, strict=True) if not is_wanted], SendOutcome.FAILED)
+        there = [each for each, is_there in zip(batch, present & wanted, strict=True) if is_there]
+        missing = [each for each, is_there in zip(batch, ~present & wanted, strict=True) if is_there]
+        stored: list[BlockOut] = []
         most_s = PART_TTL_S if self._parts > 1 else math.inf
         if missing:
             lost = self._guard.call(lambda client: _set(client, missing, most_s), len(missing))
@@ -206,12 +221,12 @@ class TransferOut:
             self._report([each for each in some if each.key in failed], SendOutcome.FAILED)
         return None
 
-    def _in_store(self, blocks: Sequence[_Waiting]) -> list[_Waiting]:
+    def _in_store(self, blocks: Sequence[BlockOut]) -> list[BlockOut]:
         keys = [each.key for each in blocks]
-        present = self._guard.call(lambda store: in_remote(store, keys), np.zeros(len(keys), dtype=np.bool_))
+        present = self._guard.call(lambda store: store.in_remote(keys), np.zeros(len(keys), dtype=np.bool_))
         return [each for each, is_there in zip(blocks, present, strict=True) if is_there]
 
-    def _complete(self, there: Sequence[_Waiting], stored: Sequence[_Waiting]) -> set[bytes]:
+    def _complete(self, there: Sequence[BlockOut], stored: Sequence[BlockOut]) -> set[bytes]:
         """Have blocks live on of which the store has all parts now. -> the keys of these parts, if the block's
         others are not there any more."""
         whole = self._partial.add([each.key for each in there], [each.key for each in stored])
@@ -226,7 +241,7 @@ class TransferOut:
             lost.update(key[:-1] for key, is_kept in zip(keys, kept, strict=True) if not is_kept)
         return {each.key for each in (*there, *stored) if each.key[:-1] in lost}
 
-    def _report(self, blocks: Sequence[_Waiting], outcome: SendOutcome) -> None:
+    def _report(self, blocks: Sequence[BlockOut], outcome: SendOutcome) -> None:
         if not blocks:
             return
         if outcome is SendOutcome.STORED:
@@ -248,11 +263,11 @@ def _expire(keys: Sequence[bytes], ttl_s: float | None, store: Store) -> npt.NDA
     return store.expire(keys, ttl_s=ttl_s)
 
 
-def _set(client: Store, blocks: Sequence[_Waiting], most_s: float) -> int:
+def _set(client: Store, blocks: Sequence[BlockOut], most_s: float) -> int:
     """Set blocks, to live for so long at most. -> how many the store could not take. A deferred set is acknowledged
     once the store owns the bytes; every lookup sees the blocks from then on."""
     lost = 0
-    for how, group in itertools.groupby(blocks, lambda each: each.how):
+    for (how, generation), group in itertools.groupby(blocks, lambda each: (each.how, each.generation)):
         some = list(group)
         lost += client.set(
             [each.key for each in some],
@@ -261,5 +276,6 @@ def _set(client: Store, blocks: Sequence[_Waiting], most_s: float) -> int:
             parent=[each.parent for each in some],
             priority=how.priority,
             ttl_s=how.ttl_s if math.isinf(most_s) else min(most_s, how.ttl_s or most_s),
+            generation=generation,
         ).error
     return lost

@@ -30,13 +30,13 @@ import msgspec
 
 from kvstore_serving.load.prompts import Api
 from kvstore_serving.load.records import Outcome, Planned
-from kvstore_serving.load.sse import EventParser, EventTooLong
+from kvstore_serving.sse import DONE, EventError, EventReader
 
-DONE: Final = b"[DONE]"
 REACH_S: Final = 10.0
 _MAX_ERROR_BYTES: Final = 65536
 _MAX_MESSAGE: Final = 400
 _LARGE_BODY: Final = 1 << 20
+_MAX_EVENT_BYTES: Final = 16 << 20  # an event that is longer is not one of an endpoint's
 # Servers close idle connections, uvicorn after 5 s. A request sent at that moment would fail and be counted.
 _KEEP_ALIVE_S: Final = 2.0
 _NO_SOCKETS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
@@ -166,7 +166,7 @@ class Client:
                     outcome.fail(f"http_{response.status}", error_message(said) or str(response.reason))
         except asyncio.TimeoutError:
             outcome.fail("timeout", f"not complete after {self._timeout_s:g} s")
-        except (EventTooLong, msgspec.DecodeError, aiohttp.ClientResponseError, aiohttp.InvalidURL) as error:
+        except (EventError, msgspec.DecodeError, aiohttp.ClientResponseError, aiohttp.InvalidURL) as error:
             outcome.fail("malformed", str(error)[:_MAX_MESSAGE])
         except (aiohttp.ClientError, OSError) as error:
             outcome.fail(_kind_of(error, outcome), (str(error) or type(error).__name__)[:_MAX_MESSAGE])
@@ -186,14 +186,14 @@ class _Answer:
 
     def __init__(self, outcome: Outcome, chat: bool) -> None:
         self._outcome, self._chat = outcome, chat
-        self._parser = EventParser()
+        self._reader = EventReader(_MAX_EVENT_BYTES)
         self._reported: int | None = None
         self._last_is_empty = False
         self._done = False
 
     def add(self, received: bytes, now_s: float) -> None:
-        """Raises `EventTooLong` and `msgspec.DecodeError`."""
-        for data in self._parser.feed(received):
+        """Raises `EventError` and `msgspec.DecodeError`."""
+        for data in self._reader.feed(received):
             if data == DONE:
                 self._done = True
                 continue

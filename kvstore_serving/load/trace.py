@@ -23,7 +23,7 @@ from kvstore_serving.load.prompts import HASHED_TOKENS
 from kvstore_serving.load.records import Planned
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
-_Id = Annotated[int, msgspec.Meta(ge=0)]
+_Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class TraceError(ValueError):

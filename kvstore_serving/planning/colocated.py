@@ -31,7 +31,6 @@ class ColocatedEngine(BatchedEngine):
         chunk_tokens: int,
     ) -> None:
         super().__init__(env, profile, shape, done, max_batch)
-        self.pending = 0  # tokens of prompts that are not computed, and of answers that are not there
         self._contention = profile.contention
         self._chunk = chunk_tokens
         self._prefilling: list[deque[tuple[Job, int]]] = [deque() for _ in range(shape.pp)]  # with tokens there are
@@ -46,12 +45,9 @@ class ColocatedEngine(BatchedEngine):
     def add(self, job: Job) -> None:
         """Queue a job, whose tokens `expect` has announced."""
         self._waiting.append(job)
-        self._wake_one()
+        self._look()
 
-    def fail(self) -> list[Job]:
-        """Lose everything. -> the jobs that are to be done elsewhere."""
-        self.epoch += 1
-        self.down = True
+    def _lose(self) -> list[Job]:
         begun = [job for queue in self._prefilling for job, _ in queue]
         begun += [job for completing in self._completing for job in completing]
         self._completing = [[] for _ in range(self.pp)]
@@ -59,13 +55,8 @@ class ColocatedEngine(BatchedEngine):
         self._waiting.clear()
         for queue in self._prefilling:
             queue.clear()
-        self.used = self.pending = self._requests = 0
+        self._requests = 0
         return lost
-
-    def recover(self) -> None:
-        """Work again."""
-        self.down = False
-        self._wake_one()
 
     def _admit(self, number: int) -> None:
         for job in self._begin():
@@ -125,11 +116,7 @@ class ColocatedEngine(BatchedEngine):
                     self._end(job)
             self.pending -= int(tokens)
             for job in complete:
-                job.prefilled_s = env.now
-                if job.first_s < 0:
-                    job.first_s = env.now
-                job.left -= 1
-                job.context += 1
+                job.prefilled(env.now)
                 self.pending -= 1
                 if job.left:
                     lane.ready.append(job)
@@ -137,7 +124,7 @@ class ColocatedEngine(BatchedEngine):
                     self._end(job)
             lane.join()
 
-    def _wake_one(self) -> None:
+    def _look(self) -> None:
         for number in range(len(self._lanes)):
             if self._rouse(number):
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import heapq
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -18,7 +19,7 @@ Steps: TypeAlias = Generator[simpy.Event, Any, None]
 LOOK_S: Final = 0.005
 
 
-class Engine:
+class Engine(abc.ABC):
     """What all engines have. `busy_s`: time in which its first stage worked. `epoch`: it counts the failures: what an
     earlier one began is of no account. `neighbours`: the other engines of its nodes. `working`: how many of its
     pipeline's batches are being computed."""
@@ -30,6 +31,7 @@ class Engine:
         self.stages_s = profile.stage_s * shape.pp
         self.capacity = self.degree.kv_tokens[shape.pp]
         self.used = 0  # tokens that are reserved
+        self.pending = 0  # tokens that it has yet to work on
         self.peak = 0
         self.busy_s = 0.0
         self.down = False
@@ -46,6 +48,26 @@ class Engine:
         """Have the process look again."""
         if self._wake is not None and not self._wake.triggered:
             self._wake.succeed()
+
+    def fail(self) -> list[Job]:
+        """Lose everything. -> the jobs that are to be done elsewhere."""
+        self.epoch += 1
+        self.down = True
+        self.used = self.pending = 0
+        return self._lose()
+
+    def recover(self) -> None:
+        """Work again."""
+        self.down = False
+        self._look()
+
+    @abc.abstractmethod
+    def _lose(self) -> list[Job]:
+        """Forget all jobs. -> they."""
+
+    @abc.abstractmethod
+    def _look(self) -> None:
+        """Begin what can be begun."""
 
     def _sleep(self) -> simpy.Event:
         self._wake = self.env.event()

@@ -36,7 +36,6 @@ class PrefillEngine(Engine):
         super().__init__(env, profile, shape)
         self._contention = profile.contention.prefill
         self.most = self.degree.prefill.saturating_tokens if batch_tokens is None else batch_tokens
-        self.pending = 0  # tokens that wait or are computed
         self._queue: deque[Job] = deque()
         self._running: dict[Job, None] = {}  # a set would not keep their order
         self._free_s = [0.0] * shape.pp
@@ -57,21 +56,14 @@ class PrefillEngine(Engine):
         self.used -= job.context
         self.wake()
 
-    def fail(self) -> list[Job]:
-        """Lose everything. -> the jobs that are to be done elsewhere."""
-        self.epoch += 1
-        self.down = True
+    def _lose(self) -> list[Job]:
         lost = [*self._running, *self._queue]
         self._running.clear()
         self._queue.clear()
-        self.pending = 0
-        self.used = 0
         self._free_s = [self.env.now] * self.pp
         return lost
 
-    def recover(self) -> None:
-        """Work again."""
-        self.down = False
+    def _look(self) -> None:
         self.wake()
 
     def _batch(self) -> list[Job]:
@@ -116,15 +108,10 @@ class PrefillEngine(Engine):
             self.after(end - env.now, lambda batch=batch: self._finish(batch))  # type: ignore[misc]
 
     def _finish(self, batch: list[Job]) -> None:
-        now = self.env.now
         for job in batch:
             self._running.pop(job, None)
             self.pending -= job.context - job.hits
-            job.prefilled_s = now
-            if job.first_s < 0:
-                job.first_s = now
-            job.left -= 1
-            job.context += 1
+            job.prefilled(self.env.now)
             self.used += 1
             self._done(self, job)
 
@@ -144,7 +131,6 @@ class DecodeEngine(BatchedEngine):
     ) -> None:
         """max_batch: the most requests at once."""
         super().__init__(env, profile, shape, done, max_batch)
-        self.pending = 0  # tokens that are reserved, or wait for memory
         self._contention = profile.contention.decode
         self._fetching: dict[Job, None] = {}
         self._fetch = fetch
@@ -155,7 +141,7 @@ class DecodeEngine(BatchedEngine):
         """A job whose prefill is done."""
         self.pending += job.context + job.left
         self._waiting.append(job)
-        self._admit()
+        self._look()
 
     def give_up(self, job: Job) -> None:
         """The blocks of a job will not come."""
@@ -171,22 +157,14 @@ class DecodeEngine(BatchedEngine):
         self._lanes[number].ready.append(job)
         self._rouse(number)
 
-    def fail(self) -> list[Job]:
-        """Lose everything. -> the jobs that are to be done elsewhere."""
-        self.epoch += 1
-        self.down = True
+    def _lose(self) -> list[Job]:
         lost = [*self._waiting, *self._fetching, *(job for lane in self._lanes for job in lane.empty())]
         self._waiting.clear()
         self._fetching.clear()
-        self.used = self.pending = self._requests = 0
+        self._requests = 0
         return lost
 
-    def recover(self) -> None:
-        """Work again."""
-        self.down = False
-        self._admit()
-
-    def _admit(self) -> None:
+    def _look(self) -> None:
         for job in self._begin():
             self._fetching[job] = None
             self._fetch(self, job)
@@ -206,4 +184,4 @@ class DecodeEngine(BatchedEngine):
             for job in lane.advance():
                 self.pending -= job.context
                 self._end(job)
-            self._admit()
+            self._look()

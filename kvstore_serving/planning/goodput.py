@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -62,6 +62,10 @@ class Goal:
     apart: bool = False
 
 
+Task: TypeAlias = tuple[Fleet, Recipe, Goal, float, int]
+"""What to simulate: a fleet, its load, what is to be held, the rate in requests a second, and the seed."""
+
+
 def requests_of(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float) -> int:
     """-> how many requests a run has: enough that all engines have work, that a queue which grows is seen, and that
     misses are counted."""
@@ -90,7 +94,7 @@ def play(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float, seed: int, w
     return simulate(fleet, workload, rate_rps, goal.slo, None if whole else goal.percentile)
 
 
-def goodput(fleet: Fleet, recipe: Recipe, goal: Goal, seed: int, guess_rps: float = 1.0) -> float:
+def goodput(fleet: Fleet, recipe: Recipe, goal: Goal, guess_rps: float, seed: int) -> float:
     """-> the goodput of one seed; 0 if not even requests that come one by one attain their SLOs."""
     low, high = 0.0, guess_rps
     while attained(fleet, recipe, goal, high, seed):
@@ -148,16 +152,16 @@ class Crew:
         self._progress = progress
         self._begun = self._done = 0
 
-    def goodputs(self, tasks: Sequence[tuple[Fleet, Recipe, Goal, int, float]]) -> list[float]:
-        """-> the goodput of each (fleet, recipe, goal, seed, guess)."""
+    def goodputs(self, tasks: Sequence[Task]) -> list[float]:
+        """-> the goodput of each; its rate is a guess."""
         return self.each(goodput, tasks)
 
-    def shrunk(self, tasks: Sequence[tuple[Fleet, Recipe, Goal, float, int]]) -> list[Placement]:
-        """-> the smaller placement of each (fleet, recipe, goal, rate, seed)."""
+    def shrunk(self, tasks: Sequence[Task]) -> list[Placement]:
+        """-> the smaller placement of each."""
         return self.each(shrunk, tasks)
 
-    def runs(self, tasks: Sequence[tuple[Fleet, Recipe, Goal, float, int]]) -> list[Run]:
-        """-> the whole run of each (fleet, recipe, goal, rate, seed)."""
+    def runs(self, tasks: Sequence[Task]) -> list[Run]:
+        """-> the whole run of each."""
         return self.each(play, [(*task, True) for task in tasks])
 
     def each(self, function: Callable[..., _Result], tasks: Iterable[tuple[object, ...]]) -> list[_Result]:

@@ -3,48 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 
+@dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way. `tokens`: what a prefill computes: all but `hits` of the prompt, and, after a failure, what
-    had been generated. `left`: output tokens that are still to come."""
+    """A request on its way. `context`: what a prefill computes, but for `hits`: the prompt, and, after a failure, what
+    had been generated. `left`: output tokens that are still to come. A time that has not come is -1."""
 
-    __slots__ = (
-        "admitted_s",
-        "at_s",
-        "begun_s",
-        "context",
-        "counted",
-        "first_s",
-        "hits",
-        "input",
-        "last_s",
-        "left",
-        "loaded_s",
-        "missed",
-        "output",
-        "prefilled_s",
-        "ready_s",
-        "sent_s",
-    )
+    at_s: float
+    input: int
+    output: int
+    hits: int
+    counted: bool
+    context: int = field(init=False)
+    left: int = field(init=False)
+    missed: bool = False  # an SLO, as far as it is known
+    loaded_s: float = field(init=False)  # what the store has of it was there
+    begun_s: float = -1.0  # its prefill began
+    prefilled_s: float = -1.0
+    first_s: float = -1.0
+    sent_s: float = -1.0  # all its blocks are in the store
+    admitted_s: float = -1.0  # the decode engine has memory for it
+    ready_s: float = -1.0  # the decode engine has its blocks
+    last_s: float = -1.0
 
-    def __init__(self, at_s: float, tokens: int, output: int, hits: int, counted: bool) -> None:
-        self.at_s = at_s
-        self.input = tokens
-        self.output = output
-        self.hits = hits
-        self.counted = counted
-        self.context = tokens
-        self.left = output
-        self.missed = False  # an SLO, as far as it is known
-        self.loaded_s = at_s  # what the store has of it was there
-        self.begun_s = -1.0  # its prefill began
-        self.prefilled_s = -1.0
-        self.first_s = -1.0
-        self.sent_s = -1.0  # all its blocks are in the store
-        self.admitted_s = -1.0  # the decode engine has memory for it
-        self.ready_s = -1.0  # the decode engine has its blocks
-        self.last_s = -1.0
+    def __post_init__(self) -> None:
+        self.context, self.left, self.loaded_s = self.input, self.output, self.at_s
+
+    def prefilled(self, now: float) -> None:
+        """Its prompt is computed, which gives a token."""
+        self.prefilled_s = now
+        if self.first_s < 0:
+            self.first_s = now
+        self.left -= 1
+        self.context += 1
 
     @property
     def ttft_s(self) -> float:
@@ -56,15 +49,13 @@ class Job:
         return (self.last_s - self.first_s) / (self.output - 1) if self.output > 1 else 0.0
 
 
+@dataclass(slots=True, eq=False)
 class Link:
     """A link that many share: what is sent goes one after the other, so that its rate is never exceeded."""
 
-    __slots__ = ("bytes_per_s", "free_s", "sent_bytes")
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
-        self.free_s = 0.0
-        self.sent_bytes = 0.0
+    bytes_per_s: float
+    free_s: float = 0.0
+    sent_bytes: float = 0.0
 
 
 def transfer(now: float, nbytes: float, path: Sequence[tuple[Link, float]]) -> float:

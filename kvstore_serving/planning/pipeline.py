@@ -19,11 +19,24 @@ and in that longer step the link moves more. With both, alpha is the above, divi
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 BUFFERS: Final = 2  # layers whose KV is in buffers: the one that is read, and the one that comes
+
+
+class Hardware(NamedTuple):
+    """link_bytes_per_s: from the lender. memory_bytes_per_s: the engine's own. other_s: the rest of a step, weights
+    above all. overhead_s: time of a step in which no copy runs. layers: count the two buffers of a layer each as
+    resident. lost_share: of the time that copies run, how much computing loses, 0 to less than 1."""
+
+    link_bytes_per_s: float
+    memory_bytes_per_s: float
+    other_s: float
+    overhead_s: float
+    layers: int | None = None
+    lost_share: float = 0.0
 
 
 class PipelinePlan(msgspec.Struct, frozen=True):
@@ -46,54 +59,32 @@ class PipelinePlan(msgspec.Struct, frozen=True):
     knee_bytes_per_s: float | None
 
 
-def largest_kv(
-    resident_bytes: float,
-    link_bytes_per_s: float,
-    memory_bytes_per_s: float,
-    other_s: float,
-    overhead_s: float,
-    layers: int | None = None,
-    lost_share: float = 0.0,
-) -> float | None:
+def largest_kv(resident_bytes: float, on: Hardware) -> float | None:
     """-> the most KV, in bytes, of which enough may leave that the rest, and the buffers, fit `resident_bytes` of the
-    engine's memory; None: without bound. The others as for `plan_pipeline`.
+    engine's memory; None: without bound.
 
     Of M bytes in all, (1 - alpha) M + 2 M / layers stay, and alpha falls as M grows:
     M (1 - B / B_memory + 2 / layers) = resident_bytes + B (T_other - T_overlap),  B = B_link / (1 - lost_share)
     """
-    moved = link_bytes_per_s / (1 - lost_share)  # in a second of a step without copies
-    shrinking = 1 - moved / memory_bytes_per_s + (BUFFERS / layers if layers else 0.0)
+    moved = on.link_bytes_per_s / (1 - on.lost_share)  # in a second of a step without copies
+    shrinking = 1 - moved / on.memory_bytes_per_s + (BUFFERS / on.layers if on.layers else 0.0)
     if shrinking <= 0:
         return None
-    return max(resident_bytes, (resident_bytes + moved * (other_s - overhead_s)) / shrinking)
+    return max(resident_bytes, (resident_bytes + moved * (on.other_s - on.overhead_s)) / shrinking)
 
 
-def plan_pipeline(
-    kv_bytes: float,
-    link_bytes_per_s: float,
-    memory_bytes_per_s: float,
-    other_s: float,
-    overhead_s: float,
-    layers: int | None = None,
-    lost_share: float = 0.0,
-) -> PipelinePlan:
-    """-> how much may leave.
-
-    kv_bytes: KV that a step reads, in all. link_bytes_per_s: from the lender. memory_bytes_per_s: the engine's own.
-    other_s: the rest of a step, weights above all. overhead_s: time of a step in which no copy runs. layers: count the
-    two buffers of a layer each as resident. lost_share: of the time that copies run, how much computing loses, 0 to
-    less than 1.
-    """
-    alone_s = kv_bytes / memory_bytes_per_s + other_s
-    room_s = (alone_s - overhead_s) / (1 - lost_share)  # for copies, in a step that they fill
-    alpha = min(1.0, max(0.0, link_bytes_per_s * room_s / kv_bytes))
-    buffers = BUFFERS * kv_bytes / layers if layers and alpha else 0.0
+def plan_pipeline(kv_bytes: float, on: Hardware) -> PipelinePlan:
+    """-> how much may leave. kv_bytes: KV that a step reads, in all."""
+    alone_s = kv_bytes / on.memory_bytes_per_s + on.other_s
+    room_s = (alone_s - on.overhead_s) / (1 - on.lost_share)  # for copies, in a step that they fill
+    alpha = min(1.0, max(0.0, on.link_bytes_per_s * room_s / kv_bytes))
+    buffers = BUFFERS * kv_bytes / on.layers if on.layers and alpha else 0.0
     resident = min(kv_bytes, (1 - alpha) * kv_bytes + buffers)
-    copies_s = alpha * kv_bytes / link_bytes_per_s
-    step_s = alone_s + lost_share * copies_s
+    copies_s = alpha * kv_bytes / on.link_bytes_per_s
+    step_s = alone_s + on.lost_share * copies_s
     return PipelinePlan(
         alpha=alpha,
-        alpha_bandwidth=min(1.0, link_bytes_per_s / memory_bytes_per_s),
+        alpha_bandwidth=min(1.0, on.link_bytes_per_s / on.memory_bytes_per_s),
         capacity_gain=kv_bytes / resident if resident else None,
         lender_bytes=alpha * kv_bytes,
         resident_bytes=resident,

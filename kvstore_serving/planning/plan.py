@@ -26,7 +26,7 @@ from kvstore_serving.planning.document import (
 )
 from kvstore_serving.planning.goodput import Crew, Goal
 from kvstore_serving.planning.outage import OutageCost, cost_of
-from kvstore_serving.planning.placement import Placement, seats_of
+from kvstore_serving.planning.placement import seats_of
 from kvstore_serving.planning.queueing import Queue, Unstable, inter_op
 from kvstore_serving.planning.search import (
     Answer,
@@ -38,7 +38,7 @@ from kvstore_serving.planning.search import (
     measured,
     rate_phases,
 )
-from kvstore_serving.planning.simulator import Fleet, Run
+from kvstore_serving.planning.simulator import Run
 from kvstore_serving.planning.workload import Floats, Lengths, Recipe, Replayed, Synthetic, without_hits
 
 STORE_BUSY: Final = 0.6  # share of time that a store's links send: requests come in bursts
@@ -62,8 +62,8 @@ def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True, outag
     other = _other(question, phases, crew)
     curves = _curves(question, [each for each in (answer, other) if each is not None], crew)
     rate = answer.goodput.value
-    base = _goodputs(question, [(question, answer.placement)], rate, crew)[0] if sensitivity else 0.0
-    [at_goodput] = crew.runs([_run(question, answer, rate)])
+    base = crew.goodputs([question.task(answer.placement, rate)])[0] if sensitivity else 0.0
+    [at_goodput] = crew.runs([question.task(answer.placement, rate)])
     placed, price = _placed(question, answer), question.price(answer.placement)
     return Plan(
         placement=Apart(placed["prefill"], placed["decode"]),
@@ -102,14 +102,9 @@ def _with_store(question: Question, nodes: int) -> Question:
     return replace(question, links=msgspec.structs.replace(question.links, store_nodes=nodes))
 
 
-def _run(question: Question, answer: Answer, rate_rps: float) -> tuple[Fleet, Recipe, Goal, float, int]:
-    """The task of a run with the first seed."""
-    return question.fleet(answer.placement), question.recipe, question.goal, rate_rps, question.seeds[0]
-
-
 def _with_its_store(question: Question, answer: Answer, crew: Crew) -> tuple[Question, Answer]:
     """-> the question with as many store nodes as the answer needs, and the answer with them."""
-    [run] = crew.runs([_run(_with_store(question, UNLIMITED), answer, answer.goodput.value)])
+    [run] = crew.runs([_with_store(question, UNLIMITED).task(answer.placement, answer.goodput.value)])
     nodes = store_needs(question, answer, run).nodes
     target = question.rate_rps if question.rate_rps is not None and answer.enough else NEARLY * answer.goodput.value
     for _ in range(DOUBLINGS):
@@ -136,7 +131,7 @@ def _binding(question: Question, answer: Answer, crew: Crew) -> Binding:
     rate = answer.goodput.value
     for _ in range(DOUBLINGS):
         rate *= BEYOND
-        [run] = crew.runs([_run(question, answer, rate)])
+        [run] = crew.runs([question.task(answer.placement, rate)])
         if run.attainment(question.goal.slo) < 1:
             break
     return binding(run, question.goal.slo)
@@ -249,29 +244,11 @@ def _alone(question: Question, phases: dict[str, list[Rated]]) -> list[Alone]:
 
 
 def _curves(question: Question, answers: Sequence[Answer], crew: Crew) -> list[list[Point]]:
-    tasks = [
-        (
-            question.fleet(answer.placement),
-            question.recipe,
-            question.goal,
-            answer.goodput.value * share,
-            question.seeds[0],
-        )
-        for answer in answers
-        for share in CURVE
-    ]
+    tasks = [question.task(each.placement, each.goodput.value * share) for each in answers for share in CURVE]
     points = [
         Point(task[3], run.attainment(question.goal.slo)) for task, run in zip(tasks, crew.runs(tasks), strict=True)
     ]
     return [points[first : first + len(CURVE)] for first in range(0, len(points), len(CURVE))]
-
-
-def _goodputs(
-    question: Question, changed: Sequence[tuple[Question, Placement]], guess: float, crew: Crew
-) -> list[float]:
-    """-> with the first seed."""
-    seed = question.seeds[0]
-    return crew.goodputs([(each.fleet(placed), each.recipe, each.goal, seed, guess) for each, placed in changed])
 
 
 def _sensitivity(question: Question, answer: Answer, base: float, crew: Crew) -> list[Sensitivity]:
@@ -301,7 +278,9 @@ def _sensitivity(question: Question, answer: Answer, base: float, crew: Crew) ->
         if engines.instances > 1:
             changed[f"one {phase} engine less, as after a failure"] = question
             placements.append(answer.placement.with_instances(phase, engines.instances - 1))
-    values = _goodputs(question, list(zip(changed.values(), placements, strict=True)), answer.goodput.value, crew)
+    rate = answer.goodput.value
+    tasks = [each.task(placement, rate) for each, placement in zip(changed.values(), placements, strict=True)]
+    values = crew.goodputs(tasks)
     return [
         Sensitivity(change, value, value / base if base else 0.0) for change, value in zip(changed, values, strict=True)
     ]
@@ -312,8 +291,9 @@ def _capacities(question: Question, answer: Answer, base: float, crew: Crew) -> 
     kv = question.pools[0].profile.kv_bytes_per_token
     recipes, assumed = _by_capacity(question, kv)
     others = [tokens for tokens in recipes if tokens != assumed]
-    changed = [(replace(question, recipe=recipes[tokens]), answer.placement) for tokens in others]
-    served = dict(zip(others, _goodputs(question, changed, answer.goodput.value, crew), strict=True))
+    changed = (replace(question, recipe=recipes[tokens]) for tokens in others)
+    tasks = [each.task(answer.placement, answer.goodput.value) for each in changed]
+    served = dict(zip(others, crew.goodputs(tasks), strict=True))
     served[assumed] = base
     return [
         AtCapacity(
@@ -328,8 +308,7 @@ def _capacities(question: Question, answer: Answer, base: float, crew: Crew) -> 
 
 
 def _outages(question: Question, answer: Answer, outage_s: float, crew: Crew) -> list[OutageCost]:
-    fleet, rate = question.fleet(answer.placement), _served_rps(question, answer)
-    fixed = (fleet, question.recipe, question.goal, rate, question.seeds[0])
+    fixed = question.task(answer.placement, _served_rps(question, answer))
     return crew.each(cost_of, [(*fixed, phase, outage_s) for phase in answer.placement.named])
 
 

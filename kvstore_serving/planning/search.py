@@ -25,7 +25,7 @@ from typing import Final, TypeAlias
 
 from kvstore_serving.load.report import Slo
 from kvstore_serving.planning.fleet import Links, Pool
-from kvstore_serving.planning.goodput import Crew, Goal, Goodput, mean_goodput
+from kvstore_serving.planning.goodput import Crew, Goal, Goodput, Task, mean_goodput
 from kvstore_serving.planning.hit_curve import HitCurve
 from kvstore_serving.planning.placement import Engines, Placement, Shape, shares_of
 from kvstore_serving.planning.simulator import Fleet
@@ -65,6 +65,13 @@ class Question:
     def fleet(self, placement: Placement) -> Fleet:
         """These engines, on what there is."""
         return Fleet(self.pools, self.links, placement, self.max_batch, self.chunk_tokens)
+
+    def task(
+        self, placement: Placement, rate_rps: float | None = None, *, goal: Goal | None = None, seed: int | None = None
+    ) -> Task:
+        """What to simulate of a placement: at a rate, by default the one that was asked for, with the first seed."""
+        rate = rate_rps or self.rate_rps or 1.0
+        return self.fleet(placement), self.recipe, goal or self.goal, rate, self.seeds[0] if seed is None else seed
 
     def price(self, placement: Placement) -> float:
         """Of an hour."""
@@ -119,13 +126,7 @@ def rate_phases(question: Question, crew: Crew) -> dict[str, list[Rated]]:
     }
     names = [(phase, pool, shape) for phase in goals for pool, shape in shapes]
     tasks = [
-        (
-            question.fleet(Placement(**{phase: Engines(shape, 1, pool)})),
-            question.recipe,
-            goals[phase],
-            question.seeds[0],
-            1.0,
-        )
+        question.task(Placement(**{phase: Engines(shape, 1, pool)}), 1.0, goal=goals[phase])
         for phase, pool, shape in names
     ]
     found: dict[str, list[Rated]] = {phase: [] for phase in goals}
@@ -278,7 +279,7 @@ def _decide(question: Question, candidates: Sequence[Placement], crew: Crew, ord
     if question.rate_rps is None:
         served = _worthwhile(question, candidates, crew, order)
     else:
-        served = _finalists(question, question.rate_rps, candidates, crew)
+        served = _finalists(question, candidates, crew)
         for _ in range(GROWTH):
             enough = [each for each, value in served.items() if value >= question.rate_rps and each not in refused]
             for placement in sorted(enough, key=lambda each: (question.price(each), -served[each])):
@@ -308,14 +309,11 @@ def _decide(question: Question, candidates: Sequence[Placement], crew: Crew, ord
     return Answer(chosen, found, question.rate_rps is None or found.value >= question.rate_rps)
 
 
-def _finalists(
-    question: Question, rate_rps: float, candidates: Sequence[Placement], crew: Crew
-) -> dict[Placement, float]:
+def _finalists(question: Question, candidates: Sequence[Placement], crew: Crew) -> dict[Placement, float]:
     """-> what the first candidates serve, with as few engines as serve the rate: engines that share a load serve more
     than as many that have each a part of it."""
-    finalists = [question.fleet(each) for each in candidates[:FINALISTS]]
-    tasks = [(each, question.recipe, question.goal, rate_rps, question.seeds[0]) for each in finalists]
-    return _served(question, list(dict.fromkeys(crew.shrunk(tasks))), crew)
+    shrunk = crew.shrunk([question.task(each) for each in candidates[:FINALISTS]])
+    return _served(question, list(dict.fromkeys(shrunk)), crew)
 
 
 def _worthwhile(
@@ -343,18 +341,12 @@ def _worthwhile(
 
 def measured(question: Question, placement: Placement, crew: Crew) -> Goodput:
     """-> the goodput of a placement, over all seeds."""
-    tasks = [
-        (question.fleet(placement), question.recipe, question.goal, seed, _guess(question.rate_rps))
-        for seed in question.seeds
-    ]
-    return mean_goodput(crew.goodputs(tasks))
+    return mean_goodput(crew.goodputs([question.task(placement, seed=seed) for seed in question.seeds]))
 
 
 def _served(question: Question, placements: Sequence[Placement], crew: Crew) -> dict[Placement, float]:
     """-> the goodput of each, with the first seed."""
-    guess = _guess(question.rate_rps)
-    tasks = [(question.fleet(each), question.recipe, question.goal, question.seeds[0], guess) for each in placements]
-    return dict(zip(placements, crew.goodputs(tasks), strict=True))
+    return dict(zip(placements, crew.goodputs([question.task(each) for each in placements]), strict=True))
 
 
 def _changed(question: Question, placement: Placement, steps: Sequence[int]) -> Iterator[Placement]:
@@ -364,7 +356,3 @@ def _changed(question: Question, placement: Placement, steps: Sequence[int]) -> 
             changed = placement.with_instances(phase, max(1, engines.instances + step))
             if changed != placement and question.fleet(changed).nodes is not None:
                 yield changed
-
-
-def _guess(rate: float | None) -> float:
-    return 1.0 if rate is None else rate

@@ -126,22 +126,17 @@ class _Simulation:
         for (phase, engines), places in zip(fleet.placement.named.items(), found, strict=True):
             for stages in places:
                 self.nodes[self._make(phase, engines)] = stages
-        everyone = [*self.prefills, *self.decodes, *self.colocated]
+        self.phases: dict[str, Sequence[PrefillEngine | DecodeEngine | ColocatedEngine]]
+        self.phases = {"prefill": self.prefills, "decode": self.decodes, "colocated": self.colocated}
+        everyone = [engine for engines in self.phases.values() for engine in engines]
         for engine in everyone:
             engine.neighbours = [each for each in everyone if each is not engine and self._share_node(engine, each)]
         pool = fleet.pools[fleet.placement.phases[0].pool]
         self.kv_bytes = pool.profile.kv_bytes_per_token
+        columns = (workload.at / rate_rps, workload.inputs, workload.outputs, workload.hits)
+        requests = zip(*(column.tolist() for column in columns), strict=True)
         self.jobs = [
-            Job(at, tokens, output, hits, number >= first)
-            for number, (at, tokens, output, hits) in enumerate(
-                zip(
-                    (workload.at / rate_rps).tolist(),
-                    workload.inputs.tolist(),
-                    workload.outputs.tolist(),
-                    workload.hits.tolist(),
-                    strict=True,
-                )
-            )
+            Job(at, tokens, output, hits, number >= first) for number, (at, tokens, output, hits) in enumerate(requests)
         ]
         self.unfinished = len(self.jobs) - first
         self.left = math.floor(allowed * self.unfinished + 1e-9)  # misses until the run is decided
@@ -177,9 +172,8 @@ class _Simulation:
     def _dispatch(self, job: Job) -> None:
         """Give a request to an engine, once what the store has of it has arrived there."""
         if self.decodes and not self.prefills:  # decoding alone: its prefill takes no time
-            job.prefilled_s = job.first_s = job.sent_s = self.env.now
-            job.left -= 1
-            job.context += 1
+            job.prefilled(self.env.now)
+            job.sent_s = job.first_s = self.env.now
             if job.left:
                 _least(self.decodes).add(job)
             else:
@@ -317,9 +311,7 @@ class _Simulation:
     # ---- failures ------------------------------------------------------------------------------------------------
 
     def _outage(self, outage: Outage) -> Steps:
-        engines: dict[str, Sequence[PrefillEngine | DecodeEngine | ColocatedEngine]]
-        engines = {"prefill": self.prefills, "decode": self.decodes, "colocated": self.colocated}
-        engine = engines[outage.phase][outage.instance]
+        engine = self.phases[outage.phase][outage.instance]
         yield self.env.timeout(outage.from_s)
         lost = engine.fail()
         for job in lost:
@@ -344,9 +336,7 @@ class _Simulation:
         run = Run(
             ttft, tpot, np.maximum(1, np.array([job.output - 1 for job in counted])), self.decided, self._kept_up(), now
         )
-        phases: dict[str, Sequence[PrefillEngine | DecodeEngine | ColocatedEngine]]
-        phases = {"prefill": self.prefills, "decode": self.decodes, "colocated": self.colocated}
-        for name, engines in phases.items():
+        for name, engines in self.phases.items():
             if engines:
                 run.busy[name] = sum(engine.busy_s for engine in engines) / len(engines) / now
                 run.memory[name] = max(engine.peak / engine.capacity for engine in engines)

@@ -157,11 +157,11 @@ def propose(
     some do both, and are compared as if all did."""
     recipe = Synthetic(Lengths(load.input_tokens), Lengths(load.output_tokens), hit_rate=min(load.hit_rate, 0.99))
     tasks = [
-        (watched.fleet(number, engines - number), recipe, watched.goal, seed, load.rate_rps)
+        (watched.fleet(number, engines - number), recipe, watched.goal, load.rate_rps, seed)
         for number in range(1, engines)
         for seed in watched.seeds
     ]
-    tasks += [(watched.colocated(engines), recipe, watched.goal, seed, load.rate_rps) for seed in watched.seeds]
+    tasks += [(watched.colocated(engines), recipe, watched.goal, load.rate_rps, seed) for seed in watched.seeds]
     values = crew.goodputs(tasks)
     seeds = len(watched.seeds)
     splits = [

@@ -138,9 +138,13 @@ class Ask:
 
     @property
     def splittable(self) -> bool:
-        """Whether a prefill elsewhere helps: an engine that must give the prompt's logits computes it anyway."""
+        """Whether a prefill elsewhere helps. An engine that must give the prompt's logits computes it anyway, and
+        embeddings, also of a part of the prompt, are more bytes to send twice than they save."""
         body = self.body
-        return not any(body.get(name) for name in ("prompt_logprobs", "echo", "use_beam_search", "prompt_embeds"))
+        return not (
+            any(body.get(name) for name in ("prompt_logprobs", "echo", "use_beam_search", "prompt_embeds"))
+            or _has_embeddings(body.get("messages"))
+        )
 
     # ---- what is sent to engines -----------------------------------------------------------------------------
 
@@ -173,6 +177,9 @@ class Ask:
             body["kv_transfer_params"] = self._transfer("do_remote_prefill")
         if self.stream and self.plain:
             body["return_token_ids"] = True
+            if not self.wants_usage:  # what it found of the prompt; `continuous_usage_stats` counts only with usage
+                options = {"include_usage": True, "continuous_usage_stats": False}
+                body["stream_options"] = {**(self.body.get("stream_options") or {}), **options}
         return body
 
     def continued(self, prompt_ids: list[int], said: list[int], max_model_len: int | None) -> dict[str, Any] | None:
@@ -234,6 +241,19 @@ def with_trace(body: dict[str, Any], traceparent: str) -> dict[str, Any]:
     if not isinstance(ours, dict):
         return body  # the engine says what is wrong with it
     return {**body, "kv_transfer_params": {**given, "kvstore": {**ours, "traceparent": traceparent}}}
+
+
+def _has_embeddings(messages: object) -> bool:
+    """Whether a part of a chat is embeddings; engines know it by its type, or by the name of a field."""
+    if isinstance(messages, list):
+        return any(map(_has_embeddings, messages))
+    if isinstance(messages, dict):
+        return (
+            messages.get("type") == "prompt_embeds"
+            or "prompt_embeds" in messages
+            or _has_embeddings(messages.get("content"))
+        )
+    return False
 
 
 def _only_text(messages: object) -> bool:

@@ -7,6 +7,7 @@ a thread: `Routes` holds its lock while an engine is asked for events that were 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 
 from kvstore_client.engine.routing import Found, Routes
@@ -18,6 +19,8 @@ class EngineEvents:
     def __init__(self) -> None:
         self._routes: Routes | None = None
         self._heard: dict[str, tuple[str, str]] = {}
+        self._lives: dict[str, int] = {}  # that were told of
+        self._lock = threading.Lock()  # for these
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -43,6 +46,8 @@ class EngineEvents:
         for url in [url for url, addresses in self._heard.items() if wanted.get(url) != addresses]:
             self._routes.remove(url)
             del self._heard[url]
+            with self._lock:
+                self._lives.pop(url, None)
         for url in wanted.keys() - self._heard.keys():
             try:
                 self._routes.add(url, *wanted[url])
@@ -52,10 +57,16 @@ class EngineEvents:
                 self._heard[url] = wanted[url]
         return problems
 
-    def find(self, tokens: Sequence[int]) -> Found:
-        """`Routes.find`; only while some are heard."""
+    def find(self, tokens: Sequence[int], *, lives: Mapping[str, int], lora_name: str, cache_salt: str) -> Found:
+        """`Routes.find`; only while some are heard. lives: of the engines now, by URL; in another life than before, an
+        engine has nothing of before."""
         assert self._routes is not None
-        return self._routes.find(tokens)
+        with self._lock:
+            for url in lives.keys() & list(self._heard):
+                before, self._lives[url] = self._lives.get(url, 0), lives[url]
+                if before and lives[url] != before:
+                    self._routes.restarted(url)
+        return self._routes.find(tokens, lora_name=lora_name, cache_salt=cache_salt)
 
     async def close(self) -> None:
         async with self._one_at_a_time:

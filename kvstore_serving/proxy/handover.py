@@ -17,7 +17,7 @@ import asyncio
 import time
 from typing import Any
 
-from kvstore_serving.proxy import sse
+from kvstore_serving import sse
 from kvstore_serving.proxy.ask import COMPLETIONS
 from kvstore_serving.proxy.prefill import beside, prefill_only, prefill_shown
 from kvstore_serving.proxy.serving import Request
@@ -48,6 +48,7 @@ class StreamedAnswer:
         self._pieces = 0
         self._prefilled: float | None = None  # when P's token was there
         self._raw_sent = False
+        self._found: int | None = None  # tokens of the prompt, by the engine that answers
 
     async def run(self) -> None:
         """Answer the request. Raises `UserGone`."""
@@ -89,7 +90,7 @@ class StreamedAnswer:
                         else:
                             await self._relay_raw(stream)
                 request.engine.worked()
-                serving.decider.sent(request.decision, request.engine)
+                request.answered(self._found)
                 await self._write(sse.END, more=False)
                 record.outcome = "ok"
                 return
@@ -166,6 +167,7 @@ class StreamedAnswer:
                     chunk, reading = reading.result(), None
                     if chunk is None:
                         return
+                    self._note_found(chunk, continues)
                     await self._send(follower.feed(chunk))
             if reading is not None:
                 chunk, reading = await reading, None
@@ -175,6 +177,7 @@ class StreamedAnswer:
                 if self._prefilled is not None:
                     self._observe("handover", time.monotonic() - self._prefilled)
                     self._prefilled = None
+                self._note_found(chunk, continues)
                 await self._send(follower.feed(chunk))
                 chunk = await stream.chunk()
         finally:
@@ -182,6 +185,11 @@ class StreamedAnswer:
                 if task is not None:
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
+
+    def _note_found(self, chunk: dict[str, Any], continues: int | None) -> None:
+        usage = read_usage(chunk.get("usage")) if continues is None else None
+        if usage is not None:
+            self._found = usage.cached_tokens
 
     async def _show(self, chunk: dict[str, Any]) -> bool:
         """Pass on a chunk of P, if it can be shown. -> True: the answer ended with it."""
@@ -233,8 +241,8 @@ class StreamedAnswer:
     # ---- to the user -----------------------------------------------------------------------------------------
 
     async def _send(self, chunk: dict[str, Any] | None) -> None:
-        if chunk is None or (not chunk.get("choices") and not self._ask.wants_usage and chunk.get("usage") is None):
-            return
+        if chunk is None or (not chunk.get("choices") and not self._ask.wants_usage):
+            return  # the proxy itself asks for usage
         await self._write(sse.encode(chunk), token=not self._transcript.empty)
 
     async def _write(self, piece: bytes, *, more: bool = True, token: bool = False) -> None:

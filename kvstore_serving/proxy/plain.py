@@ -38,8 +38,9 @@ async def _serve(request: Request) -> None:
                 return
             continue
         request.engine.worked()
-        serving.decider.sent(request.decision, request.engine)
-        if (usage := usage_of(answer.body)) is not None:
+        usage = usage_of(answer.body)
+        request.answered(None if usage is None else usage.cached_tokens)
+        if usage is not None:
             record.prompt_tokens = usage.prompt_tokens
             record.output_tokens = usage.completion_tokens or 0
             record.note_cached(usage.cached_tokens)

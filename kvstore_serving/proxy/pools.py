@@ -11,6 +11,7 @@ is known. Load is what this proxy has in flight, so it is exact for one proxy an
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 Role: TypeAlias = Literal["prefill", "decode"]
 ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
 _LONGEST_BACKOFF_S: Final = 30.0
+_lives: Final = itertools.count(1)
 _REQUEST_TOKENS: Final = 256  # what a running request weighs beside its tokens: each step computes all requests
 
 
@@ -53,7 +55,7 @@ class Engine:
     models: dict[str, Model] = field(default_factory=dict)
     version: str = ""
     cards: list[dict[str, Any]] = field(default_factory=list)  # of /v1/models, for the proxy's own
-    starts: int = 0  # how often it came to be healthy: what it had cached before is gone
+    life: int = 0  # another one each time that it comes to be healthy: what it had cached before is gone
     failures: int = 0  # of requests, one after the other
     shunned_until: float = 0.0
     queued_tokens: int = 0  # uncached prompt tokens that it was sent to prefill
@@ -85,7 +87,7 @@ class Engine:
 
     def up(self) -> None:
         if not self.healthy:
-            self.starts += 1
+            self.life = next(_lives)
         self.healthy, self.why_down = True, ""
 
     @property
@@ -162,13 +164,19 @@ class Pools:
         return None
 
     def prefiller(
-        self, model: str | None, have: Mapping[str, int], tokens: int, beside: Engine | None = None
+        self,
+        model: str | None,
+        have: Mapping[str, int],
+        tokens: int,
+        beside: Engine | None = None,
+        *,
+        without: Collection[str] = (),
     ) -> Engine | None:
         """Who prefills: the shortest queue with this prompt in it. `beside`: the engine that decodes, which must have
         the same weights and be another one."""
         found = [
             engine
-            for engine in self.candidates("prefill", model)
+            for engine in self.candidates("prefill", model, without)
             if beside is None or (engine is not beside and engine.identity(model).fits(beside.identity(model)))
         ]
         if not found:

@@ -11,8 +11,8 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import Any, Final
 
+from kvstore_client.engine.spans import Span
 from kvstore_serving.proxy.serving import Request, engine_span
-from kvstore_serving.proxy.spans import Span
 from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused
 from kvstore_serving.proxy.usage import Usage, read_usage, usage_of
 
@@ -85,7 +85,7 @@ def _counted(request: Request) -> Iterator[Span]:
             yield span
         outcome = "ok"
         engine.worked()
-        serving.decider.sent(decision, engine)
+        serving.decider.answered(request.ask, decision, engine, record.prefill_cached_tokens)
         serving.metrics.phases.labels("prefill").observe(span.ended - span.began)
     except EngineRefused as error:
         outcome = "refused"

@@ -18,8 +18,8 @@ from typing import Any, Final, TextIO
 
 import msgspec
 
+from kvstore_client.engine.spans import Kind, Span
 from kvstore_client.engine.trace_context import TraceContext, new_trace, parse_traceparent
-from kvstore_serving.proxy.spans import Kind, Span
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Record:
     @contextlib.contextmanager
     def span(self, name: str, kind: Kind = "internal", row: str = "proxy") -> Iterator[Span]:
         """A part of the request, which ends with the block."""
-        span = Span(name, kind, row)
+        span = Span(name, kind, row, parent=self.root.id)
         self.spans.append(span)
         try:
             yield span

@@ -23,6 +23,7 @@ from kvstore_serving.proxy.decision import Decider
 from kvstore_serving.proxy.engine_events import EngineEvents
 from kvstore_serving.proxy.following import Following
 from kvstore_serving.proxy.metrics import Metrics
+from kvstore_serving.proxy.pairs import Pairs
 from kvstore_serving.proxy.pools import Pools
 from kvstore_serving.proxy.prefixes import Prefixes
 from kvstore_serving.proxy.record import AccessLog
@@ -66,11 +67,10 @@ async def _run(settings: Settings) -> None:
         raise SettingsError(f"--store: {error}") from None
     events = EngineEvents()
     following = Following(settings, pools, checks, events)
-    decider = Decider(settings, pools, upstream, Prefixes(events), store)
+    pairs = Pairs(settings.backoff_s)
+    decider = Decider(settings, pools, upstream, Prefixes(events, store), store, pairs)
     serves = Serving(settings, pools, upstream, Metrics(pools, store), decider, tracing.on)
-    proxy = Proxy(
-        serves, access_log, tracing, lambda: {"store": {"endpoint": list(store.endpoint), "answers": store.works}}
-    )
+    proxy = Proxy(serves, access_log, tracing, lambda: {"store": store.status(), "not_arriving": pairs.status()})
     stop = asyncio.Event()
     _on_signals(stop)
     try:

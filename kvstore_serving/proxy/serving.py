@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvstore_client.engine.spans import Span
 from kvstore_serving.proxy.ask import Ask, with_trace
 from kvstore_serving.proxy.decision import Decider, Decision
 from kvstore_serving.proxy.metrics import Metrics
 from kvstore_serving.proxy.pools import Engine, Pools
 from kvstore_serving.proxy.record import Record
 from kvstore_serving.proxy.settings import Settings
-from kvstore_serving.proxy.spans import Span
 from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, Upstream
 from kvstore_serving.proxy.user import User, error_body
 
@@ -99,6 +99,13 @@ class Request:
         self.engine = engine
         record.decode = engine.url
         return True
+
+    def answered(self, cached: int | None) -> None:
+        """The engine that answers has the prompt now. cached: how many of its tokens it found; None: not known."""
+        decider, decision, record = self.serving.decider, self.decision, self.record
+        decider.answered(self.ask, decision, self.engine, cached)
+        if self.engine is decision.decode and not record.retries and record.prefill_outcome == "ok":
+            decider.handed_over(decision, cached)
 
     async def fail(self, error: EngineFailed | EngineRefused) -> None:
         """The end of a request whose reply has not begun: what the engine said, else what the proxy knows."""

@@ -1,5 +1,4 @@
-"""Where the spans of a request go when it has ended: to a file for trace viewers, to an OpenTelemetry collector, or
-nowhere.
+"""Where the spans of a request go when it has ended: to a file, to an OpenTelemetry collector, or nowhere.
 
 What must hold: nothing here waits for a disk or a network, since all requests share one loop; threads do that, and lose
 what is too much. A trace that its caller does not want recorded, as its `traceparent` says, is not.
@@ -8,12 +7,14 @@ what is too much. A trace that its caller does not want recorded, as its `tracep
 from __future__ import annotations
 
 import socket
+from typing import TYPE_CHECKING
 
-from kvstore_client.engine.trace_file import Slice, TraceFile, trace_events
 from kvstore_serving.proxy.ask import CHAT, COMPLETIONS
-from kvstore_serving.proxy.otlp import Collector
 from kvstore_serving.proxy.record import Record
 from kvstore_serving.proxy.settings import Settings, SettingsError
+
+if TYPE_CHECKING:
+    from kvstore_client.engine.span_export import SpanSender
 
 _OPERATIONS = {CHAT: "chat", COMPLETIONS: "text_completion"}
 
@@ -22,57 +23,49 @@ class Tracing:
     """One event loop. `on`: whether there is anywhere to go."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises `SettingsError`: the file cannot be written, or what sends spans is not installed."""
-        self._collector = Collector(settings.otlp_endpoint) if settings.otlp_endpoint else None
-        self._file: TraceFile | None = None
-        if settings.trace_file:
-            try:
-                self._file = TraceFile(settings.trace_file)
-            except (OSError, ValueError) as error:
-                raise SettingsError(f"--trace-file: {error}") from None
-        self.on = self._file is not None or self._collector is not None
-        self._writer = f"{socket.gethostname()}:{settings.port}"
+        """Raises `SettingsError`: the file cannot be written, or what makes spans is not installed."""
+        self._sender = _sender(settings) if settings.trace_file or settings.otlp_endpoint else None
+        self.on = self._sender is not None
 
     def ended(self, record: Record) -> None:
         """Take the spans of a request that has ended."""
-        if not self.on or not record.trace.sampled:
+        if self._sender is None or not record.trace.sampled:
             return
         _finish(record)
-        spans = [record.root, *record.spans]
-        since_1970 = record.time - record.began
-        if self._collector is not None:
-            self._collector.send(record.trace, spans, since_1970)
-        if self._file is not None:
-            root = record.root
-            slices = [
-                Slice(
-                    each.row,
-                    each.name,
-                    each.began + since_1970,
-                    (each.ended or root.ended) + since_1970,
-                    each.attributes,
-                )
-                for each in spans
-            ]
-            slices += [
-                Slice(span.row, each.name, each.at + since_1970, None, each.attributes)
-                for span in spans
-                for each in span.events
-            ]
-            self._file.write(trace_events(record.trace.trace_id, record.id, self._writer, slices))
+        self._sender.send(record.trace, record.id, [record.root, *record.spans], record.time - record.began)
 
     def close(self) -> None:
         """Write and send what waits, for some seconds at most."""
-        if self._file is not None:
-            self._file.close()
-        if self._collector is not None:
-            self._collector.close()
+        if self._sender is not None:
+            self._sender.close()
+
+
+def _sender(settings: Settings) -> SpanSender:
+    try:
+        from kvstore_client.engine.span_export import SpanSender, to_collector, to_file
+    except ImportError as error:
+        option = "--trace-file" if settings.trace_file else "--otlp-endpoint"
+        raise SettingsError(
+            f'{option} needs the OpenTelemetry SDK ({error}): pip install "llm-kvstore[tracing]"'
+        ) from None
+    processors = []
+    if settings.trace_file:
+        try:
+            processors.append(to_file(settings.trace_file))
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"--trace-file: {error}") from None
+    if settings.otlp_endpoint:
+        processors.append(to_collector(settings.otlp_endpoint))
+    return SpanSender("kvstore-proxy", f"{socket.gethostname()}:{settings.port}", processors)
 
 
 def _finish(record: Record) -> None:
-    """The root span says what the record says, in OpenTelemetry's words as far as it has them."""
+    """All spans have ended, and the root span says what the record says, in OpenTelemetry's words as far as it has
+    them."""
     root = record.root
     root.ended = record.began + record.seconds
+    for span in record.spans:
+        span.ended = span.ended or root.ended
     known = {
         "http.response.status_code": record.status,
         "gen_ai.operation.name": _OPERATIONS.get(record.path),
@@ -82,7 +75,6 @@ def _finish(record: Record) -> None:
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
         "gen_ai.usage.output_tokens": record.output_tokens,
-        "kvstore.request_id": record.id,
         "kvstore.decision": record.decision,
         "kvstore.why": record.why,
         "kvstore.outcome": record.outcome,

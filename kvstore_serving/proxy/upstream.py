@@ -19,14 +19,15 @@ from typing import Any, Final, NoReturn
 import aiohttp
 import msgspec
 
-from kvstore_serving.proxy import sse
+from kvstore_client.engine.spans import Span
+from kvstore_serving import sse
 from kvstore_serving.proxy.pools import Engine
 from kvstore_serving.proxy.settings import Settings
-from kvstore_serving.proxy.spans import Span
 
 # Worth another engine: this one is broken, or has no room.
 _RETRIED: Final = frozenset({408, 425, 429, *range(500, 600)})
 _KEPT: Final = ("content-type", "retry-after", "www-authenticate")
+_MAX_EVENT_BYTES: Final = 32 << 20  # the first event may carry the token ids of a long prompt
 _encoder: Final = msgspec.json.Encoder()
 
 
@@ -76,7 +77,7 @@ class Stream:
         self._wait_s = first_s
         self._idle_s = idle_s
         self._expired = False
-        self._reader = sse.EventReader()
+        self._reader = sse.EventReader(_MAX_EVENT_BYTES)
         self._events: deque[bytes] = deque()
 
     async def next(self) -> bytes | None:

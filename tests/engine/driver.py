@@ -39,6 +39,7 @@ class Ask:
     abort: str | float | Path | None = None
     options: dict[str, Any] | None = None  # what it asks of the connector
     side: str = ""  # of a hand-over: "do_remote_decode", "do_remote_prefill", or none
+    more: dict[str, Any] | None = None  # what else is in vLLM's prompt: arrays, pictures, masks
 
 
 @dataclass
@@ -83,7 +84,7 @@ def serve(spec: dict[str, Any], pipe: Connection) -> None:
         fork_processes()
     serving = Serving(make_engine(spec))
     pipe.send("ready")
-    while (order := pipe.recv()) is not None:
+    while (order := serving.next_order(pipe)) is not None:
         method, arguments = order
         pipe.send(getattr(serving, method)(*arguments))
     serving.llm.llm_engine.engine_core.shutdown()
@@ -101,6 +102,13 @@ class Serving:
     def _core(self) -> Any:
         """The engine's core, None if it runs in a process of its own."""
         return getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+
+    def next_order(self, pipe: Connection) -> Any:
+        """Step until there is nothing to do, as a core does in a process of its own: what is computed last goes to the
+        store between two requests. One that was begun goes on only with `compute`."""
+        while not pipe.poll() and self._busy() and not self.llm.llm_engine.has_unfinished_requests():
+            self.llm.llm_engine.step()
+        return pipe.recv()
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
         """All at once, as ``vllm.LLM`` does it."""
@@ -150,7 +158,8 @@ class Serving:
         """-> the engine's own name for the request."""
         self._played += 1
         how = sampling(ask.max_tokens, ask.options, ask.side)
-        name: str = self.llm.llm_engine.add_request(f"{number}/{self._played}", {"prompt_token_ids": ask.prompt}, how)
+        prompt = {"prompt_token_ids": ask.prompt, **as_tensors(ask.more or {})}
+        name: str = self.llm.llm_engine.add_request(f"{number}/{self._played}", prompt, how)
         return name
 
     def begin(self, ask: Ask) -> str:
@@ -194,6 +203,31 @@ class Serving:
         for sleep. -> whether it could be."""
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
+    def reset(self, running: bool, connector: bool) -> bool:
+        """The same with any flags. -> whether it could be."""
+        return bool(self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
+
+    def nap(self, level: int) -> None:
+        """Sleep at this level, and wake up. On a CPU vLLM resets its caches for that, and keeps the weights."""
+        self.llm.sleep(level=level)
+        self.llm.wake_up()
+
+    def take_cache_away(self, away: bool) -> None:
+        """Tell the connector in all workers what vLLM 0.33 tells it around a sleep."""
+        self.llm.collective_rpc(tell_of_cache, args=(away,))
+
+    def change_weights(self, seed: int) -> None:
+        """As a step of training does, in all workers: other weights in the old ones' place. 0: those of the start."""
+        self.llm.collective_rpc(train, args=(seed,))
+
+    def change_rank(self, rank: int, back: bool = False) -> None:
+        """Other weights in one worker only; back: the old ones again."""
+        self.llm.collective_rpc(change_one, args=(rank, back))
+
+    def name_weights(self, name: str) -> None:
+        """Say in all workers what the weights are called."""
+        self.llm.collective_rpc("kvstore_new_weights", args=(name,))
+
     def metrics(self) -> dict[str, float]:
         """The connector's, as "name" or "name/label value"; what happened since the last step is not in it."""
         numbers = {}
@@ -232,6 +266,44 @@ class Serving:
             self.generate([[0]], 1)  # one of an idle engine's halves hears from the other only in a step
             time.sleep(0.01)
         return state
+
+
+def as_tensors(fields: dict[str, Any]) -> dict[str, Any]:
+    """Arrays go through a pipe as they are; vLLM wants tensors."""
+    import numpy as np
+    import torch
+
+    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+
+
+_STARTED_WITH: dict[str, Any] = {}  # of this process's worker
+
+
+def train(worker: Any, seed: int) -> None:
+    """Runs in a worker, see `Serving.change_weights`. Any engine has the same weights after the same seed."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for name, weights in worker.get_model().named_parameters():
+        first = _STARTED_WITH.setdefault(name, weights.detach().clone())
+        noise = torch.randn(first.shape, generator=generator) if seed else torch.zeros(first.shape)
+        weights.data.copy_(first + 0.05 * noise.to(first.dtype))
+
+
+def tell_of_cache(worker: Any, away: bool) -> None:
+    """Runs in a worker, see `Serving.take_cache_away`."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    group = get_kv_transfer_group()
+    (group.unregister_kv_caches if away else group.restore_kv_caches)()
+
+
+def change_one(worker: Any, rank: int, back: bool) -> None:
+    """Runs in a worker, see `Serving.change_rank`."""
+    if worker.rank == rank:
+        for name, weights in worker.get_model().named_parameters():
+            first = _STARTED_WITH.setdefault(name, weights.detach().clone())
+            weights.data.copy_(first if back else first * 1.5)
 
 
 def ours(connector: Any) -> Any:
@@ -285,11 +357,11 @@ def make_engine(spec: dict[str, Any]) -> Any:
         connector = KVTransferConfig(**mine)
     return LLM(
         model=spec["model"],
-        skip_tokenizer_init=True,
         enforce_eager=True,
         disable_log_stats=False,
         kv_transfer_config=connector,
         **{
+            "skip_tokenizer_init": True,
             # With bfloat16's 8 bits two tokens are often as good as each other, and which one wins depends on what else
             # is computed in the same step.
             "dtype": "float32",

@@ -133,6 +133,34 @@ class Engine:
         self._send("reset_prefix_cache", connector)
         assert self.result() is True
 
+    def reset(self, running: bool, connector: bool) -> bool:
+        self._send("reset", running, connector)
+        return bool(self.result())
+
+    def nap(self, level: int) -> None:
+        self._send("nap", level)
+        self._receive(ANSWER_S)
+
+    def take_cache_away(self, away: bool) -> None:
+        self._send("take_cache_away", away)
+        self._receive(ANSWER_S)
+
+    def change_weights(self, seed: int) -> None:
+        self._send("change_weights", seed)
+        self._receive(ANSWER_S)
+
+    def change_rank(self, rank: int) -> None:
+        self._send("change_rank", rank)
+        self._receive(ANSWER_S)
+
+    def restore_rank(self, rank: int) -> None:
+        self._send("change_rank", rank, True)
+        self._receive(ANSWER_S)
+
+    def name_weights(self, name: str) -> None:
+        self._send("name_weights", name)
+        self._receive(ANSWER_S)
+
     def tier_keys(self) -> list[bytes]:
         self._send("tier_keys")
         keys: list[bytes] = self.result()

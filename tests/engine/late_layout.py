@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvstore_client.engine.paged.device import Fence
+from kvstore_client.engine.paged.layout import BlockLayout, Copy
 from kvstore_client.engine.transfer_in import Rows
-from kvstore_client.vllm.connector.device import Fence
-from kvstore_client.vllm.connector.layout import BlockLayout, Copy
 
 
 class LateCopy:

@@ -125,6 +125,50 @@ def save_eagle(folder: Path) -> Path:
     return folder
 
 
+def save_picture_model(folder: Path) -> Path:
+    """A BLIP-2: a prompt begins with 16 places for what it sees in a picture. Its processor does without torchvision,
+    which has no CPU build."""
+    import torch
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import (
+        Blip2Config,
+        Blip2ForConditionalGeneration,
+        Blip2Processor,
+        Blip2QFormerConfig,
+        Blip2VisionConfig,
+        OPTConfig,
+        PreTrainedTokenizerFast,
+    )
+    from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    spread = {"initializer_range": 0.2}
+    sees = Blip2VisionConfig(**small, **spread, image_size=32, patch_size=16)
+    asks = Blip2QFormerConfig(**small, **spread, encoder_hidden_size=64, cross_attention_frequency=1, vocab_size=100)
+    size = {"hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 512, "vocab_size": 4096}
+    text = OPTConfig(**size, num_hidden_layers=4, num_attention_heads=8, init_std=0.1)
+    config = Blip2Config(
+        vision_config=sees.to_dict(),
+        qformer_config=asks.to_dict(),
+        text_config=text.to_dict(),
+        num_query_tokens=16,
+        image_token_index=4000,
+    )
+    torch.manual_seed(0)
+    model = Blip2ForConditionalGeneration(config)
+    model.query_tokens.data.normal_(0.0, 1.0)
+    model.save_pretrained(folder)
+    words = {f"w{number}": number for number in range(4096) if number != 4000} | {"<image>": 4000}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"eos_token": "w4095", "pad_token": "w4094", "unk_token": "w0"}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, additional_special_tokens=["<image>"])
+    pictures = BlipImageProcessorPil(size={"height": 32, "width": 32})
+    Blip2Processor(image_processor=pictures, tokenizer=made, num_query_tokens=16).save_pretrained(folder)
+    return folder
+
+
 STATES: dict[str, Callable[[Path], Path]] = {
     "Mamba2 and attention": save_mamba_hybrid,
     "Mamba2": save_mamba,

@@ -40,14 +40,20 @@ from kvstore_client.engine.computing_pace import ComputingPace
 from kvstore_client.engine.flights import Flight
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PrefixLookup
+from kvstore_client.engine.paged.host_tier import HostTier
+from kvstore_client.engine.paged.plan import StepPlan
+from kvstore_client.engine.paged.sharing import Sharing
+from kvstore_client.engine.paged.weights import WeightsWatch
 from kvstore_client.vllm.connector.block_groups import BlockGroups
+from kvstore_client.vllm.connector.block_keys import BlockKeys
 from kvstore_client.vllm.connector.books import Books
+from kvstore_client.vllm.connector.engine_cache import EngineCache
 from kvstore_client.vllm.connector.events import KVEvents, group_kinds
-from kvstore_client.vllm.connector.hand_over import HandOvers, tail_key
-from kvstore_client.vllm.connector.host_tier import HostTier
-from kvstore_client.vllm.connector.plan import StepPlan
+from kvstore_client.vllm.connector.hand_over import HandOvers
+from kvstore_client.vllm.connector.load_planner import LoadPlanner
+from kvstore_client.vllm.connector.save_planner import SavePlanner
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
-from tests.engine.scheduled_ranks import BLOCK_TOKENS, STATE, Rank, Step, Work
+from tests.engine.scheduled_ranks import BLOCK_TOKENS, STATE, FakeFingerprints, Rank, Step, Work
 
 MAX_MODEL_LEN = 1024
 PROMPT = range(5 * BLOCK_TOKENS + 3)  # five whole blocks and a rest
@@ -80,7 +86,7 @@ class FakeLookups:
         return lookup.stored
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        there = (self._has(key, self.groups.tables) for key in keys)  # as `PartsStore` tells it
+        there = (self._has(key, self.groups.tables) for key in keys)  # as `SlicedStore` tells it
         return next((index for index, present in enumerate(there) if not present), len(keys))
 
     def has_states(self, key: bytes) -> bool:
@@ -202,7 +208,7 @@ class ScheduledEngine:
     ranks: each sends all of its blocks. slots, keep: of the host tier. blocks: of the engine's own cache. budget:
     tokens a step. asynchronous: the engine schedules a step before it knows the last one's outcome. windows: of each
     group of layers, in tokens; 0: it attends to all; `STATE`: its layers have a state. admission: which loads pay;
-    None: all do.
+    None: all do. checks: whether the ranks can look at their weights.
     """
 
     def __init__(
@@ -222,6 +228,7 @@ class ScheduledEngine:
         single_flight: bool = False,
         admission: Admission | None = None,
         gather_s: float = 0.0,
+        checks: bool = False,
     ) -> None:
         init_none_hash(sha256)
         self.groups = BlockGroups.of(cache_config(blocks, windows), BLOCK_TOKENS)
@@ -233,48 +240,59 @@ class ScheduledEngine:
         self.depth = 2 if asynchronous else 1
         self.counters = Counters()
         self.tier = HostTier(slots, keep=keep)
-        self.ranks = [Rank(slots, set(), windows) for _ in range(ranks)]
+        self.weights = {"": 0}  # name -> their number
+        # key -> what the weights were called when it was made, and the key without that
+        self._names: dict[bytes, tuple[str, bytes]] = {}
+        self.ranks = []
+        for number in range(ranks):
+            prints = FakeFingerprints()
+            watch = WeightsWatch(prints if checks else None, "", alone=ranks == 1)  # type: ignore[arg-type]
+            self.ranks.append(Rank(slots, set(), windows, number, watch, prints, self.weights_of, self.unnamed))
         self.lookups = FakeLookups([rank.held for rank in self.ranks], self.groups)
         self.flights = FakeFlights(self.lookups)
-        self.half = SchedulerHalf(
-            Books(
+        keys = BlockKeys(BLOCK_TOKENS)
+        self._unnamed_keys = BlockKeys(BLOCK_TOKENS)
+        books = Books(
+            block_tokens=BLOCK_TOKENS,
+            keys=keys,
+            lookups=self.lookups,  # type: ignore[arg-type]
+            tier=self.tier,
+            groups=self.groups,
+            hand_overs=HandOvers(
+                self.flights,  # type: ignore[arg-type]
+                self.groups,
+                keys,
                 block_tokens=BLOCK_TOKENS,
-                lookups=self.lookups,  # type: ignore[arg-type]
-                tier=self.tier,
-                groups=self.groups,
-                hand_overs=HandOvers(
-                    self.flights,  # type: ignore[arg-type]
-                    self.groups,
-                    block_tokens=BLOCK_TOKENS,
-                    single_flight_s=300.0 if single_flight else 0.0,
-                    counters=self.counters,
-                ),
-                events=KVEvents(
-                    wanted=True, block_tokens=BLOCK_TOKENS, groups=group_kinds(cache_config(blocks, windows))
-                ),
+                single_flight_s=300.0 if single_flight else 0.0,
                 counters=self.counters,
             ),
-            ranks=ranks,
-            parts=ranks,
+            events=KVEvents(wanted=True, block_tokens=BLOCK_TOKENS, groups=group_kinds(cache_config(blocks, windows))),
+            counters=self.counters,
+            sharing=Sharing(ranks, checks=checks, slots=slots),
+        )
+        saves = SavePlanner(books, ranks=ranks, parts=ranks, save_decode=save_decode, may_save=True, gather_s=gather_s)
+        loads = LoadPlanner(
+            books,
+            saves.tracked,
+            admission=admission or Admission(timeout_s=5.0, always=True),
+            computing=ComputingPace(),
             min_hit_tokens=min_hit_tokens,
-            save_decode=save_decode,
             may_load=True,
             may_save=True,
             prefix_caching=prefix_cache,
-            admission=admission or Admission(timeout_s=5.0, always=True),
-            computing=ComputingPace(),
             steps_ahead=self.depth - 1,
-            gather_s=gather_s,
             shares_rows=ranks > 1,
         )
+        self.half = SchedulerHalf(books, saves, loads, cache=EngineCache(self.scheduler.kv_cache_manager))
         connector = self.scheduler.connector
         connector._start.half = self.half
+        connector._keys = keys
         connector._never_raise = _raise  # what an engine survives is a failure here
         connector.take_events = lambda: ()  # `hear` takes them
         self.heard: dict[str | None, set[Any]] = {MEDIUM_CPU: set(), MEDIUM_STORAGE: set()}  # groups and hashes
         self.requests: dict[str, Request] = {}
-        self.weights = 0  # their number: it changes when the model gets others
-        self._meaning: dict[bytes, tuple[int, int, bytes]] = {}  # key -> weights, group and block hash it stands for
+        # key -> what the weights are called, group and block hash it stands for
+        self._meaning: dict[bytes, tuple[str, int, bytes]] = {}
         self.in_flight: deque[Step] = deque()
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self._aggregator = KVOutputAggregator(ranks)
@@ -316,26 +334,52 @@ class ScheduledEngine:
         keys = self.groups.keys(self.half.books.keys.of(request))
         for index, key in enumerate(keys):
             at, group = divmod(index, self.groups.count)
-            meaning = (self.weights, group, request.block_hashes[at])
+            meaning = (self.half.books.sharing.name, group, request.block_hashes[at])
             assert self._meaning.setdefault(key, meaning) == meaning, "blocks of two kinds of weights have one key"
+        self._note(keys, self.groups.keys(list(request.block_hashes))[: len(keys)])
         return keys
 
-    def keys_by_group(self, request: Request, tail: bool = False) -> list[Sequence[bytes]]:
-        """tail: also of the block that the prompt's end fills in part."""
-        keys = self.keys_of(request)
-        chain = self.half.books.keys.of(request)
+    def _note(self, keys: Sequence[bytes], unnamed: Sequence[bytes]) -> None:
+        name = self.half.books.sharing.name
+        self._names.update({key: (name, plain) for key, plain in zip(keys, unnamed, strict=True)})
+
+    def keys_by_group(self, request: Request, tail: bool = False, named: bool = True) -> list[Sequence[bytes]]:
+        """tail: also of the block that the prompt's end fills in part. named: with what the weights are called."""
+        maker = self.half.books.keys if named else self._unnamed_keys
+        keys = self.keys_of(request) if named else self.groups.keys(list(request.block_hashes))
         whole = request.num_prompt_tokens // BLOCK_TOKENS
-        if tail and (last := tail_key(request, chain, BLOCK_TOKENS)) is not None:
+        if tail and (last := maker.tail(request)) is not None:
             keys = [*keys[: whole * self.groups.count], *self.groups.keys([last])]
+            if named and (plain := self._unnamed_keys.tail(request)) is not None:
+                self._note(self.groups.keys([last]), self.groups.keys([plain]))
         return [keys[group :: self.groups.count] for group in range(self.groups.count)]
 
-    def change_weights(self) -> bool:
-        """-> whether the engine could forget its own blocks, which it must before."""
+    def weights_of(self, key: bytes) -> int:
+        """The number of the weights that a key is for."""
+        return self.weights[self._names.get(key, ("", b""))[0]]
+
+    def unnamed(self, key: bytes) -> bytes:
+        """A key without what the weights are called."""
+        return self._names.get(key, ("", key))[1]
+
+    def change_weights(self, name: str = "", *, reset: bool = True, ranks: Sequence[int] | None = None) -> bool:
+        """name: what the new weights are called from now on; empty: nobody says so. reset: the connector is reset.
+        ranks: that get them; None: all do. -> whether the engine could forget its own blocks, which it must before."""
         if not self.scheduler.reset_prefix_cache():
             return False
-        self.scheduler.reset_connector_cache()
-        self.weights += 1
+        number = max(rank.prints.weights for rank in self.ranks) + 1
+        for rank in self.ranks if ranks is None else [self.ranks[each] for each in ranks]:
+            rank.prints.weights = number
+        if name:
+            self.name_weights(name)
+        if reset:
+            self.scheduler.reset_connector_cache()
         return True
+
+    def name_weights(self, name: str, ranks: Sequence[int] | None = None) -> None:
+        self.weights[name] = self.ranks[0].prints.weights
+        for rank in self.ranks if ranks is None else [self.ranks[each] for each in ranks]:
+            rank.watch.rename(name)
 
     # What the engine does.
 
@@ -381,7 +425,9 @@ class ScheduledEngine:
         """The oldest step in flight is executed, and its outcome told to the scheduler."""
         step = self.in_flight.popleft()
         for work in step.work:
-            work.keys = self.keys_by_group(work.request, tail=work.end == work.request.num_prompt_tokens)
+            tail = work.end == work.request.num_prompt_tokens
+            self.keys_by_group(work.request, tail)
+            work.keys = self.keys_by_group(work.request, tail, named=False)
         for rank in self.ranks:
             rank.execute(step)
         names = [work.request.request_id for work in step.work]
@@ -410,12 +456,10 @@ class ScheduledEngine:
     def transfer(self) -> None:
         """Everything the ranks have to do is done, and works."""
         for rank in self.ranks:
-            while rank.loads:
-                rank.finish_load()
+            rank.finish_loads()
             while rank.copies:
                 rank.finish_copy()
-            while rank.sends:
-                rank.finish_send()
+            rank.finish_sends()
 
     def run(self, limit: int = 200) -> None:
         """Steps and transfers until every request is over and nothing is under way."""
@@ -477,11 +521,11 @@ class ScheduledEngine:
         index = self.tier._index
         keys = index.keys_of(index.ready_slots()) if index is not None else b""
         size = index.key_bytes if index is not None else 1
-        named = [self._meaning.get(keys[at : at + size], (-1, 0, b"")) for at in range(0, len(keys), size)]
+        named = [self._meaning.get(keys[at : at + size], (None, 0, b"")) for at in range(0, len(keys), size)]
         assert self.heard[MEDIUM_CPU] == {
             (group, maybe_convert_block_hash(BlockHash(block_hash)))
-            for weights, group, block_hash in named
-            if weights == self.weights
+            for name, group, block_hash in named
+            if name is not None
         }
 
     def check_readable(self) -> None:

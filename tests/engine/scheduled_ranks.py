@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerReport
+from kvstore_client.engine.paged.plan import VOID, Load, Saves, StepPlan, WorkerReport
+from kvstore_client.engine.paged.weights import WeightsWatch
 
 BLOCK_TOKENS = 32
 STATE = -1  # in the place of a window: the group's layers have a state
@@ -57,15 +59,58 @@ class CopyWork:
     broken: bool
 
 
+class FakeFingerprints:
+    """In the place of `Fingerprints`: the number of a rank's weights, when the test says so (``ready``)."""
+
+    def __init__(self) -> None:
+        self.weights = 0
+        self.ready = True
+
+    def take(self) -> Any:
+        return FakeTaken(self, str(self.weights).encode())
+
+
+@dataclass
+class FakeTaken:
+    prints: FakeFingerprints
+    number: bytes
+
+    def done(self) -> bool:
+        return self.prints.ready
+
+    def value(self) -> bytes:
+        return self.number
+
+
 class Rank:
     """One worker's memory, and what it has been told to do and has not done yet.
 
-    A block's bytes are represented by the key it had when it was computed.
+    A block's bytes are represented by its key, in the engine's cache without the name of the weights.
     """
 
-    def __init__(self, slots: int, held: set[bytes], windows: Sequence[int] = (0,)) -> None:
-        """windows: of each group of layers, in tokens; 0: it attends to all; `STATE`."""
+    def __init__(
+        self,
+        slots: int,
+        held: set[bytes],
+        windows: Sequence[int] = (0,),
+        number: int = 0,
+        watch: WeightsWatch | None = None,
+        prints: FakeFingerprints | None = None,
+        means: Callable[[bytes], int] = lambda _: 0,
+        unnamed: Callable[[bytes], bytes] = lambda key: key,
+    ) -> None:
+        """windows: of each group of layers, in tokens; 0: it attends to all; `STATE`. watch, prints: of its weights.
+        means: the number of the weights that a key is for. unnamed: the key without their name."""
         self.held = held
+        self.number = number
+        self.prints = prints or FakeFingerprints()
+        self.watch = watch or WeightsWatch(None, "", alone=True)
+        self._means = means
+        self._unnamed = unnamed
+        self.made: dict[int, int] = {}  # cache block -> the weights that computed it
+        self.pool_made = [0] * slots
+        self._void_jobs = 0
+        self._void_loads = -1
         self._windows = windows
         self._recompute_whole = any(windows) or len(windows) > 1
         self._failed_requests: set[str] = set()
@@ -74,7 +119,7 @@ class Rank:
         self.writing: set[int] = set()
         self.reading: Counter[int] = Counter()
         self.copies: deque[CopyWork] = deque()
-        self.sends: list[tuple[int, int, bytes]] = []  # job, slot, key
+        self.sends: list[tuple[int, int, bytes, int]] = []  # job, slot, key, check
         self.loads: list[LoadWork] = []
         self._last_load = 0
         self.break_next_copy = False
@@ -109,6 +154,8 @@ class Rank:
 
     def execute(self, step: Step) -> None:
         plan = step.plan
+        self._void_jobs, self._void_loads = plan.void_jobs, plan.void_loads
+        self.watch.begin(plan)
         self._finished_requests.update(plan.held)
         if plan.reusing:
             while self.copies:
@@ -120,7 +167,7 @@ class Rank:
             self._begin_save(plan.saves)
 
     def _compute(self, step: Step) -> None:
-        copied_from = {block for work in self.copies for block in work.saves.block_ids}
+        copied_from = {block.block_id for work in self.copies for block in work.saves.copied}
         loaded_to = {block for work in self.loads for block in work.keys}
         parts = [
             (work, block_ids, keys, window)
@@ -141,9 +188,10 @@ class Rank:
                 whole = (index + 1) * BLOCK_TOKENS <= work.end
                 if index < len(keys) and (whole or work.end == work.request.num_prompt_tokens):
                     self.cache[block] = keys[index]  # or the tail of a prompt
+                    self.made[block] = self.prints.weights
         for work, block_ids, keys, window in parts:
             first = max(0, work.start - window + 1) // BLOCK_TOKENS if window else 0
-            for index in range(first, work.start // BLOCK_TOKENS):
+            for index in range(first, min(work.start // BLOCK_TOKENS, len(keys))):  # others are shared with nobody
                 assert self.cache.get(block_ids[index]) == keys[index], (
                     f"request {work.request.request_id} attends to the wrong bytes in its block {index}"
                 )
@@ -164,8 +212,12 @@ class Rank:
         assert block not in copied_from, f"the state in block {block} changes while it is copied"
         assert block not in loaded_to, f"the state in block {block} changes while it is loaded"
         self.cache[block] = state(work.end)
+        self.made[block] = self.prints.weights
 
     def _begin_load(self, load: Load, keys: dict[int, bytes]) -> None:
+        if load.check == VOID:  # it is planned under another name of the weights
+            there = [self.pool[slot] or b"" for slot in load.host_slots]
+            keys = dict(zip([*load.host_block_ids, *load.block_ids], [*there, *load.keys], strict=True))
         assert sorted(keys) == sorted([*load.host_block_ids, *load.block_ids])
         assert [keys[block] for block in load.block_ids] == list(load.keys)
         assert load.number > self._last_load, "two loads have one number"
@@ -182,14 +234,14 @@ class Rank:
         self.loads.append(LoadWork(load, keys))
 
     def _begin_save(self, saves: Saves) -> None:
-        for slot in saves.slots:
-            self.begin_write(slot)
-        if saves.slots:
+        for block in saves.copied:
+            self.begin_write(block.slot)
+        if saves.copied:
             self.copies.append(CopyWork(saves, self.break_next_copy))
             self.break_next_copy = False
-        for slot, key in zip(saves.send_slots, saves.send_keys, strict=True):
-            self.begin_read(slot, key)
-            self.sends.append((saves.job, slot, key))
+        for block in saves.sent:
+            self.begin_read(block.slot, block.key)
+            self.sends.append((saves.job, block.slot, block.key, saves.check))
 
     # What goes on behind the model's back.
 
@@ -197,30 +249,52 @@ class Rank:
         """The oldest job's copies out of the cache are made."""
         work = self.copies.popleft()
         saves = work.saves
-        for slot, block, key in zip(saves.slots, saves.block_ids, saves.keys, strict=True):
+        for key, slot, block, *_ in saves.copied:
+            assert block is not None
             if work.broken:
                 self.end_write(slot, None)
                 self._report.released[saves.job, slot] += 1
                 continue
-            assert self.cache.get(block) == key, f"block {block} does not have the bytes it is saved for"
+            assert self.cache.get(block) == self._unnamed(key), f"block {block} does not have the bytes it is saved for"
             self.end_write(slot, key)
+            self.pool_made[slot] = self.made[block]
             self.begin_read(slot, key)
-            self.sends.append((saves.job, slot, key))
+            self.sends.append((saves.job, slot, key, saves.check))
         self._copied_job = saves.job
         self._report.copied[saves.job] += 1
         if work.broken:
             self._report.broken.add(saves.job)
 
-    def finish_send(self, index: int = 0, *, stored: bool = True) -> None:
-        job, slot, key = self.sends.pop(index)
+    def finish_send(self, index: int = 0, *, stored: bool = True) -> bool:
+        """-> whether it was sent, or given up: not while it waits for a check of the weights."""
+        job, slot, key, check = self.sends[index]
+        agrees = self.watch.all_agree(check) if job >= self._void_jobs else False
+        if agrees is None:
+            return False
+        del self.sends[index]
         self.end_read(slot, key)
-        if stored:
+        if stored and agrees:
+            assert self.pool_made[slot] == self._means(key), (
+                f"a block of weights {self.pool_made[slot]} is stored under the name of {self._means(key)}"
+            )
             self.held.add(key)
             self._report.stored[job, slot] += 1
         self._report.released[job, slot] += 1
+        return True
 
-    def finish_load(self, index: int = 0, *, deliver: float = math.inf) -> None:
-        """A load ends. ``deliver``: blocks that come from the store at most; what it lacks does not come anyway."""
+    def finish_sends(self) -> None:
+        """Of all that may be sent."""
+        index = 0
+        while index < len(self.sends):
+            if not self.finish_send(index):
+                index += 1
+
+    def finish_load(self, index: int = 0, *, deliver: float = math.inf) -> bool:
+        """-> whether the load ends: not while it waits for a check of the weights. ``deliver``: blocks that come from
+        the store at most; what it lacks does not come anyway."""
+        agrees = self.watch.mine_agree(self.loads[index].load.check)
+        if agrees is None:
+            return False
         work = self.loads.pop(index)
         load = work.load
         placed = set(load.host_block_ids)
@@ -231,21 +305,38 @@ class Rank:
             complete = complete and number < deliver and key in self.held
             if load.slots is not None:
                 self.end_write(load.slots[number], key if complete else None)
+                self.pool_made[load.slots[number]] = self._means(key)
             if complete:
                 placed.add(block)
-        self.cache.update({block: work.keys[block] for block in placed})
+        if not agrees or load.number <= self._void_loads:
+            placed.clear()
+        self.cache.update({block: self._unnamed(work.keys[block]) for block in placed})
+        self.made.update((block, self._means(work.keys[block])) for block in placed)
         self._loaded.add(load.request_id)
         missing = work.keys.keys() - placed
         if not self._recompute_whole:
             self._failed |= missing
         elif missing:
             self._failed_requests.add(load.request_id)
+        return True
+
+    def finish_loads(self, deliver: float = math.inf) -> None:
+        """Of all that may end."""
+        index = 0
+        while index < len(self.loads):
+            if not self.finish_load(index, deliver=deliver):
+                index += 1
 
     def output(self) -> KVConnectorOutput:
         """What the worker tells at the end of a step."""
         sent = {name for name, job in self._finished_requests.items() if job <= self._copied_job}
         for name in sent:
             del self._finished_requests[name]
+        if (checks := self.watch.take_report()) is not None:
+            self._report.agreed.update(checks.agreed)
+            self._report.changed.update(checks.changed)
+            if checks.name is not None:
+                self._report.names[self.number] = checks.name
         output = KVConnectorOutput(
             finished_sending=sent,
             finished_recving=self._loaded,

@@ -30,7 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, get_kv_connector
 
-from kvstore_client.vllm.connector.plan import StepPlan
+from kvstore_client.engine.paged.plan import StepPlan
 from tests.engine.scheduled_engine import cache_config, scheduler_config
 from tests.engine.scheduled_ranks import BLOCK_TOKENS
 from tests.support.harness import wait_until

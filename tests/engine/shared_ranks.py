@@ -51,11 +51,11 @@ class Rank:
 
         from kvstore_client.engine import transfer_in
         from kvstore_client.engine.guard import Counters, StoreGuard
+        from kvstore_client.engine.paged import shared_pool
+        from kvstore_client.engine.paged.layout import BlockLayout
+        from kvstore_client.engine.paged.plan import RankStore
+        from kvstore_client.engine.paged.worker import WorkerHalf
         from kvstore_client.engine.shared_rows import share_rows
-        from kvstore_client.vllm.connector import shared_pool
-        from kvstore_client.vllm.connector.layout import BlockLayout
-        from kvstore_client.vllm.connector.plan import RankStore
-        from kvstore_client.vllm.connector.worker import WorkerHalf
         from tests.engine.late_layout import LateLayout
 
         chunk_bytes = spec.chunk_blocks * BLOCK_BYTES
@@ -90,7 +90,7 @@ class Rank:
         self.worker.loads.load(load)
 
     def save(self, saves: Any) -> None:
-        from kvstore_client.vllm.connector.plan import StepPlan
+        from kvstore_client.engine.paged.plan import StepPlan
 
         self.worker.begin_step(StepPlan(saves=saves))
         self.worker.saves.save()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from kvstore_client.engine.admission import LEAST_S
+from kvstore_client.engine.trace_file import read_trace
 from tests.engine.engines import Engine, namespaces
 from tests.support.harness import OVERHEAD_BYTES, Server, rss_bytes, wait_until
 
@@ -115,15 +115,15 @@ class Promise:
 
     def check(self, step_s: float) -> None:
         """Of the requests that have ended since the last call. step_s: the engine's longest step in that time."""
-        events = json.loads(self._trace.read_text() or "[]")
-        news, self._seen = events[self._seen :], len(events)
+        parts = read_trace(self._trace)
+        news, self._seen = parts[self._seen :], len(parts)
         # A request of the last round may be told now.
         step_s, self._step_s = max(step_s, self._step_s), step_s
-        for event in news:
-            times = event.get("args", {})
-            if event["name"] != "queue" or "held_back_s" not in times:
+        for part in news:
+            times = part.args
+            if part.name != "queue" or "held_back_s" not in times:
                 continue
-            held = Held(times["held_back_s"], times["request_id"], event)
+            held = Held(times["held_back_s"], part.request_id, times)
             self.requests += 1
             self.longest = max(self.longest, held, key=lambda each: each.seconds)
             most_s = self._most_s + 2 * step_s

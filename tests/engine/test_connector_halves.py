@@ -20,9 +20,11 @@ with warnings.catch_warnings():
 
     from kvstore_client.engine.admission import Admission
     from kvstore_client.engine.transfer_out import SendAs
+    from kvstore_client.vllm.connector import block_keys
     from kvstore_client.vllm.connector.load_planner import RENEW_S
+    from kvstore_client.vllm.shared.request_inputs import RequestInputs
     from tests.engine.scheduled_engine import PROMPT, ScheduledEngine, StartEngine
-    from tests.engine.scheduled_ranks import BLOCK_TOKENS
+    from tests.engine.scheduled_ranks import BLOCK_TOKENS, STATE
 
 
 def store(engine: ScheduledEngine, tokens: range, blocks: int, *ranks: int) -> None:
@@ -41,7 +43,7 @@ def matched(engine: ScheduledEngine, tokens: range = PROMPT, local: int = 0) -> 
 
 def saved_blocks(engine: ScheduledEngine, request: Request, saves: Any) -> list[int]:
     """Which of the request's blocks a plan copies out of the cache."""
-    return [] if saves is None else [list(engine.keys_of(request)).index(key) for key in saves.keys]
+    return [] if saves is None else [list(engine.keys_of(request)).index(block.key) for block in saves.copied]
 
 
 def lose(engine: ScheduledEngine, *keys: bytes) -> None:
@@ -178,9 +180,9 @@ def test_a_load_may_take_longer_while_the_engine_has_other_prompts_to_compute(st
     engine.step()
     assert matched(engine) == 5, "18 blocks before them"
     loads = engine.half.loads
-    before_s = loads._work_before_s(engine.add(PROMPT))
+    before_s = loads.work.before_s(engine.add(PROMPT))
     assert before_s == pytest.approx(18 / 200)
-    assert loads._work_before_s(other) == 0
+    assert loads.work.before_s(other) == 0
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -260,7 +262,7 @@ def test_saved_blocks_have_what_their_request_asks_for(start: StartEngine) -> No
     engine = start()
     engine.add(PROMPT, asks={"priority": 3, "ttl_s": 60})
     saves = engine.step().plan.saves
-    assert saves is not None and saves.how == [SendAs(3, 60.0)] * 5
+    assert saves is not None and [block.how for block in saves.copied] == [SendAs(3, 60.0)] * 5
 
 
 @pytest.mark.parametrize(
@@ -551,7 +553,7 @@ def test_a_block_computed_twice_in_one_step_is_saved_once(start: StartEngine) ->
     engine.add(PROMPT)
     engine.add(PROMPT)
     saves = engine.step().plan.saves
-    assert saves is not None and saves.keys == engine.keys(PROMPT)
+    assert saves is not None and [block.key for block in saves.copied] == engine.keys(PROMPT)
 
 
 def test_what_the_store_has_is_not_saved_again(start: StartEngine) -> None:
@@ -725,15 +727,16 @@ def test_a_request_aborted_between_two_chunks_has_saved_what_was_whole(start: St
 
 
 def test_with_new_weights_nothing_is_found_that_the_old_ones_made(start: StartEngine) -> None:
-    engine = start()
+    engine = start(checks=True)
     engine.fill_tier()
-    assert engine.change_weights()
-    assert matched(engine) == 0
-    engine.add(PROMPT)
-    engine.run()
-    assert len(engine.ranks[0].held) == 10
-    engine.scheduler.reset_prefix_cache()
-    assert matched(engine) == 5
+    assert engine.change_weights("step-1")
+    for held, hits in ((10, 0), (10, 5)):
+        engine.counters.take()
+        engine.add(PROMPT)
+        engine.run()
+        assert len(engine.ranks[0].held) == held
+        assert engine.counters.take().get("hit_tokens_cpu", 0) == hits * BLOCK_TOKENS
+        engine.scheduler.reset_prefix_cache()
 
 
 def test_blocks_that_are_copied_while_the_weights_change_are_not_found_under_the_new_ones(start: StartEngine) -> None:
@@ -754,7 +757,7 @@ def test_a_handed_over_prompt_is_sent_in_full_although_there_are_few_slots(start
     request = engine.add(PROMPT, side="do_remote_decode")
     other = engine.add([7] * 2 * BLOCK_TOKENS)
     step = engine.step()
-    assert step.plan.saves is not None and len(step.plan.saves.slots) == 3
+    assert step.plan.saves is not None and len(step.plan.saves.copied) == 3
     assert request.is_finished() and other.is_finished()
     assert engine.half.saves.holds_blocks and engine.flights.open, "two blocks have no slot yet"
     while rank.copies:
@@ -794,3 +797,30 @@ def test_requests_with_one_prompt_follow_the_first_of_them(start: StartEngine) -
             starts.setdefault(work.request.request_id, work.start)
         engine.transfer()
     assert [starts[request.request_id] for request in requests[1:]] == [5 * BLOCK_TOKENS] * 2, "what is left to compute"
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 64), (0, STATE)], ids=["tokens", "a window", "states"])
+@pytest.mark.parametrize("known_blocks", [0, 2])
+def test_behind_what_is_not_known_nothing_is_promised_saved_or_loaded(
+    start: StartEngine, windows: tuple[int, ...], known_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a picture whose content is not to be seen."""
+    known = known_blocks * BLOCK_TOKENS
+    monkeypatch.setattr(block_keys, "has_inputs", lambda _request: True)
+    monkeypatch.setattr(RequestInputs, "before", lambda _inputs, end: None if end > known else b"")
+    engine = start(windows=windows)
+    first = engine.hashes(PROMPT)[:known_blocks]
+    handed = engine.add(PROMPT, side="do_remote_decode")
+    of_chain = engine.groups.of_chain if engine.groups.states else bytes
+    names = {of_chain(key) for flight in engine.flights.open for key in flight.keys}
+    assert names <= set(first) and (not names or STATE not in windows), "states of no other place are kept"
+    engine.run()
+    assert handed.is_finished() and not engine.flights.open
+    assert {engine.groups.of_chain(key) for key in engine.ranks[0].held} <= set(first)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.flights.others = set(engine.hashes(PROMPT))
+    expected = engine.add(PROMPT, max_tokens=2, side="do_remote_prefill")
+    for load in engine.step().plan.loads:
+        assert {engine.groups.of_chain(key) for key in load.keys} <= set(first)
+    engine.run()
+    assert expected.is_finished()

@@ -62,6 +62,7 @@ class Machine(RuleBasedStateMachine):
         ),
         single_flight=st.booleans(),
         gathers=st.booleans(),
+        checks=st.sampled_from([True, True, False]),
     )
     def start(
         self,
@@ -76,6 +77,7 @@ class Machine(RuleBasedStateMachine):
         windows: tuple[int, ...],
         single_flight: bool,
         gathers: bool,
+        checks: bool,
     ) -> None:
         self.engine = ScheduledEngine(
             self.model,
@@ -91,6 +93,7 @@ class Machine(RuleBasedStateMachine):
             windows=windows,
             single_flight=single_flight and STATE not in windows,
             gather_s=math.inf if gathers else 0.0,
+            checks=checks,
         )
         self.others_save(list(range(RANKS)), 0, stored)
         self.add(0, MOST_BLOCKS, 0, 1, 2, "")
@@ -151,9 +154,28 @@ class Machine(RuleBasedStateMachine):
         self.engine.scheduler.reset_prefix_cache(reset_running_requests=running)
 
     @precondition(lambda self: not self.engine.in_flight)
+    @rule(
+        named=st.booleans(),
+        reset=st.booleans(),
+        ranks=st.sampled_from([None, None, [0], [1]]),
+    )
+    def change_weights(self, named: bool, reset: bool, ranks: list[int] | None) -> None:
+        """Of which nobody may say anything, if the ranks can look at their weights. If they cannot, and weights got a
+        name, all that follow must get one."""
+        checks, has_named = self.engine.half.books.sharing.checks, len(self.engine.weights) > 1
+        if checks or (named and ranks is None) or (reset and not has_named):
+            name = f"weights {len(self.engine.weights)}" if named and ranks is None else ""
+            self.engine.change_weights(name, reset=reset or not name, ranks=ranks)
+
+    @rule(number=rank_numbers, ready=st.booleans())
+    def check(self, number: int, ready: bool) -> None:
+        """Whether a rank is through with looking at its weights."""
+        self.engine.ranks[number].prints.ready = ready
+
+    @precondition(lambda self: not self.engine.in_flight)
     @rule()
-    def change_weights(self) -> None:
-        self.engine.change_weights()
+    def reset(self) -> None:
+        self.engine.scheduler.reset_connector_cache()
 
     # The ranks, each at its own pace.
 
@@ -186,8 +208,7 @@ class Machine(RuleBasedStateMachine):
     @rule(delivers=st.tuples(*[st.sampled_from([1, 100])] * RANKS))
     def load_everywhere(self, delivers: tuple[int, ...]) -> None:
         for rank, deliver in zip(self.engine.ranks, delivers, strict=True):
-            while rank.loads:
-                rank.finish_load(deliver=deliver)
+            rank.finish_loads(deliver)
 
     # The store.
 
@@ -226,6 +247,8 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "engine"):
             self.engine.lookups.answering = True
+            for rank in self.engine.ranks:
+                rank.prints.ready = True
             self.engine.run()
             self.engine.check_idle()
 

@@ -27,6 +27,31 @@ def test_an_endpoint_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "step", "on_gpu", "room"),
+    [
+        ({}, 1 << 30, False, 512 << 20),
+        ({}, 1 << 30, True, 4 << 30),
+        ({}, 200 << 20, True, 800 << 20),
+        ({}, 10 << 20, True, 512 << 20),
+        ({}, 8 << 30, True, 4 << 30),
+        ({"staging_bytes": "1GiB"}, 1 << 30, True, 1 << 30),
+        ({"staging_bytes": "16GiB"}, 1 << 30, True, 16 << 30),
+    ],
+)
+def test_blocks_on_their_way_have_room_for_what_a_gpu_s_steps_fill(
+    options: dict[str, Any], step: int, on_gpu: bool, room: int
+) -> None:
+    assert parse({"endpoint": ENDPOINT, **options}).staging(step, on_gpu) == room
+
+
+@pytest.mark.parametrize(
+    ("options", "transport"), [({}, None), ({"nixl": True}, "nixl"), ({"transport": "nixl"}, "nixl")]
+)
+def test_nixl_is_one_of_the_transports(options: dict[str, Any], transport: str | None) -> None:
+    assert parse({"endpoint": ENDPOINT, **options}).client.transport == transport
+
+
+@pytest.mark.parametrize(
     ("given", "size"), [("64GiB", 64 << 30), ("1.5 GB", 1_500_000_000), (4096, 4096), (0, 0), ("0", 0)]
 )
 def test_a_size_is_a_number_or_text_with_a_unit(given: object, size: int) -> None:
@@ -49,7 +74,7 @@ def test_a_size_is_a_number_or_text_with_a_unit(given: object, size: int) -> Non
         ({"endpoint": "etcd://127.0.0.1:2379"}, "expected etcd://HOST:PORT[,HOST:PORT...]/NAME"),
         ({"endpoint": 7070}, "endpoint is 7070; expected text or a list, got a whole number"),
         ({"endpoint": [7070]}, "endpoint is [7070]; expected text, got a whole number"),
-        ({"endpoint": ENDPOINT, "cpu_policy": "lfu"}, "cpu_policy is 'lfu'; expected one of lru, default"),
+        ({"endpoint": ENDPOINT, "cpu_policy": "lfu"}, "cpu_policy is 'lfu'; expected one of default, lru"),
         ({"endpoint": ENDPOINT, "timeout_s": 0}, "timeout_s is 0"),
         ({"endpoint": ENDPOINT, "timeout_s": 601}, "above 0 and at most 600"),
         ({"endpoint": ENDPOINT, "timeout_s": float("nan")}, "timeout_s is nan"),
@@ -64,6 +89,11 @@ def test_a_size_is_a_number_or_text_with_a_unit(given: object, size: int) -> Non
         ({"endpoint": ENDPOINT, "min_hit_tokens": 0.5}, "expected a whole number, got a number"),
         ({"endpoint": ENDPOINT, "save_decode": "no"}, "save_decode is 'no'; expected true or false, got text"),
         ({"endpoint": ENDPOINT, "block_secret_file": "/none"}, "block_secret_file /none: No such file or directory"),
+        (
+            {"endpoint": ENDPOINT, "nixl": True, "transport": "fabric"},
+            "nixl=True and transport='fabric': expected one of them",
+        ),
+        ({"endpoint": ENDPOINT, "transport": "none"}, "transport 'none': expected one of nixl"),
         ({"endpoint": ENDPOINT, "tenant": 7}, "tenant is 7; expected text"),
         ({"endpoint": ENDPOINT, "tenant": "t" * 300}, "tenant has 300 characters"),
     ],

@@ -141,12 +141,13 @@ def test_a_request_waits_for_a_load_that_brings_the_end_of_its_own_prefix(start:
 
 
 def test_after_new_weights_no_group_finds_older_blocks(start: StartEngine) -> None:
-    engine = start(windows=MIXED)
+    engine = start(windows=MIXED, checks=True)
     store(engine)
     engine.lookups.answering = False
     request = engine.add(PROMPT)
     engine.step()  # the request waits for an answer; its keys are known
-    assert engine.change_weights()
+    assert engine.change_weights("step-1")
+    engine.step()  # in which the rank tells
     engine.lookups.answering = True
     assert not engine.step().plan.loads
     before = set(engine.keys(PROMPT))

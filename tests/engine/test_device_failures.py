@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pytest
 
 from kvstore_client import KVStoreClient
-from kvstore_client.engine.transfer_out import SendAs
 from tests.engine.test_kv_layout import BLOCKS, caches
 from tests.support.harness import Server, make_keys, make_namespace, wait_until
 
@@ -21,11 +20,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
     from kvstore_client.engine.guard import Counters, StoreGuard
-    from kvstore_client.vllm.connector import layout as layout_module
-    from kvstore_client.vllm.connector.device import PIECE_BYTES, lock_in_pieces
-    from kvstore_client.vllm.connector.layout import BlockLayout, Copy, Rows
-    from kvstore_client.vllm.connector.plan import RankStore, Saves, StepPlan
-    from kvstore_client.vllm.connector.worker import WorkerHalf
+    from kvstore_client.engine.paged import layout as layout_module
+    from kvstore_client.engine.paged.device import PIECE_BYTES, lock_in_pieces
+    from kvstore_client.engine.paged.layout import BlockLayout, Copy, Rows
+    from kvstore_client.engine.paged.plan import RankStore, SavedBlock, Saves, StepPlan
+    from kvstore_client.engine.paged.worker import WorkerHalf
 
 
 class LostDevice:
@@ -67,7 +66,7 @@ def test_a_preemption_goes_on_when_a_copy_has_failed(guard: StoreGuard) -> None:
     )
     keys = make_keys(2)
     for job, key in enumerate(keys):
-        saves = Saves(job, keys=[key], parents=[None], block_ids=[job], slots=[job], how=[SendAs()])
+        saves = Saves(job, [SavedBlock(key, job, job)])
         worker.begin_step(StepPlan(saves=saves))
         worker.saves.save()
     worker.saves.order_copies()
@@ -106,7 +105,7 @@ def test_copies_of_the_host_are_made_before_blocks_are_reused_and_before_the_end
     )
     keys = make_keys(3)
     for job, (key, block_id) in enumerate(zip(keys, (1, 3, 2), strict=True)):
-        saves = Saves(job, keys=[key], parents=[None], block_ids=[block_id], slots=[job], how=[SendAs()])
+        saves = Saves(job, [SavedBlock(key, job, block_id)])
         worker.begin_step(StepPlan(saves=saves, held={f"request {job}": job}))
         worker.saves.save()
     assert worker.saves.take_saved() == set(), "the engine must keep the blocks"
@@ -137,7 +136,7 @@ def test_what_the_host_copied_is_sent_though_no_step_follows(
         guard, layout, store=RankStore(guard.namespace, 16), timeout_s=5, replica=(0, 1), counters=Counters()
     )
     [key] = make_keys(1, first=700)
-    worker.begin_step(StepPlan(saves=Saves(0, keys=[key], parents=[None], block_ids=[1], slots=[0], how=[SendAs()])))
+    worker.begin_step(StepPlan(saves=Saves(0, [SavedBlock(key, 0, 1)])))
     worker.saves.save()
     layout.may_copy.set()
     wait_until(lambda: guard.call(lambda client: client.contains([key]).tolist(), [False]) == [True])

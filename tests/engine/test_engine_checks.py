@@ -242,4 +242,4 @@ def test_a_wrong_option_stops_the_engine_and_the_valid_ones_are_named(
     said = str(error.value)
     assert "unknown option 'time_out_s'; did you mean 'timeout_s'?" in said
     assert f"Valid options: {', '.join(ConnectorOptions.__struct_fields__)}" in said
-    assert "endpoint, timeout_s, lookup_timeout_s, tenant, weights_version, replicas, connections, nixl, token" in said
+    assert "timeout_s, lookup_timeout_s, tenant, weights_version, replicas, connections, transport, nixl" in said

@@ -277,7 +277,7 @@ def test_the_cpu_tier_keeps_nothing_of_a_load_that_failed(
         until_it_hits(place.engine, question)
     engine = start_engine(
         place.link.endpoint,
-        options={"cpu_bytes": "64MiB", "timeout_s": TIMEOUT_S, "lookup_timeout_s": LOOKUP_TIMEOUT_S},
+        options={"cpu_bytes": "64MiB", "timeout_s": 20, "lookup_timeout_s": LOOKUP_TIMEOUT_S},
         enable_prefix_caching=False,
     )
     ledger = Ledger(engine)

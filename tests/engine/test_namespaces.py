@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
@@ -17,13 +18,19 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm")
     import torch
     import vllm
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     from kvstore_client.vllm.connector import page_probe as page_probe_module
     from kvstore_client.vllm.connector.page_probe import page_fingerprint
     from kvstore_client.vllm.connector.rank_namespace import replica
-    from kvstore_client.vllm.shared.model_identity import config_digest, model_identity
+    from kvstore_client.vllm.shared.model_identity import (
+        config_digest,
+        draft_identity,
+        has_draft_layers,
+        model_identity,
+    )
     from tests.engine.engine_config import PART_BYTES, PLAIN, Layer, Rank, heads, layers_of
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------
@@ -94,6 +101,11 @@ def test_pages_of_states_are_known_by_the_engines_version(monkeypatch: pytest.Mo
     assert known() != before
 
 
+def drafting(method: str, config: VllmConfig) -> SimpleNamespace:
+    """A way to draft; vLLM gives those without a model of their own the target's configuration."""
+    return SimpleNamespace(method=method, model=method, draft_model_config=copy.deepcopy(config.model_config))
+
+
 def alone(tp: int) -> list[tuple[int, int, int, int]]:
     return [(place, tp, 0, 1) for place in range(tp)]
 
@@ -106,7 +118,7 @@ def test_a_rank_is_alone_with_its_part_when_in_doubt(rank: Rank) -> None:
     model.hf_text_config.swa_num_key_value_heads = 8
     assert rank.places(8, heads(1)) == alone(8), "some layers have another number of heads"
     del model.hf_text_config.swa_num_key_value_heads
-    rank.config.speculative_config = SimpleNamespace(draft_model_config=None)  # type: ignore[assignment]
+    rank.config.speculative_config = drafting("eagle", rank.config)  # type: ignore[assignment]
     assert rank.places(8, heads(1)) == alone(8), "a drafting model has heads of its own"
 
 
@@ -174,7 +186,7 @@ def test_ranges_that_do_not_fit_the_model_or_the_engine_are_refused(rank: Rank) 
         rank.namespace(heads(4), head_shards=6)
     with pytest.raises(ValueError, match=r"layers may differ in their heads"):
         rank.namespace(heads(2), head_shards=4)
-    rank.config.speculative_config = SimpleNamespace(draft_model_config=None)  # type: ignore[assignment]
+    rank.config.speculative_config = drafting("eagle", rank.config)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"a drafting model has others"):
         rank.namespace(heads(4), head_shards=4)
 
@@ -219,8 +231,7 @@ def change_hash(config: VllmConfig) -> None:
 
 
 def change_draft(config: VllmConfig) -> None:
-    draft = SimpleNamespace(method="eagle", draft_model_config=copy.deepcopy(config.model_config))
-    config.speculative_config = draft  # type: ignore[assignment]
+    config.speculative_config = drafting("eagle", config)  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
@@ -244,6 +255,39 @@ def test_what_changes_bytes_changes_the_namespace(rank: Rank, change: Callable[[
     assert rank.namespace(layers) == before
     change(rank.config)
     assert rank.namespace(layers) != before
+
+
+def test_a_drafting_models_configuration_is_no_sign_of_layers_that_draft(config: VllmConfig) -> None:
+    """vLLM gives an engine that looks drafts up in the prompt the target's own."""
+    config.speculative_config = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=3,
+        prompt_lookup_max=3,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    assert config.speculative_config.draft_model_config is config.model_config
+    assert not has_draft_layers(config) and draft_identity(config) == ""
+
+
+def keeps_caches(method: str) -> bool:
+    """What vLLM says of a way to draft. Of a class of the operator's own it knows nothing, so that may."""
+    speculative = object.__new__(SpeculativeConfig)
+    speculative.method = "mtp" if method in get_args(MTPModelTypes) else method  # as vLLM calls them all
+    return bool(speculative.uses_draft_kv_cache()) or method == "custom_class"
+
+
+@pytest.mark.parametrize("method", get_args(SpeculativeMethod))
+def test_a_way_to_draft_counts_exactly_if_its_layers_have_caches(method: str, rank: Rank) -> None:
+    before = rank.namespace(heads(4))
+    rank.config.speculative_config = drafting(method, rank.config)  # type: ignore[assignment]
+    assert (rank.namespace(heads(4)) != before) == keeps_caches(method)
+    if keeps_caches(method):
+        with pytest.raises(ValueError, match="a drafting model has others"):
+            rank.namespace(heads(4), head_shards=4)
+    else:
+        assert rank.namespace(heads(4), head_shards=4).extra["parallel"].startswith("heads")
+    assert (rank.places(8, heads(1)) == alone(8)) == keeps_caches(method)
 
 
 def test_tenant_and_the_dtype_of_layers_are_in_the_namespace(rank: Rank) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookups
-from kvstore_client.engine.transfer_out import SendAs
 from tests.support.harness import Server, make_keys, wait_until
 
 with warnings.catch_warnings():
@@ -19,10 +18,10 @@ with warnings.catch_warnings():
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from kvstore_client.vllm.connector.layout import BlockLayout
-    from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan
+    from kvstore_client.engine.paged.layout import BlockLayout
+    from kvstore_client.engine.paged.plan import Load, RankStore, SavedBlock, Saves, StepPlan
+    from kvstore_client.engine.paged.worker import WorkerHalf
     from kvstore_client.vllm.connector.rank_namespace import rank_namespace
-    from kvstore_client.vllm.connector.worker import WorkerHalf
     from tests.engine.engine_config import PLAIN, Layer, Rank
 
 BLOCKS = 8
@@ -57,8 +56,8 @@ class Stage:
             tensor.copy_(torch.randint(-100, 100, tensor.shape))
 
     def save(self, keys: Sequence[bytes]) -> None:
-        count = len(keys)
-        saves = Saves(0, list(keys), [None, *keys[:-1]], list(range(count)), list(range(count)), [SendAs()] * count)
+        parents = [None, *keys[:-1]]
+        saves = Saves(0, [SavedBlock(key, at, at, parents[at]) for at, key in enumerate(keys)])
         self.worker.begin_step(StepPlan(saves=saves))
         self.worker.saves.save()
         self.worker.saves.order_copies()

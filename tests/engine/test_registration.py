@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvstore_client.engine.directory import TTL_S, EngineList, EngineRecord, Registered
@@ -36,6 +37,11 @@ def test_an_engine_is_in_the_directory_while_it_runs(
         reached = f"tcp://127.0.0.1:{publisher}", f"tcp://127.0.0.1:{replay}"
         record = EngineRecord(URL, ("prefill", "decode"), str(model), "7", 1, *reached)
         assert heard[-1] == {"127.0.0.1-8000": record}
+        engine.change_weights(1)
+        engine.name_weights("step-1")
+        engine.generate([1, 2, 3])
+        renamed = msgspec.structs.replace(record, weights="step-1")
+        wait_until(lambda: heard[-1] == {"127.0.0.1-8000": renamed}, what="its weights have another name")
         assert engine.stop() == 0
         wait_until(lambda: not heard[-1], 20, what="it has left")
         engines.close()

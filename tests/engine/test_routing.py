@@ -8,12 +8,14 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvstore_client import KVStoreClient
+from kvstore_client.engine.block_index import BlockKeys
 from kvstore_client.engine.routing import Routes
 from tests.support.harness import MakeNamespace, Server, blocks_of, wait_until
 
@@ -29,6 +31,7 @@ with warnings.catch_warnings():
         KVCacheEvent,
         KVEventBatch,
     )
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 
 SIZE = 4
 BLOCK_BYTES = 1000
@@ -113,9 +116,9 @@ def test_the_engine_with_the_longest_run_in_its_own_tiers_is_the_best(engines: l
     a, b = engines
     a.say(stored(PROMPT[:8]))
     b.say(stored(PROMPT[:4]), stored(PROMPT[:16], "CPU", first=1), stored(PROMPT, "STORAGE"))
-    until(routes, {"a": {"GPU": 8, "any": 8}, "b": {"GPU": 4, "CPU": 0, "STORAGE": 20, "any": 16}})
+    until(routes, {"a": {"GPU": 8, "any": 8}, "b": {"GPU": 4, "CPU": 0, "any": 16}})
     found = routes.find([*PROMPT, 99])
-    assert (found.tokens, found.best(), found.store) == (20, "b", None)
+    assert (found.tokens, found.best(), found.store) == (16, "b", None)
     assert routes.find([7, *PROMPT]).best() is None and routes.find([]).tokens == 0
     assert routes.find(PROMPT[:9]).engines["b"]["any"] == 8, "whole blocks only"
 
@@ -134,10 +137,84 @@ def test_what_is_removed_or_cleared_is_not_there(engines: list[Engine], routes: 
     wait_until(lambda: routes.index.blocks == 0)
 
 
-def test_a_salted_prompt_is_another_prompt(engines: list[Engine], routes: Routes) -> None:
-    engines[0].say(stored(PROMPT, salt="tenant"))
-    wait_until(lambda: routes.index.blocks == 5)
-    assert routes.find(PROMPT).tokens == 0
+def test_a_prompt_with_another_salt_adapter_or_picture_is_another_prompt(engines: list[Engine], routes: Routes) -> None:
+    """As vLLM publishes them: the salt with the first block only, the adapter with all, a picture where it is."""
+    salted = stored(PROMPT, salt="tenant")
+    adapted = msgspec.structs.replace(stored(PROMPT, salt="adapter"), lora_name="adapter")
+    pictured = stored(PROMPT, salt="picture")
+    salted.extra_keys = [("tenant",), *[None] * 4]
+    pictured.extra_keys = [None, (("picture", 1),), (("picture", -3),), None, None]
+    ways: dict[str, dict[str, Any]] = {
+        "salt": {"cache_salt": "tenant"},
+        "adapter": {"lora_name": "adapter"},
+        "picture": {"media": [("picture", 5, 5)]},
+    }
+    others: list[dict[str, Any]] = [
+        {"cache_salt": "adapter"},
+        {"lora_name": "tenant"},
+        {"lora_name": "adapter", "cache_salt": "tenant"},
+    ]
+    for told, event in zip(ways, (salted, adapted, pictured), strict=True):
+        engines[0].say(event)
+        wait_until(lambda told=told: routes.find(PROMPT, **ways[told]).tokens == 20)
+        assert [routes.find(PROMPT, **each).tokens for each in others] == [0, 0, 0]
+        assert routes.find(PROMPT).tokens in (0, 4), "before the picture all are alike"
+    assert routes.find(PROMPT, media=[("picture", 6, 5)]).tokens == 4
+    assert routes.find(PROMPT, media=[("another", 5, 5)]).tokens == 4
+    engines[1].say(stored(PROMPT[:8]))
+    wait_until(lambda: routes.find(PROMPT).tokens == 8)
+    assert [routes.find(PROMPT, **each).engines["b"]["GPU"] for each in (*ways.values(), *others)] == [0, 0, 4, 0, 0, 0]
+
+
+@pytest.mark.parametrize("salt", ["", "tenant"])
+@pytest.mark.parametrize("lora_name", ["", "adapter"])
+@pytest.mark.parametrize(
+    "media", [[], [("one", 3, 2)], [("one", 0, 9), ("two", 9, 3)], [("one", 4, 4), ("one", 11, 9)]]
+)
+def test_blocks_are_named_beside_their_tokens_as_vllm_does_it(
+    salt: str, lora_name: str, media: list[tuple[str, int, int]]
+) -> None:
+    features = [
+        SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=first, length=size))
+        for name, first, size in media
+    ]
+    adapter = SimpleNamespace(lora_name=lora_name, lora_path="/adapter") if lora_name else None
+    request: Any = SimpleNamespace(
+        mm_features=features, lora_request=adapter, cache_salt=salt or None, prompt_embeds=None
+    )
+    keys, at = BlockKeys(lora_name, salt, media), 0
+    for start in range(0, 24, SIZE):
+        extra, at = generate_block_hash_extra_keys(request, start, start + SIZE, at)
+        told = to_event_extra_keys([extra])
+        assert told is not None and (told[0] or ()) == keys.of_block(start, SIZE)
+
+
+def test_engines_of_another_model_are_not_asked(engines: list[Engine]) -> None:
+    a, b = engines
+    with Routes() as routes:
+        routes.add("a", a.live, a.replay, model="one")
+        routes.add("b", b.live, b.replay, model="two")
+        a.say(stored(PROMPT[:8]))
+        b.say(stored(PROMPT))
+        until(routes, {"a": {"GPU": 8, "any": 8}, "b": {"GPU": 20, "any": 20}})
+        found = routes.find(PROMPT, model="one")
+        assert (found.tokens, found.engines, found.best()) == (8, {"a": {"GPU": 8, "any": 8}}, "a")
+        assert routes.find(PROMPT, model="three").engines == {}
+
+
+def test_what_engines_put_into_the_store_takes_no_room_where_nobody_asks_the_store(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    with Routes() as routes:
+        routes.add("a", engine.live, engine.replay)
+        for first in range(0, 300_000, 1000):
+            hashes = [number.to_bytes(32, "big") for number in range(first, first + 1000)]
+            event = stored(PROMPT[:SIZE], "STORAGE")
+            tokens = [token for number in range(first, first + 1000) for token in (number, 0, 0, 0)]
+            engine.say(msgspec.structs.replace(event, block_hashes=hashes, token_ids=tokens))
+        engine.say(stored(PROMPT))
+        until(routes, {"a": {"GPU": 20, "any": 20}})
+        assert routes.index.blocks == 5
+    engine.stop()
 
 
 def test_who_listens_late_hears_what_was_said_before(tmp_path: Path) -> None:
@@ -180,6 +257,63 @@ def test_an_engine_that_was_restarted_has_nothing_of_before(engines: list[Engine
 
     wait_until(is_heard, 20, "the new process is heard")
     assert routes.find(PROMPT).tokens == 0
+
+
+def test_an_engine_that_was_restarted_while_nobody_heard_it_has_nothing_of_before(
+    engines: list[Engine], routes: Routes
+) -> None:
+    """Also if it has published more by now than its process before had: what it said first is not the same."""
+    engine, other = engines[0], [50 + token for token in PROMPT]
+    engine.say(stored(PROMPT))
+    until(routes, {"a": {"GPU": 20, "any": 20}})
+    live = routes._engines["a"].live
+    with routes._lock:  # it does not listen meanwhile
+        live.unsubscribe(b"")
+        engine.stop()
+        engine.start()
+        for _ in range(5):
+            engine.say(stored(other))
+        wait_until(lambda: engine.newest == 4)
+        live.subscribe(b"")
+
+    def is_heard() -> bool:
+        engine.say(stored(other))
+        return routes.find(other).tokens == 20
+
+    wait_until(is_heard, 20, "the new process is heard")
+    assert routes.find(PROMPT).tokens == 0
+
+
+def test_batches_that_come_again_after_a_gap_are_not_taken_for_a_restart(tmp_path: Path) -> None:
+    """Of an engine that keeps three batches to replay: who begins anew has lost what it said before."""
+    engine = Engine(tmp_path, buffer_steps=3)
+    with Routes() as routes:
+        routes.add("a", engine.live, engine.replay)
+        engine.say(stored(PROMPT))
+        until(routes, {"a": {"GPU": 20, "any": 20}})
+        live = routes._engines["a"].live
+        with routes._lock:  # it does not listen meanwhile
+            engine.say(stored([7] * SIZE))
+            assert live.poll(5000)
+            live.recv_multipart()  # is lost on its way
+            for token in (8, 9):  # come twice: by themselves, and when it asks for what was lost
+                engine.say(stored([token] * SIZE))
+            wait_until(lambda: engine.newest == 3)
+            assert live.poll(5000)
+        wait_until(lambda: routes.find([7] * SIZE).tokens == SIZE, 10, "it has asked")
+        engine.say(stored([10] * SIZE))
+        wait_until(lambda: routes.find([10] * SIZE).tokens == SIZE, 10, "it has heard all")
+        assert routes.find(PROMPT).tokens == 20
+    engine.stop()
+
+
+def test_who_knows_of_a_restart_says_so(engines: list[Engine], routes: Routes) -> None:
+    engines[0].say(stored(PROMPT))
+    until(routes, {"a": {"GPU": 20, "any": 20}})
+    engines[0]._publisher._buffer.clear()  # as in a new process
+    routes.restarted("a")
+    wait_until(lambda: not routes.find(PROMPT).engines.get("a"), 10, "it has nothing")
+    routes.restarted("unknown")
 
 
 def in_group(event: Any, group: int, **described: Any) -> Any:

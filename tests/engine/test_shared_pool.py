@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_client.engine.transfer_out import SendAs
 from tests.engine.test_kv_layout import BLOCKS, caches, swapped_out
 from tests.support.harness import StartServer, make_keys, make_namespace
 
@@ -15,9 +14,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
     from kvstore_client.engine.guard import Counters, StoreGuard
-    from kvstore_client.vllm.connector.layout import BlockLayout
-    from kvstore_client.vllm.connector.plan import RankStore, Saves, StepPlan
-    from kvstore_client.vllm.connector.worker import WorkerHalf
+    from kvstore_client.engine.paged.layout import BlockLayout
+    from kvstore_client.engine.paged.plan import RankStore, SavedBlock, Saves, StepPlan
+    from kvstore_client.engine.paged.worker import WorkerHalf
     from kvstore_client.vllm.shared.store_options import StoreOptions
 
 
@@ -37,9 +36,7 @@ def test_saved_blocks_are_copied_once_from_the_pool_to_the_server(start_server: 
         store_on_host=True,
     )
     keys = make_keys(4)
-    saves = Saves(
-        0, keys=keys, parents=[None, *keys[:3]], block_ids=[0, 1, 2, 3], slots=[5, 1, 8, 3], how=[SendAs()] * 4
-    )
+    saves = Saves(0, list(map(SavedBlock, keys, [5, 1, 8, 3], [0, 1, 2, 3], [None, *keys[:3]])))
     worker.begin_step(StepPlan(saves=saves))
     worker.saves.save()
     worker.saves.order_copies()

@@ -16,15 +16,14 @@ import pytest
 
 from kvstore_client import KVStoreClient
 from kvstore_client.engine.shared_rows import Offer, share_rows
-from kvstore_client.engine.transfer_out import SendAs
 from tests.engine.shared_ranks import BLOCK_BYTES, Ranks, Spec
 from tests.support.harness import Server, block_of, blocks_of, make_keys, make_namespace, wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
-    from kvstore_client.vllm.connector.plan import Load, Saves, WorkerReport
-    from kvstore_client.vllm.connector.shared_pool import PASSAGES, WAITING_PASSAGES, Passages
+    from kvstore_client.engine.paged.plan import Load, SavedBlock, Saves, WorkerReport
+    from kvstore_client.engine.paged.shared_pool import PASSAGES, WAITING_PASSAGES, Passages
 
 StartRanks: TypeAlias = "Callable[..., Ranks]"
 
@@ -97,7 +96,7 @@ def test_the_rank_that_sends_a_block_copies_it_for_all(server: Server, start_ran
     keys = make_keys(16)
     ranks = start_ranks(2, slots=128)
     ranks.all("fill", range(16), blocks_of(keys, BLOCK_BYTES))
-    saves = Saves(0, keys, [None, *keys[:-1]], list(range(16)), list(range(16, 32)), [SendAs()] * 16)
+    saves = Saves(0, list(map(SavedBlock, keys, range(16, 32), range(16), [None, *keys[:-1]])))
     ranks.all("save", saves)
     total = WorkerReport()
 

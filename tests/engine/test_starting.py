@@ -14,8 +14,8 @@ from tests.support.harness import make_namespace, wait_until
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
+    from kvstore_client.engine.paged.plan import RankStore
     from kvstore_client.vllm.connector import starting
-    from kvstore_client.vllm.connector.plan import RankStore
     from kvstore_client.vllm.connector.starting import SchedulerStart
 
 STORE = RankStore(make_namespace(64, "starting"), 8)

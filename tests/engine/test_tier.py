@@ -18,10 +18,15 @@ from tests.support.harness import RawClient, Server, block_of, set_frames, wait_
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the engine's parts about each other
     pytest.importorskip("vllm")
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.request import Request
 
     from kvstore_client.vllm.tier.secondary_tier import KVStoreTier
-    from tests.engine.tier_engine import CHUNK_BYTES, SLOWEST_CALL_S, TieredEngine, offload_keys
+    from tests.engine.made_requests import picture
+    from tests.engine.tier_engine import BLOCK_TOKENS, CHUNK_BYTES, SLOWEST_CALL_S, TieredEngine, offload_keys
 
 TIMEOUT_S = 1.5
 LOOKUP_TIMEOUT_S = 0.5
@@ -285,8 +290,33 @@ def test_resetting_the_cpu_tier_waits_for_what_is_under_way(server: Server, star
     engine.finish(asking)
     time.sleep(0.2)  # for what must not come
     assert (engine.rows == -1).all()
+    counted = engine.counted()
+    with engine.store_client() as client:  # what was on the wire arrived, the rest was given up
+        assert client.contains(keys).sum() + counted.get("dropped_blocks_total", 0) == len(keys)
+
+
+def test_a_reset_of_an_engine_whose_weights_have_a_name_drops_what_it_believes_and_sends_nothing_older(
+    server: Server, start_tier: START_TIER
+) -> None:
+    keys, wire, waiting = offload_keys(6), offload_keys(2, first=50), offload_keys(8, first=60)
+    engine = start_tier(server.endpoint, options={"weights_version": "2026-11"})
+    engine.save(keys)
+    engine.compute(offload_keys(64, first=100))  # evicts all from the CPU tier
+    engine.settle()
+    assert engine.hits(keys) == 6
     with engine.store_client() as client:
-        assert client.contains(keys).all()
+        client.delete(keys)
+        engine.counted()
+        with server.stopped():
+            engine.compute(wire)
+            engine.step()
+            wait_until(lambda: engine.tier._out._sending, what="the first chunks are on the wire")
+            engine.compute(waiting)
+            engine.step()
+            engine.manager.reset_cache()
+        assert engine.counted()["dropped_blocks_total"] == len(waiting)
+        assert engine.hits(keys) == 0
+        assert not client.contains([*keys, *waiting]).any()
 
 
 def test_after_a_reset_which_may_mean_new_weights_nothing_older_is_found_and_nothing_shared(
@@ -306,6 +336,29 @@ def test_after_a_reset_which_may_mean_new_weights_nothing_older_is_found_and_not
     other = start_tier(server.endpoint)
     assert other.hits(later) == 0
     assert other.hits(keys) == 6
+
+
+def test_after_a_purge_nothing_is_shared_until_vllm_has_emptied_its_own_caches(
+    server: Server, start_tier: START_TIER
+) -> None:
+    """What is in them may be from before, and is offered to the store whenever it comes back to the CPU tier."""
+    keys, later = offload_keys(6), offload_keys(6, first=50)
+    engine = start_tier(server.endpoint, options={"weights_version": "2026-11"})
+    engine.save(keys)
+    engine.settle()
+    with KVStoreClient(server.endpoint, engine.tier.namespace) as operator:
+        assert operator.purge() == 6
+        engine.save(later)
+        engine.settle()
+        assert operator.info().shards[0].namespaces[0].blocks == 0
+        other = start_tier(server.endpoint, options={"weights_version": "2026-11"})
+        other.save(later)
+        other.settle()
+        engine.manager.reset_cache()
+        assert engine.hits(later) == 6 and engine.wrong(later) == []
+        engine.save(keys)
+        engine.settle()
+        assert other.hits(keys) == 6 and other.wrong(keys) == []
 
 
 def test_resetting_the_cpu_tier_ends_with_a_frozen_store(server: Server, start_tier: START_TIER) -> None:
@@ -406,3 +459,76 @@ def test_the_memory_is_free_when_the_engine_has_shut_down(server: Server, start_
     assert not Path(region.mmap_path).exists()
     with engine.store_client() as client:
         assert client.contains(offload_keys(4, first=50)).all(), "what waited was sent"
+
+
+# ---- chunks of more than tokens --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made() -> Callable[..., Request]:
+    """``made(*pictures)``: a request of five chunks, with what vLLM's scheduler has of its pictures. vLLM's hashes know
+    them by their ids."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    numbers = itertools.count()
+
+    def make(*pictures: Any, **more: Any) -> Request:
+        tokens = list(range(5 * BLOCK_TOKENS + 3))
+        name = f"made-{next(numbers)}"
+        return Request(name, tokens, SamplingParams(), None, mm_features=list(pictures), block_hasher=hasher, **more)
+
+    return make
+
+
+def saved(engine: TieredEngine, request: Request) -> None:
+    keys, context = engine.ask(request)
+    engine.compute(keys, context)
+    engine.settle()
+
+
+def found(engine: TieredEngine, request: Request) -> int:
+    return engine.hits(*engine.ask(request))
+
+
+def test_chunks_behind_another_picture_of_the_same_id_are_not_found(
+    server: Server, start_tier: START_TIER, made: Callable[..., Request]
+) -> None:
+    engines = [start_tier(server.endpoint, takes_embeddings=True) for _ in range(4)]
+    saved(engines[0], made(picture(1, offset=40)))
+    assert found(engines[1], made(picture(2, offset=40))) == 1, "the chunk before it"
+    assert found(engines[2], made(picture(1, offset=40))) == 5
+    assert found(engines[2], made(picture(1, "img-2", offset=40))) == 1
+    # An id that has stood for two contents in an engine stands for none there.
+    mixed = made(picture(3, offset=40))
+    engines[2].ask(mixed)
+    saved(engines[2], made(picture(3, offset=40)))
+    assert found(engines[3], mixed) == 1
+    assert found(engines[3], made()) == 1, "of a prompt without a picture, what it has in common with them"
+
+
+def test_whoever_trusts_ids_finds_what_was_stored_under_them(
+    server: Server, start_tier: START_TIER, made: Callable[..., Request]
+) -> None:
+    trusting = {"trust_media_ids": True}
+    first, second = (start_tier(server.endpoint, takes_embeddings=True, options=trusting) for _ in range(2))
+    saved(first, made(picture(1, offset=40)))
+    assert found(second, made(picture(2, offset=40))) == 5
+
+
+def test_chunks_of_requests_that_are_not_known_are_shared_only_if_they_can_be_but_tokens(
+    server: Server, start_tier: START_TIER
+) -> None:
+    """As other tiers ask for chunks of other engines."""
+    keys = offload_keys(4)
+    for takes_embeddings, hits in ((True, 0), (False, 4)):
+        first, second = (start_tier(server.endpoint, takes_embeddings=takes_embeddings) for _ in range(2))
+        first.save(keys)
+        assert second.hits(keys) == hits
+
+
+def test_chunks_of_a_content_that_is_not_to_be_seen_are_computed(
+    server: Server, start_tier: START_TIER, made: Callable[..., Request]
+) -> None:
+    first, second = (start_tier(server.endpoint, takes_embeddings=True) for _ in range(2))
+    saved(first, made(picture(1, offset=40, data=None)))
+    assert found(second, made(picture(1, offset=40, data=None))) == 1

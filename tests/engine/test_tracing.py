@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvstore_client.engine.trace_file import read_trace
 from tests.engine.engines import StartEngine
 from tests.engine.fleet import Fleet
 from tests.engine.served import MODEL, post
@@ -121,8 +122,7 @@ def test_an_engine_without_a_proxy_writes_its_requests_and_leaves_out_what_nobod
     assert post(fleet.d.url, COMPLETIONS, body(5), **{"x-request-id": "alone"})[0] == 200
     path = fleet.files[2]
     wait_until(lambda: "alone" in path.read_text(), 10, "it is written")
-    events = [each for each in json.loads(path.read_bytes()) if "alone" in each["args"].get("request_id", "")]
-    assert [each["name"] for each in events] == ["queue", "decode"]
+    assert [each.name for each in read_trace(path) if "alone" in each.request_id] == ["queue", "decode"]
     assert not any(unwanted in file.read_text() for file in fleet.files)
     assert not fleet.receiver.of(unwanted)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 import warnings
 
 import pytest
 
 from kvstore_client import KVStoreClient
-from kvstore_client.engine.transfer_out import SendAs
-from tests.engine.test_kv_layout import BLOCKS, caches, swapped_out
+from tests.engine.test_kv_layout import BLOCKS, caches, swapped_out, to_bytes
 from tests.support.harness import Server, blocks_of, make_keys, make_namespace, namespace_info, wait_until
 
 with warnings.catch_warnings():
@@ -19,10 +20,10 @@ with warnings.catch_warnings():
 
     from kvstore_client.engine import transfer_in
     from kvstore_client.engine.guard import Counters, StoreGuard
-    from kvstore_client.vllm.connector.layout import BlockLayout
-    from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan
-    from kvstore_client.vllm.connector.rank_loads import STAGED_LOADS, STAGED_WAITING_LOADS
-    from kvstore_client.vllm.connector.worker import WorkerHalf
+    from kvstore_client.engine.paged.layout import BlockLayout, DetachedError
+    from kvstore_client.engine.paged.plan import Load, RankStore, SavedBlock, Saves, StepPlan
+    from kvstore_client.engine.paged.rank_loads import STAGED_LOADS, STAGED_WAITING_LOADS
+    from kvstore_client.engine.paged.worker import WorkerHalf
     from tests.engine.late_layout import LateLayout
 
 
@@ -36,7 +37,7 @@ def test_blocks_in_host_memory_do_not_wait_for_the_network(server: Server) -> No
         guard, layout, store=RankStore(guard.namespace, 16), timeout_s=5, replica=(0, 1), counters=counters
     )
     keys = make_keys(1 + 2 * STAGED_LOADS)
-    worker.begin_step(StepPlan(saves=Saves(0, keys[:1], [None], block_ids=[0], slots=[3], how=[SendAs()])))
+    worker.begin_step(StepPlan(saves=Saves(0, [SavedBlock(keys[0], 3, 0)])))
     worker.saves.save()
     worker.saves.order_copies()
     loaded: set[str] = set()
@@ -50,6 +51,84 @@ def test_blocks_in_host_memory_do_not_wait_for_the_network(server: Server) -> No
     wait_until(lambda: loaded.update(worker.loads.take_loaded()) or len(loaded) == len(keys), 10)
     worker.close()
     guard.close()
+
+
+def bytes_of(tensors: dict[str, torch.Tensor]) -> bytes:
+    return b"".join(map(to_bytes, tensors.values()))
+
+
+def test_a_cache_that_is_taken_away_is_not_touched_and_what_was_loaded_before_is_missing(server: Server) -> None:
+    tensors = caches("LBHNC")
+    layout = BlockLayout(tensors, BLOCKS)
+    counters = Counters()
+    namespace = make_namespace(layout.block_bytes, "taken-away")
+    guard = StoreGuard(server.endpoint, namespace, timeout_s=5, counters=counters)
+    worker = WorkerHalf(
+        guard, layout, store=RankStore(guard.namespace, 16), timeout_s=5, replica=(0, 1), counters=counters
+    )
+    keys = make_keys(3)
+    worker.begin_step(StepPlan(saves=Saves(0, [SavedBlock(keys[0], 3, 0), SavedBlock(keys[1], 4, 1)])))
+    worker.saves.save()
+    worker.saves.order_copies()
+    with KVStoreClient(server.endpoint, namespace) as client:
+        wait_until(lambda: worker.take_report() and client.contains(keys[:2]).all(), what="the store has them")
+    loaded: set[str] = set()
+
+    def lost(name: str) -> set[int]:
+        wait_until(lambda: loaded.update(worker.loads.take_loaded()) or name in loaded, what=f"{name} ends")
+        return worker.loads.take_failed_block_ids()
+
+    first = bytes_of(tensors)
+    worker.loads.load(Load("placed", number=1, host_slots=[3], host_block_ids=[2]))
+    wait_until(lambda: bytes_of(tensors) != first, what="it is placed")
+    with server.stopped():
+        worker.loads.load(Load("under way", number=2, keys=keys[1:2], block_ids=[4], within_s=4.0))
+        before = bytes_of(tensors)
+        worker.detach()
+    assert lost("placed") == {2}
+    assert lost("under way") == {4}
+    worker.loads.load(Load("host", number=3, host_slots=[3], host_block_ids=[4]))
+    assert lost("host") == {4}
+    worker.begin_step(StepPlan(saves=Saves(1, [SavedBlock(key, 5, 5) for key in keys[2:]])))
+    worker.saves.save()
+    report = worker.take_report()
+    assert report is not None and report.broken == {1}
+    assert bytes_of(tensors) == before, "the cache was touched"
+    worker.attach()
+    worker.loads.load(Load("store", number=4, keys=keys[1:2], block_ids=[4], within_s=4.0))
+    assert lost("store") == set()
+    assert (swapped_out(layout, 4) == swapped_out(layout, 1)).all()
+    assert "defects" not in counters.take()
+    worker.close()
+    guard.close()
+
+
+def test_a_cache_is_taken_away_when_the_copies_that_have_begun_are_made() -> None:
+    tensors = caches("LBHNC")
+    layout = BlockLayout(tensors, BLOCKS)
+    rows = layout.pool(2)
+    ended = threading.Event()
+
+    def copy() -> None:
+        number = 0
+        while not ended.is_set():
+            number += 1
+            rows[:] = number % 251
+            with contextlib.suppress(DetachedError):
+                layout.swap_in(rows, [0, 1], [2, 3])
+
+    threads = [threading.Thread(target=copy) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):
+        layout.detach()
+        before = bytes_of(tensors)
+        time.sleep(0.001)
+        assert bytes_of(tensors) == before
+        layout.attach()
+    ended.set()
+    for thread in threads:
+        thread.join()
 
 
 def test_many_loads_take_no_thread_each_and_end_when_their_requests_do(server: Server) -> None:

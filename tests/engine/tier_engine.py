@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.request import Request
 
 from kvstore_client import KVStoreClient
 from kvstore_client.vllm.tier.secondary_tier import KVStoreTier
@@ -85,11 +86,13 @@ class TieredEngine:
         num_blocks: int = 64,
         hash_algorithm: str = "sha256",
         lora: bool = False,
+        takes_embeddings: bool = False,
     ) -> None:
         config = copy.deepcopy(_engine_config(model, tensor_parallel))
         config.cache_config.kv_cache_layout = "LBHNC"
         config.cache_config.prefix_caching_hash_algo = hash_algorithm
         config.lora_config = LoRAConfig() if lora else None
+        config.model_config.enable_prompt_embeds = takes_embeddings  # as of pictures, there is more than tokens
         self.endpoint = endpoint
         self.chunk_bytes = CHUNK_BYTES * blocks_per_chunk
         tier = {"type": "KVStoreTier", "module_path": "kvstore_client.vllm.tier", "endpoint": endpoint}
@@ -128,6 +131,13 @@ class TieredEngine:
         context = ReqContext(req_id=f"request-{self._requests}")
         self.call("on_new_request", context)
         return context
+
+    def ask(self, request: Request) -> tuple[list[bytes], ReqContext]:
+        """A request of vLLM's own has come. -> the keys of its chunks, and what the manager knows of it."""
+        self.connector.on_new_request(request)
+        state = self.connector.scheduler._req_status[request.request_id]
+        state.update_offload_keys()
+        return list(state.group_states[0].offload_keys), state.req_context
 
     def finish(self, *requests: ReqContext) -> None:
         for context in requests:

@@ -1,17 +1,26 @@
-"""What the tests of a CUDA device need. Without a device they are skipped, but not by `make gpu-test`."""
+"""What the tests of a CUDA device need. Most of them also run on the CPU, where the same classes copy host tensors.
+
+A test that takes `device` runs on both, one that takes `cuda` on a CUDA device alone; what runs there is marked `gpu`,
+and skipped if there is none, but not by `make gpu-test`. Without torch, everything here is skipped. Nothing here needs
+vLLM: where it is missing, or was built for another torch, calls of the driver do what it does for the connector.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-HERE = Path(__file__).parent
+from benchmarks.gpu.driver import Copies, installed
+
+if TYPE_CHECKING:
+    from tests.gpu.paged_caches import PagedCache
+    from tests.gpu.rank import Rank
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def why_not() -> str:
@@ -24,54 +33,49 @@ def why_not() -> str:
     return "" if torch.cuda.is_available() else f"torch {torch.__version__} finds no CUDA device"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.gpu)
-
-
-@pytest.fixture(autouse=True)
-def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without vLLM, the driver is called directly for what vLLM does for the connector."""
+@pytest.fixture(scope="session")
+def copies() -> Iterator[Copies]:
+    """Who makes the copies of a device."""
     if reason := why_not():
         pytest.skip(reason)
-    if importlib.util.find_spec("vllm") is None:
-        from kvstore_client.vllm.connector import device
-
-        cuda = Driver()
-        monkeypatch.setattr(device, "batched_copy", lambda: cuda.copy_batch)
-        monkeypatch.setattr(device, "host_register", lambda: (cuda.host_register, cuda.host_unregister))
+    with installed() as found:
+        yield found
 
 
-class Driver:
-    """Calls of libcuda, in the context that torch made current."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
-
-    def copy_batch(
-        self, src: Sequence[Any], dst: Sequence[Any], sizes: Sequence[Any], is_src_access_order_any: bool = False
-    ) -> None:
-        """As vLLM's ``swap_blocks_batch``, one copy a call."""
+def _device(request: pytest.FixtureRequest) -> Iterator[str]:
+    name: str = request.param
+    if name == "cuda":
+        request.getfixturevalue("copies")
+    yield name
+    if name == "cuda":
         import torch
 
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        for source, target, size in zip(src, dst, sizes, strict=True):
-            self._call(
-                "cuMemcpyAsync",
-                ctypes.c_uint64(int(target)),
-                ctypes.c_uint64(int(source)),
-                ctypes.c_size_t(int(size)),
-                stream,
-            )
+        torch.cuda.synchronize()  # raises what an access to memory that was not there has left
 
-    def host_register(self, address: int, size: int) -> bool:
-        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(0))
-        return True
 
-    def host_unregister(self, address: int) -> None:
-        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+@pytest.fixture(params=["cpu", CUDA])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each of the two."""
+    yield from _device(request)
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        if error := getattr(self._library, name)(*arguments):
-            raise RuntimeError(f"{name} failed with error {error} of the CUDA driver")
+
+@pytest.fixture(params=[CUDA])
+def cuda(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A CUDA device."""
+    yield from _device(request)
+
+
+@pytest.fixture
+def start_rank(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rank]]:
+    """``start_rank(endpoint, cache, slots=...)``: a rank of an engine, with a namespace of its own."""
+    from tests.gpu.rank import Rank  # with torch: only when a test needs it
+
+    ranks: list[Rank] = []
+
+    def start(endpoint: str, cache: PagedCache, **arguments: Any) -> Rank:
+        ranks.append(Rank(endpoint, cache, request.node.name, **arguments))
+        return ranks[-1]
+
+    yield start
+    for rank in ranks:
+        rank.close()

@@ -23,7 +23,7 @@ import requests
 
 from kvstore.auth.editing import rotate
 from kvstore_client import AsyncKVStoreClient, ConnectionLost, KVStoreClient, NotAuthorized
-from kvstore_client.engine.client_options import ClientOptions
+from kvstore_client.engine.client_store import ClientOptions
 from kvstore_client.engine.guard import Counters, StoreGuard
 from tests.support import harness
 from tests.support.harness import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore_client import AsyncKVStoreClient, KVStoreClient, Namespace
-from kvstore_client.engine.client_options import ClientOptions
+from kvstore_client.engine.client_store import ClientOptions
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.memory import host_memory
 from tests.support.cluster import Cluster, nodes_of, owned_by

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -452,6 +453,65 @@ def test_purge_without_yes_says_what_would_go_and_asks_on_a_terminal(full: Serve
     assert present(full) == [0, 0]
 
 
+def test_purge_chooses_namespaces_by_model_or_by_the_beginning_of_their_id(full: Server) -> None:
+    fill(full)
+    at = ("--yes", "--endpoint", full.endpoint)
+    assert answer("purge", "--model", "purge-o*", *at) == {"namespaces": 1, "blocks": 100}
+    assert present(full) == [0, 100]
+    assert answer("purge", "--namespace-id", TWO.id[:9].upper(), *at) == {"namespaces": 1, "blocks": 100}
+    fill(full)
+    assert answer("purge", "--model", "purge-*", *at) == {"namespaces": 2, "blocks": 200}
+    assert present(full) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ("--model", "no-such-*"),
+        ("--namespace-id", "00000000000000000000000000000000"),
+        ("--namespace", make_namespace(4096, "no-such-model").canonical().decode()),
+    ],
+)
+def test_purge_of_what_is_not_there_is_status_3_and_lists_what_is(full: Server, chosen: tuple[str, str]) -> None:
+    fill(full)
+    error = answer("purge", *chosen, "--yes", "--endpoint", full.endpoint, status=3)["error"]
+    assert error["kind"] == "not_found"
+    for namespace in (ONE, TWO):
+        assert namespace.id[:12] in error["message"] and namespace.model in error["message"]
+    assert present(full) == [100, 100]
+
+
+def test_purge_waits_until_clients_with_copies_have_heard_and_names_those_that_have_not(full: Server) -> None:
+    fill(full)
+    with KVStoreClient(full.endpoint, ONE, keeps_copies=True) as engine:
+        engine.contains(PURGED_KEYS)  # so that it is connected to both shards
+        at = ("--model", "purge-one", "--yes", "--endpoint", full.endpoint)
+        report = answer("purge", *at)
+        assert report == {"namespaces": 1, "blocks": 100, "clients": {"told": 1, "silent": []}}
+        assert engine.generation > 0
+        assert "1 of 1 clients with copies of blocks have dropped them" in kvstore("purge", *at).stdout
+        listener = engine._core._listener
+        assert listener is not None
+        listener.stop()  # as if its process stood still
+        time.sleep(0.3)
+        silent = answer("purge", *at, status=1)
+        assert len(silent["clients"]["silent"]) == 2, "its connections to both shards"
+        assert silent["clients"]["silent"][0] in silent["error"]["message"]
+
+
+def test_purge_empties_the_shards_that_answer_and_fails_while_others_do_not(
+    full: Server, start_server: StartServer
+) -> None:
+    fill(full)
+    other = start_server()
+    other.stop()
+    both = ("--endpoint", full.endpoint, "--endpoint", other.endpoint)
+    report = answer("purge", "--all", "--yes", *both, status=1)
+    assert report["blocks"] == 200 and report["shards_left"] == [other.endpoint.removeprefix("tcp://")]
+    assert "run this again" in report["error"]["message"] and present(full) == [0, 0]
+    assert answer("purge", "--all", "--yes", "--endpoint", other.endpoint, status=1)["error"]["kind"] == "unreachable"
+
+
 # ---- bad usage, help, completion -------------------------------------------------------------------------------------
 
 
@@ -469,6 +529,9 @@ def test_purge_without_yes_says_what_would_go_and_asks_on_a_terminal(full: Serve
         (("ping", "--timeout", "0"), "--timeout"),
         (("purge",), "--all"),
         (("purge", "--yes", "--all", "--namespace", NAMESPACE), "--all"),
+        (("purge", "--yes", "--all", "--model", "*"), "--model GLOB"),
+        (("purge", "--yes", "--model", " "), "--model is empty"),
+        (("purge", "--yes", "--namespace-id", "0xyz"), "'0xyz': expected 1 to 32 hexadecimal digits"),
         (("frobnicate",), "frobnicate"),
     ],
 )

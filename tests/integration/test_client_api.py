@@ -250,7 +250,7 @@ def test_a_purge_without_a_namespace_is_of_all_or_refused(start_server: StartSer
         client.set(KEYS, blocks_of(KEYS, BLOCK))
         raw.hello(b"", PROTOCOL)
         assert raw.ask(pack(PURGE, 5, 1000))[:3] == [ERROR, 5, wire.ErrorCode.NO_NAMESPACE]
-        assert raw.ask(pack(PURGE, 6, 1000, True)) == [PURGE_REPLY, 6, 100]
+        assert raw.ask(pack(PURGE, 6, 1000, True))[:3] == [PURGE_REPLY, 6, 100]
         assert not client.contains(KEYS).any()
 
 

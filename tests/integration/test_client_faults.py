@@ -411,7 +411,7 @@ def test_a_link_that_left_serves_the_call_that_uses_it_and_is_closed(
         assert not client.contains(keys).all(), "by the shard that it was sent to"
         wait_until(lambda: client.contains(keys).any() and link.sock is None, what="the link is closed")
         with pytest.raises(ConnectionLost, match="left the cluster"):
-            client._core.ensure_up(link, time.monotonic() + 1.0)
+            client._core.dialer.ensure_up(link, time.monotonic() + 1.0)
         assert link.sock is None
 
 

@@ -19,7 +19,8 @@ import pytest
 from kvstore.cluster.etcd import Drain, EtcdDirectory
 from kvstore.cluster.following import Follower
 from kvstore.cluster.members import DirectoryError, Member, Membership, State, encode_member
-from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.cluster.schemes import parse_cluster_url
+from kvstore.cluster.url import EtcdURL
 from kvstore.wire import ShardAddress
 from tests.support.cluster import Following, open_directory, states_of
 from tests.support.etcd import Etcd

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.moving.chains import places
-from kvstore.moving.mover import Mover
+from kvstore.moving.mover import Mover, places
 from kvstore.moving.planning import NOBODY, Plan, plan_joining, plan_leaving
 from kvstore.wire import PROTOCOL_VERSION, ErrorCode, ShardAddress
 from kvstore.wire.asking import Asking, KeyArray

@@ -29,7 +29,7 @@ import xxhash
 from kvstore.disk.entries import ENTRY
 from kvstore.disk.format import lock_shard
 from kvstore.disk.keeper import MAX_NAMESPACES, Keeper, TooManyNamespaces, read_index
-from kvstore.disk.messages import Committed, Event, KeeperFailed, NamespaceFound, Recovered, RecoveryDone
+from kvstore.disk.messages import Committed, Event, IndexedNamespace, KeeperFailed, Recovered, RecoveryDone
 from tests.support.harness import ROOT, alive, environment, make_keys, wait_until
 
 AT_LENGTH = "KVSTORE_FLIP_TRIALS" in os.environ  # make torture
@@ -66,18 +66,19 @@ def state_of(events: Sequence[Event]) -> State:
     namespaces: dict[int, tuple[bytes, int]] = {}
     state: State = {}
     for event in events:
-        if isinstance(event, NamespaceFound):
+        if isinstance(event, IndexedNamespace):
             assert event.ordinal not in namespaces
             namespaces[event.ordinal] = (event.canonical, event.key_bytes)
         elif isinstance(event, Recovered):
             canonical, key_bytes = namespaces[event.ordinal]
             assert (canonical, key_bytes) in NAMESPACES
             keys = split(event.keys, key_bytes)
-            assert 0 < len(keys) == len(event.entries) <= 8192
-            for version in np.unique(event.entries["segment"]).tolist():
-                rows = np.nonzero(event.entries["segment"] == version)[0]
+            entries = np.frombuffer(event.entries, ENTRY)
+            assert 0 < len(keys) == len(entries) <= 8192
+            for version in np.unique(entries["segment"]).tolist():
+                rows = np.nonzero(entries["segment"] == version)[0]
                 these = [keys[row] for row in rows]
-                assert np.array_equal(event.entries[rows], entries_of(canonical, these, version))
+                assert np.array_equal(entries[rows], entries_of(canonical, these, version))
                 for key in these:
                     assert (canonical, key) not in state
                     state[canonical, key] = version
@@ -171,7 +172,7 @@ def test_entries_of_several_namespaces_survive_a_stop(start: Callable[..., Loop]
         again = start()
         assert again.recovered() == RecoveryDone(len(expected), 0, "")
         assert state_of(again.events) == expected
-        assert {event.canonical: event.ordinal for event in again.all(NamespaceFound)} == {
+        assert {event.canonical: event.ordinal for event in again.all(IndexedNamespace)} == {
             canonical: ordinal for ordinal, (canonical, _) in enumerate(NAMESPACES)
         }
         assert again.keeper.stop(DEADLINE_S)
@@ -293,9 +294,9 @@ def test_ordinals_are_stable_reused_and_bounded(start: Callable[..., Loop]) -> N
     assert loop.keeper.stop(DEADLINE_S)
     again = start()
     again.recovered()
-    found = {event.ordinal: (event.canonical, event.key_bytes) for event in again.all(NamespaceFound)}
+    found = {event.ordinal: (event.canonical, event.key_bytes) for event in again.all(IndexedNamespace)}
     assert found[3] == (b"{}", 8)
-    assert {event.ordinal: event.replicas for event in again.all(NamespaceFound)} == {
+    assert {event.ordinal: event.replicas for event in again.all(IndexedNamespace)} == {
         ordinal: 3 if ordinal == 9 else 1 for ordinal in found
     }
     assert set(found) == set(range(MAX_NAMESPACES)) - {7}

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_client import KVStoreClient, Lookup, Namespace
+from kvstore_client import Lookup, Namespace
+from kvstore_client.engine.client_store import ClientStore
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.jobs import Within
 from kvstore_client.engine.local_first import LocalFirstStore
-from kvstore_client.engine.parts import lookup_in_remote, promise_in_remote
+from kvstore_client.engine.store import get_into
 from kvstore_client.engine.transfer_in import TransferIn
-from kvstore_client.engine.transfer_out import SendOutcome, TransferOut
+from kvstore_client.engine.transfer_out import BlockOut, SendOutcome, TransferOut
 from kvstore_client.vllm.connector.options import ConnectorOptions
 from kvstore_client.vllm.shared.store_options import parse_options
 from tests.support.clock import Clock
@@ -53,8 +54,8 @@ def namespace(new_namespace: MakeNamespace) -> Namespace:
 @pytest.fixture
 def store(near: Server, far: Server, namespace: Namespace) -> Iterator[LocalFirstStore]:
     opened = LocalFirstStore(
-        KVStoreClient(near.endpoint, namespace, fail_open=True, timeout_s=10.0),
-        KVStoreClient(far.endpoint, namespace, fail_open=True, timeout_s=10.0),
+        ClientStore(near.endpoint, namespace, fail_open=True, timeout_s=10.0, keeps_copies=True),
+        ClientStore(far.endpoint, namespace, fail_open=True, timeout_s=10.0, keeps_copies=True),
     )
     yield opened
     opened.close()
@@ -66,7 +67,7 @@ def test_what_is_set_is_in_both_and_is_read_from_the_near_one(store: LocalFirstS
     assert store.local.contains(keys).all() and store.remote.contains(keys).all()
     gets = namespace_info(store.remote).hits
     out = np.zeros((6, BLOCK), dtype=np.uint8)
-    assert store.get_into(keys, out, range(6)).all() and [bytes(row) for row in out] == blocks_of(keys, BLOCK)
+    assert get_into(store, keys, out, range(6)).all() and [bytes(row) for row in out] == blocks_of(keys, BLOCK)
     assert namespace_info(store.remote).hits == gets and store.stats.path == "shared memory"
 
 
@@ -76,7 +77,7 @@ def test_what_only_the_far_one_has_is_found_read_and_promoted(store: LocalFirstS
     store.local.set(keys[:2], blocks_of(keys[:2], BLOCK))
     assert store.match_prefix(keys, refresh=True, pin_s=1.0) == 6 and store.contains(keys).all()
     out = np.zeros((8, BLOCK), dtype=np.uint8)
-    assert store.get_into(keys, out, [7, 6, 5, 4, 3, 2]).all()
+    assert get_into(store, keys, out, [7, 6, 5, 4, 3, 2]).all()
     assert [bytes(out[7 - at]) for at in range(6)] == blocks_of(keys, BLOCK)
     out[:] = 0  # the caller's memory is its own again at once
     wait_until(lambda: store.local.contains(keys).all())
@@ -86,11 +87,11 @@ def test_what_only_the_far_one_has_is_found_read_and_promoted(store: LocalFirstS
 def test_what_was_promised_to_the_far_one_is_waited_for(store: LocalFirstStore) -> None:
     keys = make_keys(6)
     store.local.set(keys[:2], blocks_of(keys[:2], BLOCK))
-    promise, there, others = promise_in_remote(store, keys, 30.0, 5.0)
-    assert not there.any() and not others.any() and lookup_in_remote(store, keys, 5.0) == Lookup(0, 6)
+    promise = store.promise(keys)
+    assert not promise.present.any() and not promise.others.any() and store.lookup(keys) == Lookup(0, 6)
     out = np.zeros((6, BLOCK), dtype=np.uint8)
     with ThreadPoolExecutor(1) as thread:
-        reading = thread.submit(lambda: store.get_into(keys, out, range(6), wait_s=30))
+        reading = thread.submit(lambda: get_into(store, keys, out, range(6), wait_s=30))
         wait_until(lambda: namespace_info(store.remote).awaited, what="somebody waits")
         store.set(keys, blocks_of(keys, BLOCK), parent=[None, *keys[:-1]])
         assert reading.result(10).all() and [bytes(row) for row in out] == blocks_of(keys, BLOCK)
@@ -102,7 +103,7 @@ def test_blocks_get_another_time_in_both(
 ) -> None:
     keys = make_keys(4)
     near, far = (
-        KVStoreClient(start_server("--unix-socket", where, **clock.environment).endpoint, namespace)
+        ClientStore(start_server("--unix-socket", where, **clock.environment).endpoint, namespace)
         for where in (str(tmp_path / "near.sock"), "off")
     )
     store = LocalFirstStore(near, far)
@@ -139,7 +140,7 @@ def test_a_near_server_that_fails_costs_its_copies_and_half_of_a_calls_time(
         began = time.monotonic()
         assert store.match_prefix(keys, timeout_s=2.0) == 6
         out = np.zeros((6, BLOCK), dtype=np.uint8)
-        assert store.get_into(keys, out, range(6), timeout_s=2.0).all()
+        assert get_into(store, keys, out, range(6), timeout_s=2.0).all()
         assert time.monotonic() - began < 6.0
         more = make_keys(2, first=50)
         assert store.set(more, blocks_of(more, BLOCK)).created == 2
@@ -155,7 +156,7 @@ def test_when_the_far_one_fails_the_near_one_still_serves(store: LocalFirstStore
     assert store.match_prefix(keys, timeout_s=1.0) == 3
     assert store.set(keys[3:], blocks_of(keys[3:], BLOCK)).error == 3  # the fleet has not got them
     out = np.zeros((6, BLOCK), dtype=np.uint8)
-    assert store.get_into(keys, out, range(6), timeout_s=1.0).all()
+    assert get_into(store, keys, out, range(6), timeout_s=1.0).all()
 
 
 def test_transfers_go_through_both(near: Server, far: Server, namespace: Namespace) -> None:
@@ -166,12 +167,12 @@ def test_transfers_go_through_both(near: Server, far: Server, namespace: Namespa
     rows = np.frombuffer(b"".join(blocks_of(keys, BLOCK)), dtype=np.uint8).reshape(8, BLOCK)
     out, into = TransferOut(guard, limit=8, counters=counters, done=sent.extend), None
     try:
-        with KVStoreClient(near.endpoint, namespace) as client:
+        with ClientStore(near.endpoint, namespace) as client:
             client.set(keys[:4], rows[:4])
-        out.put(keys, list(rows), range(8), [None, *keys[:-1]])
+        out.put(map(BlockOut, keys, rows, range(8), [None, *keys[:-1]]))
         wait_until(lambda: len(sent) == 8)
         assert {outcome for _, outcome in sent} == {SendOutcome.STORED}
-        with KVStoreClient(far.endpoint, namespace) as client:
+        with ClientStore(far.endpoint, namespace) as client:
             assert client.contains(keys).all()
         into = TransferIn(guard, counters=counters)
         target, finished = np.zeros((8, BLOCK), dtype=np.uint8), []
@@ -192,13 +193,63 @@ def test_transfers_go_through_both(near: Server, far: Server, namespace: Namespa
         guard.close()
 
 
+def test_a_purge_of_the_far_one_empties_the_near_one_before_it_is_asked_again(
+    store: LocalFirstStore, near: Server, far: Server, namespace: Namespace
+) -> None:
+    """Also by engines that come later, and what an engine has on its way is taken by neither."""
+    keys = make_keys(6)
+    made = store.generation
+    store.set(keys, blocks_of(keys, BLOCK), generation=made)
+    with ClientStore(far.endpoint, namespace) as operator:
+        assert operator.purge() == 6
+        wait_until(lambda: store.remote.generation == operator.generation, 5, "the engine has heard of it")
+    assert store.generation > made and not store.contains(keys).any()
+    with ClientStore(near.endpoint, namespace) as looks:
+        assert not looks.contains(keys).any() and looks.generation == store.remote.generation
+        assert store.set(keys, blocks_of(keys, BLOCK), generation=made).refused == 6
+        assert not looks.contains(keys).any() and not store.remote.contains(keys).any()
+        assert store.set(keys, blocks_of(keys, BLOCK), generation=store.generation).created == 6
+        assert looks.contains(keys).all() and store.remote.contains(keys).all()
+
+
+def test_an_engine_that_starts_after_a_purge_finds_nothing_older_in_the_near_one(
+    near: Server, far: Server, namespace: Namespace
+) -> None:
+    keys = make_keys(6)
+    with ClientStore(near.endpoint, namespace) as client:
+        client.set(keys, blocks_of(keys, BLOCK))
+    with ClientStore(far.endpoint, namespace) as operator:
+        operator.purge()
+    fresh = LocalFirstStore(
+        ClientStore(near.endpoint, namespace, fail_open=True), ClientStore(far.endpoint, namespace, fail_open=True)
+    )
+    try:
+        out = np.zeros((6, BLOCK), dtype=np.uint8)
+        assert not get_into(fresh, keys, out, range(6)).any() and fresh.match_prefix(keys) == 0
+    finally:
+        fresh.close()
+
+
+def test_a_purge_of_the_near_one_leaves_the_far_one_as_it_is(
+    store: LocalFirstStore, near: Server, namespace: Namespace
+) -> None:
+    keys = make_keys(6)
+    made = store.generation
+    store.set(keys, blocks_of(keys, BLOCK), generation=made)
+    with ClientStore(near.endpoint, namespace) as operator:
+        assert operator.purge() == 6
+        wait_until(lambda: store.local.generation == operator.generation, 5, "the engine has heard of it")
+    assert store.remote.contains(keys).all() and store.generation > made
+    assert store.match_prefix(keys) == 6
+
+
 def test_many_blocks_at_once_are_not_all_promoted(store: LocalFirstStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore_client.engine.local_first.PROMOTED_BYTES", 4 * BLOCK)
     keys = make_keys(12)
     store.remote.set(keys, blocks_of(keys, BLOCK))
     out = np.zeros((12, BLOCK), dtype=np.uint8)
-    assert store.get_into(keys, out, range(12)).all() and store.dropped == 12
-    assert store.get_into(keys[:3], out, range(3)).all()
+    assert get_into(store, keys, out, range(12)).all() and store.dropped == 12
+    assert get_into(store, keys[:3], out, range(3)).all()
     wait_until(lambda: store.local.contains(keys[:3]).all())
     assert bytes(out[1]) == block_of(keys[1], BLOCK)
 

@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.cluster.etcd import Drain
 from kvstore.cluster.members import Member
-from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.cluster.schemes import parse_cluster_url
+from kvstore.cluster.url import EtcdURL
 from kvstore.node.registration import Registration
 from kvstore.wire import ShardAddress
 from kvstore.wire.asking import Asking

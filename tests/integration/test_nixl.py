@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from kvstore.extras import nixl_package
+from kvstore.wire.transports.nixl import nixl_package, sharing
 from kvstore_client import KVStoreClient, Namespace
 from tests.support.harness import MakeNamespace, StartServer, blocks_of, make_keys, wait_until
 
@@ -102,6 +102,22 @@ def test_memory_that_changes_its_namespace_is_registered_anew(start_server: Star
             assert all(block in (None, want) for block, want in zip(result.blocks, expected, strict=True))
         for client in (one, two):
             assert client.stats.path == "nixl" and client.stats.checksum_errors == 0
+
+
+def test_memory_that_cannot_be_reached_is_read_in_band(
+    start_server: StartServer, new_namespace: MakeNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a shard ends between its greeting and the first read: no error of the protocol."""
+
+    def unreachable(*_: object) -> None:
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    server = start_server("--nixl", memory="64MiB")
+    keys = make_keys(20)
+    with KVStoreClient(server.endpoint, new_namespace(BLOCK), nixl=True) as client:
+        monkeypatch.setattr(type(sharing().agent), "add_remote_agent", unreachable)
+        client.set(keys, blocks_of(keys, BLOCK))
+        assert client.get(keys).blocks == blocks_of(keys, BLOCK) and client.stats.path == "tcp"
 
 
 def test_a_server_that_is_killed_while_it_is_read_is_a_miss(

@@ -106,7 +106,7 @@ def test_a_block_there_is_no_room_for_is_named(start_server: StartServer) -> Non
         blocks = blocks_of(last, 1 << 19)
         frames = [b"".join(blocks[:2]), blocks[2]]
         reply = raw.ask(pack(SET, 1, 10_000, 3, 16, False, 0, True), b"".join(last), *frames, sums_of(blocks))
-        assert reply[3:] == [2, 0, 0, 0, 1, bytes([CREATED, CREATED, ERRED]), 2]
+        assert reply[3:] == [2, 0, 0, 0, 1, bytes([CREATED, CREATED, ERRED]), 2, 0]
 
 
 def test_a_block_on_disk_only_existed_or_is_replaced(

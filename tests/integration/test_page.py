@@ -67,8 +67,8 @@ def watched(etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wa
 
 def test_it_shows_what_the_server_holds_and_what_is_asked_of_it(watched: Watched) -> None:
     watched.shows("All is well|Needs a look", "#verdict")  # a busy machine makes slow turns
-    tiles = watched.shows(r"800\s+in memory", "#tiles")
-    assert re.search(r"Hit rate\s+80\.0 %\s+1,000 blocks asked for", tiles), tiles
+    watched.shows(r"800\s+in memory", "#tiles")
+    tiles = watched.shows(r"Hit rate\s+80\.0 %\s+1,000 blocks asked for", "#tiles")  # perhaps at a later look
     assert re.search(r"Shards\s+2 of 2", tiles) and re.search(r"Memory\s+\d+ %\s+\d", tiles), tiles
     assert "get" in watched.shows("set", "#requests")
     assert watched.browser.evaluate("document.querySelectorAll('#shards tbody tr').length") == 2

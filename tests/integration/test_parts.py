@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_client import KVStoreClient, Lookup, Namespace
+from kvstore_client import Lookup, Namespace
+from kvstore_client.engine.client_store import ClientStore
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.jobs import Within
-from kvstore_client.engine.parts import PartsStore, lookup_in_remote, part_keys, promise_in_remote
+from kvstore_client.engine.parts import SlicedStore, part_keys
+from kvstore_client.engine.store import get_into
 from kvstore_client.engine.transfer_in import TransferIn
-from kvstore_client.engine.transfer_out import SendOutcome, TransferOut
+from kvstore_client.engine.transfer_out import BlockOut, SendOutcome, TransferOut
 from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, namespace_info, wait_until
 
 PART = 4096
@@ -30,32 +32,30 @@ def namespace(new_namespace: MakeNamespace) -> Namespace:
 
 
 @pytest.fixture
-def client(server: Server, namespace: Namespace) -> Iterator[KVStoreClient]:
-    with KVStoreClient(server.endpoint, namespace) as client:
+def client(server: Server, namespace: Namespace) -> Iterator[ClientStore]:
+    with ClientStore(server.endpoint, namespace) as client:
         yield client
 
 
-def rank(client: KVStoreClient, place: int, ranks: int) -> tuple[PartsStore, np.ndarray]:
+def rank(client: ClientStore, place: int, ranks: int) -> tuple[SlicedStore, np.ndarray]:
     """What a rank calls, and its share of the blocks."""
     count = OF // ranks
     parts = range(place * count, (place + 1) * count)
-    return PartsStore(client, parts), np.ascontiguousarray(BLOCKS[:, parts.start * PART : parts.stop * PART])
+    return SlicedStore(client, parts), np.ascontiguousarray(BLOCKS[:, parts.start * PART : parts.stop * PART])
 
 
-def read(client: KVStoreClient, place: int, ranks: int, slots: Sequence[int]) -> tuple[list[bool], bool]:
+def read(client: ClientStore, place: int, ranks: int, slots: Sequence[int]) -> tuple[list[bool], bool]:
     """-> which blocks a rank finds, and whether those are right."""
     store, mine = rank(client, place, ranks)
     rows = np.zeros((max(slots) + 1, mine.shape[1]), dtype=np.uint8)
-    found = store.get_into(KEYS, rows, slots)
+    found = get_into(store, KEYS, rows, slots)
     return found.tolist(), np.array_equal(rows[slots][found], mine[found])
 
 
 @pytest.mark.parametrize("writers", [1, 2, 4])
 @pytest.mark.parametrize("readers", [1, 2, 4])
-def test_what_any_number_of_ranks_sets_any_other_number_reads(
-    client: KVStoreClient, writers: int, readers: int
-) -> None:
-    everything = PartsStore(client, range(OF))
+def test_what_any_number_of_ranks_sets_any_other_number_reads(client: ClientStore, writers: int, readers: int) -> None:
+    everything = SlicedStore(client, range(OF))
     for place in range(writers):
         assert everything.match_prefix(KEYS) == 0 and not everything.contains(KEYS).any()
         store, mine = rank(client, place, writers)
@@ -66,7 +66,7 @@ def test_what_any_number_of_ranks_sets_any_other_number_reads(
         assert read(client, place, readers, [5, 0, 3, 1, 2, 4]) == ([True] * len(KEYS), True)
 
 
-def test_a_block_that_lacks_a_part_is_not_there(client: KVStoreClient) -> None:
+def test_a_block_that_lacks_a_part_is_not_there(client: ClientStore) -> None:
     store, mine = rank(client, 0, 1)
     store.set(KEYS, list(mine), parent=PARENTS)
     client.delete(part_keys(KEYS[2:3], range(3, 4)))
@@ -84,7 +84,7 @@ def test_transfers_move_whole_blocks(server: Server, namespace: Namespace) -> No
     assert guard.block_bytes == OF * PART
     out = TransferOut(guard, limit=100, counters=counters, done=sent.extend)
     for _ in range(2):
-        out.put(KEYS, list(BLOCKS), list(range(len(KEYS))), PARENTS)
+        out.put(map(BlockOut, KEYS, BLOCKS, range(len(KEYS)), PARENTS))
         assert out.drain(10.0)
     out.close(10.0)
     outcomes = [SendOutcome.STORED] * len(KEYS) + [SendOutcome.PRESENT] * len(KEYS)
@@ -112,45 +112,53 @@ def test_a_server_on_the_host_has_parts_too(
     server: Server, start_server: StartServer, namespace: Namespace, tmp_path: Path
 ) -> None:
     near = start_server("--unix-socket", str(tmp_path / "near.sock"))
-    with KVStoreClient(server.endpoint, namespace) as client:
+    with ClientStore(server.endpoint, namespace) as client:
         store, mine = rank(client, 0, 1)
         store.set(KEYS, list(mine), parent=PARENTS)
     guard = StoreGuard(
         server.endpoint, namespace, timeout_s=10.0, counters=Counters(), local=near.endpoint, parts=[range(2)]
     )
     rows = np.zeros((len(KEYS), 2 * PART), dtype=np.uint8)
-    found = guard.call(lambda store: store.get_into(KEYS, rows, range(len(KEYS)), timeout_s=10.0), None)
+    found = guard.call(lambda store: get_into(store, KEYS, rows, range(len(KEYS)), timeout_s=10.0), None)
     assert found is not None and found.all() and np.array_equal(rows, BLOCKS[:, : 2 * PART])
-    with KVStoreClient(near.endpoint, namespace) as client:
+    with ClientStore(near.endpoint, namespace) as client:
         wait_until(lambda: client.contains(part_keys(KEYS, range(2))).all(), 10.0, "they were promoted")
         assert not client.contains(part_keys(KEYS, range(2, OF))).any()
     guard.close()
 
 
-def test_a_block_is_promised_with_all_its_parts(server: Server, namespace: Namespace, client: KVStoreClient) -> None:
+def test_a_block_is_promised_with_all_its_parts(server: Server, namespace: Namespace, client: ClientStore) -> None:
     """And is another's if one of its parts is."""
-    whole, (half, mine) = PartsStore(client, range(OF)), rank(client, 0, 2)
+    whole, (half, mine) = SlicedStore(client, range(OF)), rank(client, 0, 2)
     half.set(KEYS[:1], list(mine[:1]), parent=[None])
-    with KVStoreClient(server.endpoint, namespace) as other:
-        first, there, others = promise_in_remote(PartsStore(other, range(3, 4)), KEYS[2:4], 30.0, 5.0)
-        assert not there.any() and not others.any()
-        promise, there, others = promise_in_remote(whole, KEYS[:5], 30.0, 5.0)
-        assert not there.any() and others.tolist() == [False, False, True, True, False]
-        assert lookup_in_remote(whole, KEYS, 5.0) == Lookup(0, 5), "all parts of five blocks are there or promised"
-        assert lookup_in_remote(half, KEYS, 5.0) == Lookup(1, 5)
+    with ClientStore(server.endpoint, namespace) as other:
+        first = SlicedStore(other, range(3, 4)).promise(KEYS[2:4])
+        assert not first.present.any() and not first.others.any()
+        promise = whole.promise(KEYS[:5])
+        assert not promise.present.any() and promise.others.tolist() == [False, False, True, True, False]
+        assert whole.lookup(KEYS) == Lookup(0, 5), "all parts of five blocks are there or promised"
+        assert half.lookup(KEYS) == Lookup(1, 5)
         first.withdraw()
-        assert lookup_in_remote(whole, KEYS, 5.0) == Lookup(0, 2)
+        assert whole.lookup(KEYS) == Lookup(0, 2)
         promise.withdraw()
-        assert lookup_in_remote(whole, KEYS, 5.0) == Lookup(0, 0)
+        assert whole.lookup(KEYS) == Lookup(0, 0)
 
 
-def test_promised_parts_are_waited_for(server: Server, namespace: Namespace, client: KVStoreClient) -> None:
+def test_promised_parts_are_waited_for(server: Server, namespace: Namespace, client: ClientStore) -> None:
     store, mine = rank(client, 0, 1)
-    promise, _, _ = promise_in_remote(store, KEYS, 30.0, 5.0)
+    promise = store.promise(KEYS)
     rows = np.zeros_like(mine)
-    with KVStoreClient(server.endpoint, namespace) as other, ThreadPoolExecutor(1) as thread:
-        reading = thread.submit(lambda: PartsStore(other, range(OF)).get_into(KEYS, rows, range(len(KEYS)), wait_s=30))
+    with ClientStore(server.endpoint, namespace) as other, ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(
+            lambda: get_into(SlicedStore(other, range(OF)), KEYS, rows, range(len(KEYS)), wait_s=30)
+        )
         wait_until(lambda: namespace_info(client).awaited, what="somebody waits")
         store.set(KEYS, list(mine), parent=PARENTS)
         assert reading.result(10).all() and np.array_equal(rows, mine)
     promise.withdraw()
+
+
+def test_the_former_name_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match="SlicedStore"):
+        from kvstore_client.engine.parts import PartsStore
+    assert PartsStore is SlicedStore

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
-import zmq
 
 from kvstore_client.engine.directory import EngineRecord, Registered
 from tests.support import forked
 from tests.support.etcd import Etcd
 from tests.support.harness import Server, environment, wait_until
-from tests.support.ports import free_ports
+from tests.support.kv_events import Publisher
 from tests.support.proxies import ProxyProcess, StandInEngine, chunks_of, post, text_of
 from tests.support.stand_in_engine import MODEL, expected
 
@@ -54,27 +52,6 @@ def test_the_proxy_follows_engines_that_come_go_and_have_other_weights(tcp_serve
         finally:
             for engine in engines:
                 engine.kill()
-
-
-class Publisher:
-    """Publishes KV events as vLLM does: batches with a number, and all of them again to who asks."""
-
-    def __init__(self) -> None:
-        self.live, self.replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
-        self._context = zmq.Context()
-        self._publisher = self._context.socket(zmq.PUB)
-        self._publisher.bind(self.live)
-        self._sent = 0
-
-    def store(self, tokens: list[int]) -> None:
-        """The engine has one block of these tokens, at the beginning of a prompt."""
-        event = {"type": "BlockStored", "block_hashes": [bytes(32)], "parent_block_hash": None, "token_ids": tokens}
-        batch = [0.0, [{**event, "block_size": len(tokens)}], None]
-        self._publisher.send_multipart([b"", self._sent.to_bytes(8, "big"), msgspec.msgpack.encode(batch)])
-        self._sent += 1
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvstore_client.engine.trace_file import Slice, read_trace
 from tests.support import forked
 from tests.support.harness import ROOT, Server, environment, wait_until
 from tests.support.otlp_receiver import OtlpReceiver
@@ -83,9 +84,8 @@ def header(trace: str, flags: str = "01") -> dict[str, str]:
     return {"traceparent": f"00-{trace}-{USER}-{flags}"}
 
 
-def in_file(proxy: ProxyProcess, trace: str) -> list[dict[str, Any]]:
-    events = json.loads((proxy.access.parent / "trace.json").read_bytes())
-    return [each for each in events if each["args"].get("trace_id") == trace]
+def in_file(proxy: ProxyProcess, trace: str) -> list[Slice]:
+    return [each for each in read_trace(proxy.access.parent / "trace.json") if each.trace_id == trace]
 
 
 def test_a_collector_gets_the_spans_of_a_request(
@@ -137,8 +137,10 @@ def test_a_retry_and_what_failed_are_seen(
     assert [each["attributes"].get("http.request.resend_count") for each in decodes] == [None, 1, 2]
     assert {each["name"]: each["status"] for each in spans}["prefill"] == ERROR
     assert spans[0]["status"] == ERROR and spans[0]["events"]["retry"]["error.type"] == "503"
-    moments = [each for each in in_file(proxy, trace) if each["ph"] == "i"]
-    assert [each["name"] for each in moments] == ["retry", "retry"]
+    written = wait_until(lambda: in_file(proxy, trace), 10, "it is written")
+    assert {each.name for each in written if each.ended_us is not None} == {each["name"] for each in spans}
+    assert [each.name for each in written if each.ended_us is None] == ["retry", "retry"]
+    assert {each.request_id for each in written} == {spans[0]["attributes"]["kvstore.request_id"]}
 
 
 def test_what_its_caller_does_not_want_recorded_is_not(
@@ -222,8 +224,11 @@ def test_what_cannot_be_used_is_said_at_the_start(options: list[str], arguments:
     assert done.returncode == 2 and says in " ".join(done.stderr.split())
 
 
-def test_without_the_extra_its_name_is_said(options: list[str]) -> None:
+@pytest.mark.parametrize("option", ["--otlp-endpoint=http://h:1", "--trace-file=trace.json"])
+def test_without_the_extra_its_name_is_said(options: list[str], option: str) -> None:
     code = "import sys; sys.modules['opentelemetry'] = None; from kvstore_cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "proxy", "--listen=127.0.0.1:0", *options, "--otlp-endpoint=http://h:1"]
+    command = [sys.executable, "-c", code, "proxy", "--listen=127.0.0.1:0", *options, option]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment(), check=False)
-    assert done.returncode == 2 and 'pip install "llm-kvstore[tracing]"' in " ".join(done.stderr.split())
+    says = f"{option.partition('=')[0]} needs the OpenTelemetry SDK"
+    assert done.returncode == 2 and says in (said := " ".join(done.stderr.split()))
+    assert 'pip install "llm-kvstore[tracing]"' in said

@@ -15,10 +15,11 @@ import psutil
 import pytest
 
 import kvstore
-from kvstore.node.config import ServerConfig, load
+from kvstore.node.config import ServerConfig
 from kvstore.node.settings import describe
 from tests.support import forked
 from tests.support.harness import StartServer, environment, wait_until
+from tests.support.settings import load
 
 
 def run(*arguments: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:

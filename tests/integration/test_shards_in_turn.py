@@ -3,6 +3,7 @@ others waiting for a moment only."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -99,3 +100,23 @@ def test_blocks_are_set_at_the_others_while_one_hangs(server: Server, client: KV
     finally:
         shard.resume()
     assert COUNT // 6 < result.created < COUNT and result.created + result.error == COUNT
+
+
+@pytest.mark.exclusive
+def test_a_call_does_not_wait_for_the_shard_of_another_call(server: Server, client: KVStoreClient) -> None:
+    """The caller that reads for all stays with the only link that owes an answer, until another link owes one, too."""
+    promised = next(
+        key for key in make_keys(20, 1000) if client.locate(key)[0].shard != client.locate(KEYS[0])[0].shard
+    )
+    out = np.zeros((1, BLOCK), dtype=np.uint8)
+    with KVStoreClient(server.endpoint, client.namespace) as other, other.promise([promised], ttl_s=60):
+        waiting = threading.Thread(target=client.get_into, args=([promised], out), kwargs={"wait_s": 3.0})
+        waiting.start()
+        time.sleep(0.3)  # it waits now
+        began = time.monotonic()
+        for _ in range(100):
+            assert client.contains(KEYS[:1]).all()
+        took_s = time.monotonic() - began
+        assert waiting.is_alive()
+    waiting.join()
+    assert took_s < 1.0, "each waited for what the leader was waiting for"

@@ -11,7 +11,7 @@ import pytest
 from kvstore.auth.editing import add
 from kvstore.wire import TenantInfo
 from kvstore_client import ConnectionLost, KVStoreClient, Namespace, ProtocolError
-from kvstore_client.engine.client_options import ClientOptions
+from kvstore_client.engine.client_store import ClientOptions
 from kvstore_client.engine.guard import Counters, StoreGuard
 from tests.support.harness import Server, blocks_of, make_keys, make_namespace, wait_until
 

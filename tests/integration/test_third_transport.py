@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import os
 import secrets
+import selectors
 import socket
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvstore.node.children import StartError
+from kvstore.node.fitting import transport_misfits
+from kvstore.node.supervisor import Supervisor
+from kvstore.node.tls import NodeTLS
 from kvstore.shard.loop import Shard
 from kvstore.shard.setup import ShardConfig
+from kvstore.shard.turns import SLOW_TURN_S
 from kvstore.wire import ShardAddress
+from kvstore.wire.remote_memory import DESCRIPTORS, Sharing, Transport
 from kvstore_client import ConnectionLost, KVStoreClient, KVStoreError
-from kvstore_client._links.link import Link
+from kvstore_client._links.connector import Connector
 from kvstore_client.memory import host_memory
+from tests.support.certificates import Authority
 from tests.support.fabric import Fabric
 from tests.support.harness import MakeNamespace, blocks_of, make_keys
+from tests.support.packages import install
+from tests.support.settings import load
 
 BLOCK = 20_000
 MEMORY = 32 << 20
@@ -28,21 +41,17 @@ MEMORY = 32 << 20
 @pytest.fixture
 def fabric(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
     fabric = Fabric()
-    monkeypatch.setattr(Link, "sharing", fabric)
+    monkeypatch.setattr(Connector, "sharing", fabric)
     yield fabric
     fabric.broken = False
     fabric.close()
 
 
-@pytest.fixture
-def endpoint(fabric: Fabric, tmp_path: Path) -> Iterator[str]:
-    """A shard of this process, whose memory the fabric reads."""
-    path = str(tmp_path / "shard")
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as local:
-        local.bind(path)
-        local.listen()
+@contextmanager
+def serving(local: socket.socket | None = None, sharing: Sharing = DESCRIPTORS, **more: Any) -> Iterator[str]:
+    """A shard of this process. -> its endpoint."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        local.setblocking(False)
         port = listener.getsockname()[1]
         config = ShardConfig(
             node="fabric",
@@ -57,10 +66,9 @@ def endpoint(fabric: Fabric, tmp_path: Path) -> Iterator[str]:
             policy="default",
             rules=[],
             disk=None,
-            unix_path=path,
-            unix_users=[os.getuid()],
+            **more,
         )
-        shard = Shard(config, listener, local, sharing=fabric)
+        shard = Shard(config, listener, local, sharing)
         thread = threading.Thread(target=shard.run, name="shard")
         thread.start()
         try:
@@ -68,6 +76,109 @@ def endpoint(fabric: Fabric, tmp_path: Path) -> Iterator[str]:
         finally:
             shard.drain()
             thread.join()
+
+
+@pytest.fixture
+def endpoint(fabric: Fabric, tmp_path: Path) -> Iterator[str]:
+    """A shard whose memory the fabric reads where else mapped memory would be read."""
+    path = str(tmp_path / "shard")
+    with socket.socket(socket.AF_UNIX) as local:
+        local.bind(path)
+        local.listen()
+        local.setblocking(False)
+        with serving(local, fabric, unix_path=path, unix_users=[os.getuid()]) as endpoint:
+            yield endpoint
+
+
+PLUGIN = """
+from tests.support.fabric import Fabric
+fabric = Fabric()
+def sharing():
+    return fabric
+def missing():
+    raise ImportError("there is no such card; expected another")
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
+    """A package of somebody else's is installed, with two transports: `fabric`, and one that cannot be used here."""
+    points = {"kvstore.transports/fabric": "sharing", "kvstore.transports/no-card": "missing"}
+    install(monkeypatch, tmp_path / "site", "fabric_of_others", PLUGIN, points)
+    fabric = Transport.of("fabric").sharing
+    assert isinstance(fabric, Fabric)
+    yield fabric
+    fabric.close()
+    sys.modules.pop("fabric_of_others")
+
+
+def test_a_transport_of_another_package_moves_the_blocks(installed: Fabric, new_namespace: MakeNamespace) -> None:
+    keys, namespace = make_keys(300), new_namespace(BLOCK)
+    expected = np.frombuffer(b"".join(blocks_of(keys, BLOCK)), dtype=np.uint8).reshape(300, BLOCK)
+    with (
+        serving(transport="fabric") as endpoint,
+        KVStoreClient(endpoint, namespace, transport="fabric") as client,
+        KVStoreClient(endpoint, namespace) as other,
+    ):
+        assert client.set(keys, expected).created == 300
+        out = np.zeros((300, BLOCK), dtype=np.uint8)
+        assert client.get_into(keys, out).all() and (out == expected).all()
+        assert (client.stats.path, installed.reads) == ("fabric", 300)
+        assert client.info().shards[0].transport == "fabric" and not client.info().shards[0].nixl
+        assert other.get(keys).blocks == [row.tobytes() for row in expected]
+        assert (other.stats.path, installed.reads) == ("tcp", 300)
+        installed.broken = True
+        assert client.get(keys).blocks == [row.tobytes() for row in expected] and client.stats.path == "tcp"
+        installed.broken = False
+
+
+def test_a_transport_that_needs_long_help_is_a_slow_turn(installed: Fabric, new_namespace: MakeNamespace) -> None:
+    keys, namespace = make_keys(20), new_namespace(BLOCK)
+    with (
+        serving(transport="fabric") as endpoint,
+        KVStoreClient(endpoint, namespace, transport="fabric") as client,
+        KVStoreClient(endpoint, namespace) as other,
+    ):
+        client.set(keys, blocks_of(keys, BLOCK))
+        installed.progress_s = 2 * SLOW_TURN_S
+        for _ in range(3):
+            assert client.get(keys).blocks == blocks_of(keys, BLOCK)
+        installed.progress_s = 0.0
+        assert client.stats.path == "fabric" and client.stats.failures == 0
+        assert other.info().shards[0].slow_turns["transport"] > 0
+
+
+def test_a_shard_with_another_transport_sends_blocks_in_band(installed: Fabric, new_namespace: MakeNamespace) -> None:
+    keys = make_keys(20)
+    with serving() as endpoint, KVStoreClient(endpoint, new_namespace(BLOCK), transport="fabric") as client:
+        client.set(keys, blocks_of(keys, BLOCK))
+        assert client.get(keys).blocks == blocks_of(keys, BLOCK) and client.stats.path == "tcp"
+
+
+def test_a_transport_that_is_not_there_is_named_with_those_that_are(
+    installed: Fabric, new_namespace: MakeNamespace, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    known = "fabric, nixl, no-card"
+    with pytest.raises(ValueError, match=f"transport 'none': expected one of {known}"):
+        KVStoreClient("a:1", new_namespace(BLOCK), transport="none")
+    with pytest.raises(ImportError, match="there is no such card; expected another"):
+        KVStoreClient("a:1", new_namespace(BLOCK), transport="no-card")
+    for given, problem in (("none", f"expected one of {known}"), ("no-card", "there is no such card"), ("fabric", "")):
+        config = load(None, {}, {"transport": given})
+        assert problem in "".join(map(str, transport_misfits(config)))
+        assert bool(problem) == bool(list(transport_misfits(config)))
+    with pytest.raises(StartError, match="--transport: transport 'none': expected one of"):
+        Supervisor(load(None, {}, {"transport": "none", "port": 0}))
+    issued = authority.issue("node")
+    with pytest.raises(ValueError, match="transport 'fabric': expected none with TLS"):
+        KVStoreClient("tls://a:1", new_namespace(BLOCK), transport="fabric", tls_ca=authority.file)
+    with pytest.raises(StartError, match="--transport: clients would read blocks without TLS"):
+        NodeTLS(
+            load(None, {}, {"tls_cert": issued.cert, "tls_key": issued.key, "transport": "fabric"}),
+            [],
+            selectors.DefaultSelector(),
+        )
 
 
 def test_every_call_works_when_the_fabric_moves_the_blocks(

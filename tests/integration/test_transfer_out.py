@@ -15,7 +15,7 @@ import pytest
 from kvstore_client import KVStoreClient, Namespace
 from kvstore_client.engine import transfer_out as transfer_module
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.transfer_out import SendAs, SendOutcome, TransferOut
+from kvstore_client.engine.transfer_out import BlockOut, SendAs, SendOutcome, TransferOut
 from tests.support.harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, wait_until
 
 TIMEOUT_S = 1.0
@@ -51,7 +51,8 @@ class Out(TransferOut):
         """Puts the keys' blocks, each of which is its own token."""
         for key in keys:
             self.rows[key] = np.frombuffer(block_of(key, block_bytes), dtype=np.uint8).copy()
-        self.put(keys, [self.rows[key] for key in keys], keys, [None, *keys[:-1]], how)
+        how = how or [SendAs()] * len(keys)
+        self.put(map(BlockOut, keys, [self.rows[key] for key in keys], keys, [None, *keys[:-1]], how))
 
     def of(self, keys: Sequence[bytes]) -> list[SendOutcome | None]:
         return [self.outcomes.get(key) for key in keys]
@@ -214,7 +215,7 @@ def test_a_key_queued_twice_is_named_twice(server: Server, new_namespace: MakeNa
     [key] = make_keys(1)
     for token in ("one", "two"):
         out.rows[token] = np.frombuffer(block_of(key, BLOCK_BYTES), dtype=np.uint8).copy()
-    out.put([key, key], [out.rows["one"], out.rows["two"]], ["one", "two"], [None, None])
+    out.put([BlockOut(key, out.rows["one"], "one"), BlockOut(key, out.rows["two"], "two")])
     assert out.drain(10) and out.outcomes.keys() == {"one", "two"}
 
 

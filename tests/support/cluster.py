@@ -25,7 +25,8 @@ from kvstore.cluster.etcd import EtcdDirectory
 from kvstore.cluster.following import Follower
 from kvstore.cluster.members import DirectoryError, Member, Membership, State
 from kvstore.cluster.placement import Placement
-from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.cluster.schemes import parse_cluster_url
+from kvstore.cluster.url import EtcdURL
 from kvstore.wire import MAX_KEYS, MAX_REPLICAS, ShardAddress
 from kvstore.wire.asking import AskError, Asking
 from kvstore_client import ConnectionLost, KVStoreClient, Namespace

@@ -18,6 +18,7 @@ from typer.main import get_command
 from kvstore.node import config
 from kvstore.node.cli import server_app
 from tests.support.harness import ROOT
+from tests.support.settings import load
 
 DOCKER = ROOT / "docker"
 ENVIRONMENT_PREFIX = config.ENVIRONMENT_PREFIX
@@ -85,7 +86,7 @@ class Node:
         context = get_command(server_app).make_context("kvstore-server", list(self.flags))
         settings = config.ServerConfig.__struct_fields__
         given = {name: value for name, value in context.params.items() if name in settings}
-        return config.load(None, self.environment, given)
+        return load(None, self.environment, given)
 
     def with_settings(self, **values: str) -> Node:
         """The same node with some settings replaced. Each must be given already, by a flag or by a variable."""

@@ -10,6 +10,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,13 +45,14 @@ class _Read:
 
 
 class Fabric:
-    """A `Sharing`. `reads`: how many blocks it has moved. `broken`: reads fail."""
+    """A `Sharing`. `reads`: how many blocks it has moved. `broken`: reads fail. `progress_s`: what its help takes."""
 
     mapped = False
 
     def __init__(self) -> None:
         self.reads = 0
         self.broken = False
+        self.progress_s = 0.0
         self._registered: dict[bytes, memoryview] = {}
         self._queue: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._card = threading.Thread(target=self._run, name="fabric")
@@ -68,6 +70,7 @@ class Fabric:
 
     def progress(self) -> None:
         """The card works alone."""
+        time.sleep(self.progress_s)
 
     def remote(
         self, must_stay: bool, touched: Touched | None = None, close: Callable[[int], None] = os.close

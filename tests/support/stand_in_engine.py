@@ -1,6 +1,6 @@
 """A small engine that misbehaves on demand: a real process that speaks as much of vLLM's API as the proxy uses.
 
-    python -m tests.support.stand_in_engine --port N [--root NAME]
+    python -m tests.support.stand_in_engine --port N [--root NAME] [--adapter NAME]
 
 It answers a prompt of token ids with tokens that follow from all before (`next_token`), each as the text "<number> ",
 so a continued prompt gives the same answer only if it ends with exactly the tokens that were said: `expected` below.
@@ -45,28 +45,33 @@ def expected(prompt: list[int], count: int) -> str:
 class StandIn:
     """State of one engine."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, adapters: list[str]) -> None:
         self.root = root
+        self.adapters = adapters
         self.behaviour: dict[str, Any] = {}
         self.seen: list[dict[str, Any]] = []
         self.running = 0
         self.given_up = 0
+        self.streamed = 0
 
     async def behave(self, request: Request) -> Response:
         self.behaviour = await request.json()
         self.seen.clear()
         self.given_up = 0
+        self.streamed = 0
         return JSONResponse({})
 
     async def what_was_seen(self, request: Request) -> Response:
-        return JSONResponse({"requests": self.seen, "running": self.running, "given_up": self.given_up})
+        counts = {"running": self.running, "given_up": self.given_up, "streamed": self.streamed}
+        return JSONResponse({"requests": self.seen, **counts})
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=self.behaviour.get("health", 200))
 
     async def models(self, request: Request) -> Response:
         card = {"id": MODEL, "object": "model", "root": self.root, "max_model_len": 100_000}
-        return JSONResponse({"object": "list", "data": [card]})
+        adapters = [{**card, "id": name, "root": f"/{name}", "parent": MODEL} for name in self.adapters]
+        return JSONResponse({"object": "list", "data": [card, *adapters]})
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": "0.0"})
@@ -160,6 +165,7 @@ class StandIn:
                 if not chat or last:
                     choice["stop_reason"] = None
                 yield _event({**base, "choices": [choice]})
+                self.streamed += 1
                 await asyncio.sleep(how.get("gap_s", 0))
             if (body.get("stream_options") or {}).get("include_usage"):
                 yield _event({**base, "choices": [], "usage": _usage(how, prompt, min(count, finish_at))})
@@ -195,8 +201,21 @@ def _tokens(body: dict[str, Any]) -> list[int]:
     prompt = body.get("prompt")
     if isinstance(prompt, list):
         return prompt
-    text = prompt if isinstance(prompt, str) else json.dumps(body.get("messages"))
+    text = prompt if isinstance(prompt, str) else json.dumps(_without_media(body.get("messages")))
     return list(text.encode())
+
+
+def _without_media(messages: Any) -> Any:
+    """As for a model: where a picture is, there are tokens that say so, whatever it shows."""
+    if not isinstance(messages, list):
+        return messages
+
+    def shown(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return [part if part.get("type") == "text" else part.get("type") for part in content]
+
+    return [{**message, "content": shown(message.get("content"))} for message in messages]
 
 
 def main() -> None:
@@ -204,8 +223,9 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--root", default="/models/stand-in")
+    parser.add_argument("--adapter", action="append", default=[])
     options = parser.parse_args()
-    engine = StandIn(options.root)
+    engine = StandIn(options.root, options.adapter)
     app = Starlette(
         routes=[
             Route("/behave", engine.behave, methods=["POST"]),

@@ -14,10 +14,10 @@ from kvstore.auth import audit as audit_log
 from kvstore.auth.audit import Audit
 from kvstore.auth.editing import add, rotate
 from kvstore.auth.policy import AuthFile, AuthFileError, member_cookie, parse_policy
-from kvstore.auth.rights import ALL, NEEDED, Rights, own, verbs_of
+from kvstore.auth.rights import ALL, Rights, own, verbs_of
 from kvstore.auth.tokens import hash_token, make_token, matches, name_in
 from kvstore.store.quotas import Quota, Quotas
-from kvstore.wire import WireError, messages
+from kvstore.wire import WireError
 
 GOOD = """
 [[principals]]
@@ -99,16 +99,6 @@ def test_a_token_matches_its_own_hash_only() -> None:
     assert name_in(token.encode()) == "n"
     for wrong in (b"", b"kvs_", b"kvs_n", b"kvs_a/b.c", b"n.secret", b"\xff" * 9, b"kvs_n." + b"x" * 1000):
         assert name_in(wrong) == ""
-
-
-def test_every_request_needs_a_verb() -> None:
-    requests = {each for each in vars(messages).values() if isinstance(each, type) and _is_request(each)}
-    assert requests == set(NEEDED)
-
-
-def _is_request(kind: type) -> bool:
-    tag = getattr(getattr(kind, "__struct_config__", None), "tag", None)
-    return isinstance(tag, int) and tag < 64
 
 
 def test_a_namespace_gets_the_tenant_of_the_credentials_whatever_it_says() -> None:

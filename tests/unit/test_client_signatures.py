@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvstore_client import AsyncKVStoreClient, KVStoreClient
-from kvstore_client.engine.client_options import ClientOptions
+from kvstore_client.client import ClientKeywords
+from kvstore_client.engine.client_store import ClientOptions
 
 OWN = {"connect"}  # of the asynchronous client, which cannot connect when it is made
 PUBLIC = sorted(name for name in vars(KVStoreClient) if not name.startswith("_"))
@@ -39,8 +40,15 @@ def test_a_call_has_one_signature(name: str) -> None:
 
 
 def test_the_options_of_the_clients_differ_in_the_threads_only() -> None:
-    extra = [each for each in parameters(AsyncKVStoreClient.__init__) if each.name == "concurrency"]
-    assert parameters(KVStoreClient.__init__) + extra == parameters(AsyncKVStoreClient.__init__)
+    options = [each for each in parameters(KVStoreClient.__init__) if each.kind is each.KEYWORD_ONLY]
+    keywords = {name: hint.__forward_arg__ for name, hint in ClientKeywords.__annotations__.items()}
+    assert keywords == {each.name: each.annotation for each in options}
+    shown = parameters(AsyncKVStoreClient)  # as `help` and editors show it
+    assert [each for each in shown if each.name != "concurrency"] == parameters(KVStoreClient)
+    assert "concurrency" in [each.name for each in shown]
+    AsyncKVStoreClient("a:1", fail_open=True, timeout_s=3.0)
+    with pytest.raises(TypeError, match="retries, timeout: expected options of KVStoreClient"):
+        AsyncKVStoreClient("a:1", timeout=3.0, retries=1)  # type: ignore[call-arg]
 
 
 def test_the_options_of_an_engines_clients_are_the_clients_own() -> None:
@@ -66,7 +74,7 @@ def test_options_after_the_data_are_keywords(name: str) -> None:
 
 def test_calls_are_awaited_and_streams_iterated() -> None:
     for name, member in vars(AsyncKVStoreClient).items():
-        call = inspect.unwrap(member) if inspect.isfunction(member) else member
+        call = inspect.unwrap(member) if name == "borrow" else member  # that one is a context manager
         if inspect.isfunction(call) and not name.startswith("_") and name != "why_unanswered":
             assert inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call), name
     assert AsyncGenerator.__name__ in str(inspect.signature(AsyncKVStoreClient.stream_get).return_annotation)

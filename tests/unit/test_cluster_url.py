@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.cluster.url import DnsURL, EtcdURL, is_cluster_url, parse_cluster_url
+from kvstore.cluster.schemes import is_cluster_url, parse_cluster_url
+from kvstore.cluster.url import DnsURL, EtcdURL
 
 
 @pytest.mark.parametrize(

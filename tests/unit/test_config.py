@@ -15,11 +15,13 @@ import pytest
 
 from kvstore.cluster.url import EtcdURL
 from kvstore.node.cli import HEADING
-from kvstore.node.config import NamespaceRule, ServerConfig, load, read
+from kvstore.node.config import NamespaceRule, ServerConfig, read
+from kvstore.node.fitting import misfits
 from kvstore.node.settings import ConfigError, HostPort, Setting, Size, Sources, changed, describe, listed
 from kvstore.node.settings_file import effective, sample
 from kvstore.sizes import parse_size
 from tests.support.harness import ROOT
+from tests.support.settings import load
 
 CLUSTER = "etcd://a:2379/n"
 
@@ -106,6 +108,7 @@ def test_every_setting_can_come_from_everywhere(write: Any) -> None:
         "unix_socket": "/run/kvstore/kv.sock",
         "unix_users": "vllm, 1001",
         "nixl": True,
+        "transport": "nixl",
         "auth": "/etc/kvstore/auth.toml",
         "insecure": True,
         "audit": "syslog",
@@ -252,7 +255,7 @@ def test_a_disk_of_any_size_is_cut_into_some_dozens_to_some_hundreds_of_segments
     segment, limit = config.disk_segment_bytes, config.shard_disk_bytes
     assert segment >= 1 << 20 and segment & (segment - 1) == 0
     if limit >= 8 << 20:
-        assert not list(config.misfits())
+        assert not list(misfits(config))
         assert 8 <= limit // segment <= 1024
     if limit >= 16 << 20:
         assert limit // segment >= 16
@@ -367,7 +370,8 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
         ({"cluster": CLUSTER, "host": "0.0.0.0"}, "--host 0.0.0.0: others cannot connect to this address: give --adv"),
         ({"host": "10.0.0.7"}, "--host 10.0.0.7: 10.0.0.7 is not this machine alone"),
         ({"http": "[::]:9100"}, "--http '[::]:9100': :: is not this machine alone"),
-        ({"auth": "a.toml", "nixl": True}, "--nixl: NIXL's own ports ask nobody to log in"),
+        ({"auth": "a.toml", "nixl": True}, "--nixl: its reads ask nobody to log in"),
+        ({"nixl": True, "transport": "other"}, "--transport other: --nixl names one already"),
         ({"auth": ""}, "--auth '': expected a file"),
         ({"cluster": CLUSTER, "advertise": "::"}, "--advertise ::: others cannot connect to this address"),
         ({"cluster": CLUSTER, "advertise": "10.0.0.7:7070"}, "--advertise 10.0.0.7:7070: expected a host name or an"),

@@ -17,8 +17,9 @@ from benchmarks.eviction.baselines import Arc, Optimum, S3Fifo, Sieve
 from benchmarks.eviction.simulator import POLICIES, Cache, ServerCache, replay
 from benchmarks.eviction.synthetic import SYNTHETIC, make_trace
 from benchmarks.eviction.tables import EVICTION_TABLES
-from benchmarks.eviction.traces import Trace, TraceError, read_trace
+from benchmarks.eviction.traces import Trace, read_trace
 from benchmarks.results_reader import read_results
+from kvstore_serving.load.trace import TraceError
 
 GOOD = {"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [7, 9]}
 TEXTBOOK: dict[str, Callable[[Trace, int], Cache]] = {
@@ -44,52 +45,25 @@ def hits(name: str, requests: Sequence[Sequence[int]], capacity: int) -> list[in
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_trace_is_read_plain_or_packed(compress: bool, tmp_path: Path) -> None:
-    lines = [GOOD, GOOD | {"timestamp": 3000.5, "hash_ids": [7, 11]}, GOOD | {"hash_ids": [], "type": "text"}]
+    lines = [GOOD, GOOD | {"timestamp": 3000.5, "hash_ids": [7, 11]}]
     data = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    path = tmp_path / "trace"
+    path = tmp_path / ("trace.gz" if compress else "trace")
     path.write_bytes(gzip.compress(data) if compress else data)
     trace = read_trace(path)
-    assert [chain.tolist() for chain in trace.chains] == [[0, 1], [0, 2], []]
-    assert (trace.references, trace.distinct, trace.name) == (4, 3, "trace")
+    assert [chain.tolist() for chain in trace.chains] == [[0, 1], [0, 2]]
+    assert (trace.references, trace.distinct, trace.name) == (4, 3, path.name)
+    assert trace.times_s == [0.0, 3.0005]
     assert len({key.tobytes() for key in trace.keys}) == 3
     assert [chain.tolist() for chain in trace.first(1).chains] == [[0, 1]]
     assert trace.first(1).distinct == 2
 
 
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("{", "line 2: input data was truncated"),
-        ("[1, 2]", "line 2: expected `object`, got `array`"),
-        ('{"timestamp": 1}', "line 2: object missing required field `input_length`"),
-        (json.dumps(GOOD | {"hash_ids": "7"}), "line 2: hash_ids: expected `array`, got `str`"),
-        (json.dumps(GOOD | {"hash_ids": [1, "a"]}), "line 2: hash_ids[1]: expected `int`, got `str`"),
-        (json.dumps(GOOD | {"hash_ids": [-1]}), "line 2: hash_ids[0]: expected `int` >= 0"),
-        (json.dumps(GOOD | {"timestamp": "now"}), "line 2: timestamp: expected `float`, got `str`"),
-        (json.dumps(GOOD | {"output_length": -1}), "line 2: output_length: expected `int` >= 0"),
-        ('{"timestamp": "\udcff"}', "line 2: timestamp:"),
-    ],
-)
-def test_what_is_no_trace_is_refused_with_its_line_and_field(line: str, complaint: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n" + line + "\n", errors="surrogateescape")
-    with pytest.raises(TraceError) as error:
-        read_trace(path)
-    assert complaint in str(error.value)
-    assert "hash_ids" in str(error.value)
-
-
-@pytest.mark.parametrize("data", [b"", b"\n\n", gzip.compress(json.dumps(GOOD).encode() * 50)[:-9], b"\x1f\x8b no"])
+@pytest.mark.parametrize("data", [b"", b"\n\n", gzip.compress(b""), gzip.compress(b"\n" * 50)[:-9], b"\x1f\x8b no"])
 def test_a_file_that_is_empty_or_cut_off_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(data)
     with pytest.raises(TraceError, match=r"trace\.jsonl\.gz"):
         read_trace(path)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="No such file"):
-        read_trace(tmp_path / "trace.jsonl")
 
 
 # ---- policies, by hand -------------------------------------------------------------------------------------------
@@ -234,14 +208,14 @@ def test_its_results_make_the_tables_and_charts_of_the_documents(
     assert (first.name, first.parameters["requests"], first.parameters["distinct"]) == ("trace.jsonl", 50, 12)
     assert second.name == "documents"
     assert first.parameters["blocks"] == [1, 6]
-    for make in (make for _, make in EVICTION_TABLES.values()):
+    for make in EVICTION_TABLES.values():
         assert make(results)
-    assert "| 10 % | 1 |" in EVICTION_TABLES["eviction"][1](results)
+    assert "| 10 % | 1 |" in EVICTION_TABLES["eviction"](results)
 
     pytest.importorskip("matplotlib")
     from benchmarks.eviction.charts import EVICTION_CHARTS
 
-    for name, (_, draw) in EVICTION_CHARTS.items():
+    for name, draw in EVICTION_CHARTS.items():
         draw(results, tmp_path / f"{name}.svg")
         assert "optimum" in (tmp_path / f"{name}.svg").read_text()
 

@@ -13,6 +13,7 @@ ALONE = {
     "kvstore/auth/policy.py": "its type is read when the module is imported",
     "kvstore/node/settings.py": "the settings are read before any thread is started",
     "kvstore/shard/process.py": "a shard reads its configuration first of all",
+    "kvstore/store/generations.py": "a shard reads its file before it serves anybody",
     "kvstore_cli/options.py": "a command reads its options before it connects",
     "kvstore_client/vllm/shared/store_options.py": "under a lock",
 }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore._cext import BlockIndex
-from kvstore_client.vllm.connector.host_tier import HostTier
+from kvstore_client.engine.paged.host_tier import HostTier
 from tests.support.harness import environment, make_keys
 
 
@@ -28,7 +28,7 @@ def present(tier: HostTier, keys: Sequence[bytes]) -> list[bool]:
 def test_the_package_and_its_index_need_no_engine() -> None:
     code = (
         "import sys; sys.modules['vllm'] = sys.modules['torch'] = None\n"
-        "import kvstore_client.vllm.connector.host_tier, kvstore_client.engine.guard, kvstore_client.engine.lookup, "
+        "import kvstore_client.engine.paged.host_tier, kvstore_client.engine.guard, kvstore_client.engine.lookup, "
         "kvstore_client.engine.transfer_out"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=60)

@@ -20,6 +20,7 @@ from tests.support.properties import examples
 
 FREE, WRITING, READY, GONE = BlockIndex.FREE, BlockIndex.WRITING, BlockIndex.READY, BlockIndex.GONE
 EXISTED, DUPLICATE, NO_SPACE = BlockIndex.EXISTED, BlockIndex.DUPLICATE, BlockIndex.NO_SPACE
+ABSENT, COMING = BlockIndex.ABSENT, BlockIndex.COMING
 NEVER = 2**63 - 1
 
 
@@ -579,7 +580,7 @@ def test_a_deletion_does_not_count_a_block_that_has_expired_since_the_last_call(
 def test_each_reader_of_a_key_holds_its_own_reference() -> None:
     store = Filled()
     store.set(1)
-    assert store.acquire(1, 1, 2) == [0, 0, -1]
+    assert store.acquire(1, 1, 2) == [0, 0, ABSENT]
     assert store.index.acquire_slot(0) == 1
     store.index.delete(key(1))
     assert [store.index.release(slots) for slots in ([0], [0, -1], [0])] == [0, 0, 1]
@@ -858,7 +859,7 @@ def with_expiry(*names: int, expires: float, priority: int = 0) -> Filled:
     [
         lambda i: list(i.contains(chain(1, 2), 5.0, True, 9, 20.0)) == [0, 0],
         lambda i: i.match_prefix(chain(1, 2), 5.0, True, 9, 20.0) == 0,
-        lambda i: i.acquire(chain(1, 2), 5.0, 9).tolist() == [-1, -1],
+        lambda i: i.acquire(chain(1, 2), 5.0, 9).tolist() == [ABSENT, ABSENT],
         lambda i: i.pinned(5.0) == i.missing(chain(1, 2)) - 2 == 0,
         lambda i: i.pinned(5.0) == 0 and i.reserve(chain(1, 2), False, 9).min() >= 0,
         lambda i: i.pinned(5.0) == i.state_of(key(1)) == FREE,
@@ -922,7 +923,7 @@ def test_a_sweep_looks_at_so_many_slots_and_comes_round() -> None:
 def test_a_write_that_replaces_an_expired_block_goes_on() -> None:
     store = with_expiry(1, expires=5.0)
     slots = store.index.reserve(key(1), True, store.ticks(1))
-    assert store.index.acquire(key(1), 6.0, store.ticks(1)).tolist() == [-2]
+    assert store.index.acquire(key(1), 6.0, store.ticks(1)).tolist() == [COMING]
     store.index.commit(slots, [9], store.ticks(1))
     assert store.acquire(1) == slots.tolist()
     assert store.index.expires_of(slots).tolist() == [0.0]

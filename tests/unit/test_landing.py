@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from kvstore import wire
 from kvstore._cext import BlockFrames, Landing, Receiver, send_views
 from kvstore.wire import zmtp
+from tests.support.vectors import PARTS, vector
 
 BLOCK = 96
 GUARD = 0xEE
@@ -162,7 +164,7 @@ def test_blocks_land_in_any_order_and_pieces_beside_other_messages(
         landing = landing_of(7, rows, 12)
         receiver.land(landing)
         feed(sender, receiver, b"".join(parts), cuts)
-        assert sink.landed_ids == [7] and not receiver.landing
+        assert sink.landed_ids == [7]
         assert sorted(sink.messages) == sorted(expected_messages)
     right, bad = landing.outcomes()
     for position in range(12):
@@ -171,6 +173,67 @@ def test_blocks_land_in_any_order_and_pieces_beside_other_messages(
         assert bool(bad[position]) == (there and position in wrong)
         assert bytes(rows[position + 1]) == (block_of(position) if there else bytes([GUARD]) * BLOCK)
     assert (rows[0] == GUARD).all() and (rows[13] == GUARD).all()
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.binary(max_size=300)
+    | st.text(max_size=300)
+    | st.builds(msgspec.msgpack.Ext, st.integers(-128, 127), st.binary(max_size=300)),
+    lambda inside: st.lists(inside, max_size=20) | st.dictionaries(st.text(max_size=5), inside, max_size=20),
+    max_leaves=30,
+)
+
+
+def land(header: bytes, payload: bytes, block_bytes: int) -> tuple[Sink, npt.NDArray[np.uint8]]:
+    """Receive one PART of request 3, for two blocks."""
+    rows = np.zeros((2, block_bytes), dtype=np.uint8)
+    with connection() as (sender, receiver, sink):
+        receiver.land(Landing(3, rows, np.arange(2), block_bytes, True, 8))
+        feed(sender, receiver, zmtp.frame(header, True) + zmtp.frame(payload, False), [])
+    return sink, rows
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_lands_with_more_or_fewer_fields(name: str) -> None:
+    sink, rows = land(vector(name), b"block001block000", 8)
+    assert (sink.landed_ids, sink.messages) == ([3], [])
+    assert rows.tobytes() == b"block000block001"
+
+
+@given(fields=st.integers(0, 10), later=st.lists(VALUES, max_size=8), wide=st.sampled_from([0, 2, 4]))
+def test_a_part_lands_if_the_codec_reads_it(fields: int, later: list[Any], wide: int) -> None:
+    """Of fewer fields, and with any values behind those of this release."""
+    values = msgspec.msgpack.decode(vector("part_of_10_fields"))[:fields] + (later if fields == 10 else [])
+    header = b"".join(map(msgspec.msgpack.encode, values))
+    if wide or len(values) > 15:
+        header = bytes([0xDD if wide == 4 else 0xDC]) + len(values).to_bytes(wide or 2, "big") + header
+    else:
+        header = bytes([0x90 | len(values)]) + header
+    try:
+        reads = isinstance(wire.decode_reply(header), wire.Part)
+    except wire.WireError:
+        reads = False
+    assert reads == (fields >= 5)
+    if reads:
+        sink, rows = land(header, b"block001block000", 8)
+        assert sink.landed_ids == [3] and rows.tobytes() == b"block000block001"
+    else:
+        sink, rows = land(header, b"", 8)
+        assert not sink.landed_ids
+
+
+@given(cut=st.integers(0, 200), junk=st.binary(max_size=30), later=st.lists(VALUES, max_size=3))
+def test_a_header_that_is_no_whole_part_does_not_land(cut: int, junk: bytes, later: list[Any]) -> None:
+    """Cut off, or with bytes behind it. What lands, the codec reads, too."""
+    values = msgspec.msgpack.decode(vector("part_of_10_fields")) + later
+    header = msgspec.msgpack.encode(values)[:cut] + junk
+    sink, _ = land(header, b"block001block000", 8)
+    if sink.landed_ids:
+        assert isinstance(wire.decode_reply(header), wire.Part)
 
 
 @given(
@@ -288,8 +351,11 @@ def test_it_waits_for_blocks_and_stops_when_it_is_woken() -> None:
             later = threading.Timer(0.05, sender.sendall, [part(1, [0, 1, 2, 3], True)])
             later.start()
             assert receiver.receive(BUDGET, wake, 60.0) and sink.landed_ids == [1]
+            later = threading.Timer(0.05, sender.sendall, [zmtp.frame(b"small", False)])
+            later.start()
             begin = time.monotonic()
-            assert receiver.receive(BUDGET, wake, 60.0) and time.monotonic() - begin < 30, "nothing lands any more"
+            assert receiver.receive(BUDGET, wake, 60.0) and time.monotonic() - begin < 30, "another message has come"
+            assert sink.messages == [b"small"]
     finally:
         os.close(wake)
 

@@ -10,8 +10,10 @@ import pytest
 
 from benchmarks import run_all
 from benchmarks.draw import CLAIMS, fill
-from benchmarks.ledger import MET, MISSED, NOT_ESTABLISHED, NOT_MEASURED, Finding, age, verdict
+from benchmarks.gpu.steps import STEPS
+from benchmarks.measures import measured_by
 from benchmarks.remote_kv_cache import rig
+from benchmarks.render.ledger import MET, MISSED, NOT_ESTABLISHED, NOT_MEASURED, Finding, verdict
 from benchmarks.results_reader import Result, read_results
 from tests.support.harness import ROOT
 
@@ -61,20 +63,6 @@ def test_every_result_tells_its_commit_its_load_and_its_rounds() -> None:
         assert each.commit and each.rounds >= 1 and each.load_text, name
 
 
-def test_a_result_is_stale_when_what_it_measures_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = rig.commit()
-    if now is None:
-        pytest.skip("not a git checkout")
-    monkeypatch.setattr(rig, "SOURCES", ("LICENSE",))
-    assert age(result(commit=now)) == f"`{now['id']}`"
-    monkeypatch.setattr(rig, "SOURCES", ("kvstore", "kvstore_client", "cext"))
-    measured_before_the_rooms = {"id": "5b8c298734", "how": ""}
-    if rig.changed_since("5b8c298734") is None:
-        pytest.skip("a checkout without its history")
-    assert age(result(commit=measured_before_the_rooms)) == "`5b8c298734`, **stale**"
-    assert age(result()) == "not known"
-
-
 def test_the_document_is_what_the_results_say(tmp_path: Path) -> None:
     """`python -m benchmarks.draw` would change nothing, except where a result has become stale since: run it then."""
     document = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
@@ -82,16 +70,6 @@ def test_the_document_is_what_the_results_say(tmp_path: Path) -> None:
     if "age not known" in made:
         pytest.skip("a checkout without its history")
     assert made == document
-
-
-def test_what_a_benchmark_measures_is_in_the_tree() -> None:
-    """A name that is gone would make no result stale. Benchmarks of the planner measure it, others do not."""
-    for entry in run_all.BENCHMARKS:
-        for source in rig.sources_of(f"python -m {entry.module}"):
-            assert (ROOT / source).exists(), source
-    assert rig.sources_of("python -m benchmarks.planning.test_simulator") == rig.PLANNER
-    assert set(rig.sources_of("python -m benchmarks.planning.test_predicted")) == {*rig.SOURCES, *rig.PLANNER}
-    assert rig.sources_of("python -m benchmarks.remote_kv_cache.test_lookup") == rig.SOURCES
 
 
 def test_every_target_has_a_command_that_can_be_run() -> None:
@@ -105,17 +83,18 @@ def test_every_target_has_a_command_that_can_be_run() -> None:
 
 def test_a_run_takes_every_benchmark_there_is() -> None:
     modules = {entry.module for entry in run_all.BENCHMARKS}
+    modules |= {word for step in STEPS.values() for word in step.command(Path("result.json"), True)}
     for file in (ROOT / "benchmarks").rglob("*.py"):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
         if "Benchmark(" in file.read_text(encoding="utf-8") and "def main" in file.read_text(encoding="utf-8"):
-            assert module in modules, f"{module} is a benchmark that `make bench` leaves out"
+            assert module in modules, f"{module} is a benchmark that `make bench` and `scripts/on_gpu.sh` leave out"
 
 
 def test_a_resumed_run_leaves_out_what_this_commit_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    now = rig.commit()
+    done, stale, quick = "test_lookup", "test_server", "test_clients"
+    now = rig.commit(measured_by(done))
     if now is None:
         pytest.skip("not a git checkout")
-    done, stale, quick = "test_lookup", "test_server", "test_clients"
     for name, commit, is_quick in ((done, now, False), (stale, {"id": "0" * 10, "how": ""}, False), (quick, now, True)):
         (tmp_path / f"{name}.json").write_text(json.dumps({"commit": commit, "quick": is_quick, "seconds": 90.0}))
     assert run_all.main(["--plan", "--resume", "--json", str(tmp_path)]) == 0

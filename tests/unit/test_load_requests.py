@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvstore_serving.load.arrivals import poisson, seed_of, synthetic
 from kvstore_serving.load.client import BadBody, Bodies, error_message
 from kvstore_serving.load.prompts import HASHED_TOKENS, WORDS, Prompts
-from kvstore_serving.load.sse import MAX_EVENT_BYTES, EventParser, EventTooLong
 from kvstore_serving.load.trace import TraceError, replay
+from kvstore_serving.sse import EventError, EventReader
 
 LINE: dict[str, Any] = {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}
 
@@ -103,6 +103,7 @@ def test_a_compressed_trace_is_the_same_trace(tmp_path: Path) -> None:
         (LINE | {"hash_ids": [1]}, r"1 hash_ids for an input_length of 700: expected 2"),
         (LINE | {"hash_ids": [1, 2, 3]}, r"3 hash_ids for an input_length of 700: expected 2"),
         (LINE | {"hash_ids": [1, -2]}, "hash_ids"),
+        (LINE | {"hash_ids": [1, 1 << 63]}, "hash_ids"),
         (LINE | {"priority": 1}, "unknown field `priority`"),
         ({name: value for name, value in LINE.items() if name != "output_length"}, "output_length"),
     ],
@@ -234,6 +235,7 @@ def test_the_message_of_a_refusal_is_found(body: bytes, message: str) -> None:
 
 # ---- streams -----------------------------------------------------------------------------------------------------
 
+MAX_EVENT_BYTES = 1 << 20
 STREAM = (
     b": a comment\r\n\r\n"
     b'data: {"a": 1}\n\n'
@@ -248,14 +250,14 @@ EVENTS = [b'{"a": 1}', b'{"text": "\xc3\xa4\\n"}', b"first\nsecond", b"[DONE]"]
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_events_are_the_same_wherever_the_stream_is_cut(cuts: list[int]) -> None:
-    parser = EventParser()
+    parser = EventReader(MAX_EVENT_BYTES)
     places = [0, *sorted(cuts), len(STREAM)]
     pieces = [STREAM[begin:end] for begin, end in pairwise(places)]
     assert [event for piece in pieces for event in parser.feed(piece)] == EVENTS
 
 
 def test_events_are_given_as_soon_as_they_end() -> None:
-    parser = EventParser()
+    parser = EventReader(MAX_EVENT_BYTES)
     given_after = [len(parser.feed(bytes([byte]))) for byte in STREAM]
     assert [at for at, count in enumerate(given_after) if count] == [
         STREAM.index(end) + len(end) - 1 for end in (b"1}\n\n", b'\\n"}\r\n\r\n', b"second\n\n", b"[DONE]\n\n")
@@ -264,7 +266,7 @@ def test_events_are_given_as_soon_as_they_end() -> None:
 
 @pytest.mark.parametrize("endless", [b"x" * 65536, b"data: " + b"x" * 65536 + b"\n"])
 def test_an_event_without_an_end_does_not_fill_the_memory(endless: bytes) -> None:
-    parser = EventParser()
-    with pytest.raises(EventTooLong, match=str(MAX_EVENT_BYTES)):
+    parser = EventReader(MAX_EVENT_BYTES)
+    with pytest.raises(EventError, match=str(MAX_EVENT_BYTES)):
         for _ in range(MAX_EVENT_BYTES // 65536 + 1):
             parser.feed(endless)

@@ -144,12 +144,12 @@ def test_the_goodput_is_the_highest_rate_that_holds() -> None:
     )
     fleet = Fleet([Pool(made, 1, 1)], Links(), Placement(prefill=Engines(Shape(1, 1), 1)), batch_tokens=1)
     goal = Goal(Slo(0.2, 1.0), 90)
-    values = [goodput(fleet, Synthetic(Lengths(100), Lengths(1)), goal, seed) for seed in range(6)]
+    values = [goodput(fleet, Synthetic(Lengths(100), Lengths(1)), goal, 1.0, seed) for seed in range(6)]
     assert np.mean(values) == pytest.approx(3.92, rel=0.1)
     found = mean_goodput(values)
     assert found.ci95 is not None and found.ci95[0] < 3.92 < found.ci95[1]
     never = Goal(Slo(0.09, 1.0), 90)
-    assert goodput(fleet, Synthetic(Lengths(100), Lengths(1)), never, 0) == 0.0
+    assert goodput(fleet, Synthetic(Lengths(100), Lengths(1)), never, 1.0, 0) == 0.0
 
 
 def test_the_placement_serves_the_rate_fits_the_nodes_and_no_engine_is_idle(crew: Crew) -> None:
@@ -162,7 +162,7 @@ def test_the_placement_serves_the_rate_fits_the_nodes_and_no_engine_is_idle(crew
             continue
         fewer = msgspec.structs.replace(engines, instances=engines.instances - 1)
         placement = msgspec.structs.replace(answer.placement, **{phase: fewer})
-        assert goodput(asked.fleet(placement), asked.recipe, asked.goal, 0, 5.0) < 5.0, "one less would not do"
+        assert goodput(asked.fleet(placement), asked.recipe, asked.goal, 5.0, 0) < 5.0, "one less would not do"
 
 
 def test_no_other_placement_serves_much_more_for_its_price(crew: Crew) -> None:
@@ -223,7 +223,7 @@ def test_slower_links_and_shorter_slos_serve_less(crew: Crew) -> None:
         "cached": {"recipe": Synthetic(Lengths(500), Lengths(10), hit_rate=0.8)},
     }.items():
         asked = question(**changes)
-        values[name] = goodput(asked.fleet(placement), asked.recipe, asked.goal, 0, 5.0)
+        values[name] = goodput(asked.fleet(placement), asked.recipe, asked.goal, 5.0, 0)
     assert values["slow"] < values["base"] and values["strict"] < values["base"] < values["cached"]
 
 
@@ -376,7 +376,7 @@ def test_a_loose_slo_does_not_make_an_engine_faster(crew: Crew) -> None:
     made = Profile("p", "m", "g", "test", False, 1, [degree], 0.0)
     fleet = Fleet([Pool(made, 1, 1)], Links(), Placement(prefill=Engines(Shape(1, 1), 1)), batch_tokens=1)
     for ttft in (5.0, 60.0, 600.0):
-        value = goodput(fleet, Synthetic(Lengths(100), Lengths(1)), Goal(Slo(ttft, 1.0), 90), 0)
+        value = goodput(fleet, Synthetic(Lengths(100), Lengths(1)), Goal(Slo(ttft, 1.0), 90), 1.0, 0)
         assert 8.0 < value < 12.0, f"TTFT {ttft}: 10 prompts a second is all it can compute"
 
 
@@ -385,7 +385,7 @@ def test_a_thousand_requests_in_flight_are_not_taken_for_a_backlog() -> None:
     degree = Degree(1, PrefillTimes(0, 0, 0), [DecodeTimes(0.1, 0, 0)], {1: 10**9})
     made = Profile("p", "m", "g", "test", False, 1, [degree], 0.0)
     fleet = Fleet([Pool(made, 1, 1)], Links(), Placement(decode=Engines(Shape(1, 1), 1)), max_batch=1500)
-    value = goodput(fleet, Synthetic(Lengths(10), Lengths(101)), Goal(Slo(1.0, 0.2), 90), 0, 100.0)
+    value = goodput(fleet, Synthetic(Lengths(10), Lengths(101)), Goal(Slo(1.0, 0.2), 90), 100.0, 0)
     assert 135 < value < 160
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.ledger import age
+from benchmarks.measures import MEASURES, PLANNER
 from benchmarks.planning.sensitivity import sensitivity
 from benchmarks.planning.tables import PREDICTED_APART
 from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
-from benchmarks.remote_kv_cache import rig
+from benchmarks.render.ledger import age
 from benchmarks.results_reader import read_results
 from benchmarks.run_all import RESULTS
 
@@ -17,7 +17,7 @@ def test_without_a_change_of_the_profile_the_prediction_is_that_of_the_result(mo
     result = read_results(RESULTS)[PREDICTED_APART]
     rows = sensitivity(result)
     assert all(row["predicted"][0.9] >= row["predicted"][1.1] for row in rows)
-    monkeypatch.setattr(rig, "OTHERS", {"benchmarks.planning": rig.PLANNER})  # what predicts is the planner alone
+    monkeypatch.setitem(MEASURES, PREDICTED_APART, PLANNER)  # what predicts is the planner alone
     if "stale" in age(result):
         pytest.skip("the planner has changed since it was measured")
     kept = [case.parameters["predicted"] for case in result.measured_group(AS_IT_RUNS)]

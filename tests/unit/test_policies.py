@@ -4,18 +4,24 @@
 and leaves the order among them to the policy.
 """
 
+import runpy
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import Cython.Build
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import setuptools
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore._cext import BlockIndex
-from kvstore.store import rules
+from kvstore._policies import POLICIES
+from tests.support.harness import ROOT
 from tests.support.properties import examples
 
 READY = BlockIndex.READY
@@ -23,7 +29,21 @@ every_policy = pytest.mark.parametrize("policy", BlockIndex.POLICIES)
 
 
 def test_the_settings_name_the_policies_there_are() -> None:
-    assert sorted(rules.POLICIES) == sorted(BlockIndex.POLICIES)
+    assert POLICIES == BlockIndex.POLICIES
+
+
+def test_a_new_policy_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build lists it for the extension and for the settings."""
+    shutil.copytree(ROOT / "cext" / "policies", tmp_path / "cext" / "policies")
+    (tmp_path / "kvstore").mkdir()
+    (tmp_path / "cext" / "policies" / "fifo.pxi").write_text("cdef class FirstIn(Policy):\n    pass\n")
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setattr(Cython.Build, "cythonize", lambda *_, **__: [])
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "setup.py"))
+    listed = (tmp_path / "cext" / "policies" / "all.pxi").read_text()
+    assert 'include "fifo.pxi"\n' in listed and '"fifo": FirstIn' in listed
+    assert runpy.run_path(str(tmp_path / "kvstore" / "_policies.py"))["POLICIES"] == (*POLICIES[:1], "fifo", "lru")
 
 
 def keys_of(names: Sequence[int]) -> bytes:
@@ -196,7 +216,7 @@ def test_blocks_left_after_a_segment_was_detached_are_evicted_as_before(policy: 
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="policy is 'fifo', expected one of lru, default"):
+    with pytest.raises(ValueError, match="policy is 'fifo', expected one of default, lru"):
         BlockIndex(16, 8, "fifo")
 
 

@@ -27,7 +27,7 @@ def test_texts_that_come_at_once_are_kept_once(monkeypatch: pytest.MonkeyPatch) 
     pools: Any = SimpleNamespace(decoder=lambda *_: "an engine")
     upstream: Any = Upstream()
     not_asked: Any = None
-    decider = Decider(settings, pools, upstream, prefixes=not_asked, store=not_asked)
+    decider = Decider(settings, pools, upstream, prefixes=not_asked, store=not_asked, pairs=not_asked)
 
     async def ask(text: str, times: int) -> list[int]:
         asked = understand(COMPLETIONS, {"prompt": text})

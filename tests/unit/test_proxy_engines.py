@@ -176,7 +176,7 @@ def test_publishers_are_listened_to_while_they_are_named(monkeypatch: pytest.Mon
         assert await events.follow({}) == [] and not events.heard
         assert await events.follow({A: ("tcp://127.0.0.1:9", "")}) == []
         assert await events.follow({A: ("tcp://127.0.0.1:9", "")}) == []
-        assert events.find([1, 2, 3]).tokens == 0
+        assert events.find([1, 2, 3], lives={A: 1}, lora_name="", cache_salt="").tokens == 0
         [problem] = await events.follow({A: ("tcp://127.0.0.1:9", "tcp://127.0.0.1:10"), B: ("nonsense", "")})
         assert B in problem and "'nonsense'" in problem and "expected tcp://HOST:PORT" in problem
         [problem] = await events.follow({B: ("tcp://127.0.0.1:9", "tcp://127.0.0.1")})

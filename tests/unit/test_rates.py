@@ -6,35 +6,25 @@ import os
 import time
 from typing import Any
 
-import msgspec
 import pytest
 
-from kvstore.node.processes import process_use
+from kvstore import wire
+from kvstore.node.metrics import process_use
 from kvstore.node.rates import change, counts_of, hit_rate, quantile_s, table_of, total
 from kvstore.node.words import Seen, messages
-from kvstore.shard.timing import VERBS, Timing
+from kvstore.shard.timing import Timing
 from kvstore.wire import DiskInfo, RequestTimes, ShardInfo
 from kvstore.wire.status import REQUEST_BOUNDS_S
 from kvstore_cli.top_state import TopRow, sorted_rows
-
-
-def zeros(kind: type[msgspec.Struct], **known: Any) -> Any:
-    """A struct with these fields; what has no default is 0 or empty."""
-    empty = {"int": 0, "float": 0.0, "str": "", "bool": False}
-    missing = {
-        field.name: empty.get(str(field.type).removeprefix("<class '").removesuffix("'>"), [])
-        for field in msgspec.structs.fields(kind)
-        if field.required and field.name not in known
-    }
-    return kind(**missing, **known)
+from tests.support.info import zeros
 
 
 def shard(**known: Any) -> ShardInfo:
-    return zeros(ShardInfo, **known)  # type: ignore[no-any-return]
+    return zeros(ShardInfo, **known)
 
 
 def disk(**known: Any) -> DiskInfo:
-    return zeros(DiskInfo, **{"state": "on", **known})  # type: ignore[no-any-return]
+    return zeros(DiskInfo, **{"state": "on", **known})
 
 
 # ---- the times of requests -------------------------------------------------------------------------------------------
@@ -46,7 +36,7 @@ def test_a_request_is_counted_below_the_bound_that_it_did_not_reach(
 ) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0 + took_s)
     timing = Timing()
-    timing.add("get", 1000.0)
+    timing.add(wire.Get, 1000.0)
     (row,) = timing.rows()
     assert (row.verb, row.tier) == ("get", "memory")
     assert [at for at, count in enumerate(row.counts) if count] == [bucket]
@@ -56,10 +46,12 @@ def test_a_request_is_counted_below_the_bound_that_it_did_not_reach(
 
 def test_every_verb_has_a_row_of_its_own_and_tiers_are_apart() -> None:
     timing = Timing()
-    for verb in VERBS:
-        timing.add(verb, time.monotonic())
-    timing.add("get", time.monotonic(), disk=True)
-    assert [(row.verb, row.tier) for row in timing.rows()] == [*((verb, "memory") for verb in VERBS), ("get", "disk")]
+    timed = [verb for verb in wire.VERBS.values() if verb.timed]
+    for verb in timed:
+        timing.add(verb.request, time.monotonic())
+    timing.add(wire.Get, time.monotonic(), disk=True)
+    rows = [(row.verb, row.tier) for row in timing.rows()]
+    assert rows == [*((verb.name, "memory") for verb in timed), ("get", "disk")]
 
 
 def test_a_quantile_lies_within_its_bucket() -> None:
@@ -89,7 +81,7 @@ def test_a_change_is_what_was_counted_in_between() -> None:
     assert changed == {
         ("hits",): 4,
         ("bytes_in",): 200,
-        ("slow", "replies"): 2,
+        ("slow_turns", "replies"): 2,
         ("took", "get", "disk", "0"): 3,
     }
     assert total([changed, changed])["hits",] == 8
@@ -133,10 +125,10 @@ def test_a_change_is_what_was_counted_in_between() -> None:
         ),
         (
             shard(),
-            {("slow", "disk"): 1, ("slow", "replies"): 13},
+            {("slow_turns", "disk"): 1, ("slow_turns", "replies"): 13},
             ["warning: A kept clients waiting for over 50 ms: 14 times in the last minute, mostly in: replies."],
         ),
-        (shard(), {("slow", "disk"): 1}, ["note: A kept clients waiting for over 50 ms: once"]),
+        (shard(), {("slow_turns", "disk"): 1}, ["note: A kept clients waiting for over 50 ms: once"]),
         (
             shard(transient_bytes=95, transient_limit_bytes=100),
             {},

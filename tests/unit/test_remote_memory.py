@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore.extras import nixl_package
-from kvstore.wire.nixl import Nixl, shared_nixl
-from kvstore.wire.remote_memory import DESCRIPTORS, Handle, RemoteMemory, RemoteMemoryError, Sharing
+from kvstore.wire.remote_memory import DESCRIPTORS, Handle, RemoteMemory, RemoteMemoryError, Sharing, Transport
+from kvstore.wire.transports.nixl import Nixl, nixl_package
 from tests.support.fabric import Fabric
 
 PIECE = 1 << 20
@@ -50,7 +49,7 @@ def sharing(request: pytest.FixtureRequest) -> Iterator[Sharing]:
     if request.param == "nixl":
         if not nixl_package():
             pytest.skip("NIXL is not installed")
-        yield shared_nixl()
+        yield Transport.of("nixl").sharing
         return
     fabric = Fabric()
     try:

@@ -16,32 +16,38 @@ from benchmarks.remote_kv_cache.test_request_time import (
     WAY,
     parts_of,
 )
-from kvstore_client.engine.trace_file import Slice, TraceFile, trace_events
+from kvstore_client.engine.span_export import SpanSender, to_file
+from kvstore_client.engine.spans import Span
+from kvstore_client.engine.trace_context import TraceContext
 
 NOW = 1_790_000_000.0
 
 
-def write(path: Path, requests: list[list[Slice]]) -> None:
+def write(path: Path, requests: list[list[Span]]) -> None:
     """A file of these requests, in the order in which they ended."""
-    file = TraceFile(path)
+    sender = SpanSender("tests", "here:1", [to_file(path)])
     for number, each in enumerate(requests):
-        file.write(trace_events(f"{number + 1:032x}", f"r{number}", "here:1", each))
-    file.close()
+        sender.send(TraceContext(f"{number + 1:032x}", "", 1), f"r{number}", each, NOW)
+    sender.close()
+
+
+def part(row: str, name: str, began: float, ended: float) -> Span:
+    return Span(name, "internal", row, {}, began, ended)
 
 
 def test_the_parts_are_those_of_each_request_in_the_order_in_which_they_came(tmp_path: Path) -> None:
     p, d = tmp_path / "p.json", tmp_path / "d.json"
 
-    def prefilled(came: float) -> list[Slice]:
+    def prefilled(came: float) -> list[Span]:
         return [
-            Slice("P", "queue", NOW + came, NOW + came + 0.1),
-            Slice("P", "prefill", NOW + came + 0.1, NOW + came + 1),
+            part("P", "queue", came, came + 0.1),
+            part("P", "prefill", came + 0.1, came + 1),
         ]
 
-    def decoded(came: float, way: float) -> list[Slice]:
-        at = NOW + came
+    def decoded(came: float, way: float) -> list[Span]:
+        at = came
         parts = [("queue", at, at + 0.2), ("load", at + 0.2, at + 1 + way), ("decode", at + 1 + way, at + 3)]
-        return [Slice("D", *each) for each in parts]
+        return [part("D", *each) for each in parts]
 
     # One request before those that count, and one after them, which P has not written; the second ended first.
     write(p, [prefilled(-10), prefilled(5), prefilled(0)])
@@ -61,8 +67,8 @@ def test_the_parts_are_those_of_each_request_in_the_order_in_which_they_came(tmp
 
 
 def test_files_without_all_requests_are_an_error(tmp_path: Path) -> None:
-    def queued(came: float, row: str) -> list[Slice]:
-        return [Slice(row, name, NOW + came, NOW + came + 0.1) for name in ("queue", "prefill", "load")]
+    def queued(came: float, row: str) -> list[Span]:
+        return [part(row, name, came, came + 0.1) for name in ("queue", "prefill", "load")]
 
     p, d = tmp_path / "p.json", tmp_path / "d.json"
     write(d, [queued(number, "D") for number in range(3)])

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvstore.wire import frame_blocks
+from kvstore.wire.dealer import FrameBuffers
 from kvstore_client._links.buffers import KEPT_BYTES, ResultMemory
 
 SIZE = 1 << 16
+
+
+def lazily_freed_bytes(where: int) -> int:
+    """-> how much of the memory at this address the kernel may take."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            first, last = (int(part, 16) for part in line.split()[0].split("-"))
+            inside = first <= where < last
+        elif inside and line.startswith("LazyFree:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no such memory")
 
 
 def address(memory: object) -> int:
@@ -41,8 +58,9 @@ def test_memory_that_nobody_refers_to_is_used_again() -> None:
 )
 def test_memory_that_anything_refers_to_is_left_alone(view: object) -> None:
     memory = ResultMemory()
-    held = view(memory.take(SIZE))  # type: ignore[operator] # each is a function
-    where = address(memory._kept[0])
+    taken = memory.take(SIZE)
+    where, held = address(taken), view(taken)  # type: ignore[operator] # each is a function
+    del taken
     for _ in range(3):
         assert address(memory.take(SIZE)) != where
     del held
@@ -56,10 +74,38 @@ def test_a_tensor_keeps_its_memory() -> None:
     assert address(memory.take(SIZE)) != where
 
 
-def test_large_memory_is_not_kept() -> None:
+def test_large_memory_is_used_again_and_is_the_kernels_until_then() -> None:
     memory = ResultMemory()
-    memory.take(KEPT_BYTES + 1)
-    assert not memory._kept
+    taken = memory.take(KEPT_BYTES + SIZE)
+    taken[:] = 1
+    where = address(taken)
+    assert lazily_freed_bytes(where) == 0
+    del taken
+    assert lazily_freed_bytes(where) >= KEPT_BYTES // 2  # as far as the kernel has counted
+    taken = memory.take(KEPT_BYTES + SIZE)
+    assert address(taken) == where
+    taken[:] = 2
+    assert lazily_freed_bytes(where) == 0
+    assert (taken == 2).all()
+
+
+def test_a_small_result_does_not_hold_large_memory() -> None:
+    memory = ResultMemory()
+    memory.take(KEPT_BYTES + SIZE)
+    small = memory.take(SIZE)
+    assert len(small.base.obj) == SIZE  # type: ignore[union-attr] # the view of its memory
+
+
+def test_a_child_process_does_not_share_the_memory() -> None:
+    memory = ResultMemory()
+    taken = memory.take(SIZE)
+    taken[:] = 1
+    child = os.fork()
+    if not child:
+        taken[:] = 2
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (taken == 1).all()
 
 
 def test_threads_never_share_memory() -> None:
@@ -79,3 +125,16 @@ def test_threads_never_share_memory() -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_a_frames_buffer_is_used_again_when_no_block_in_it_is_left() -> None:
+    buffers = FrameBuffers(SIZE, 2)
+    size = frame_blocks(SIZE) * SIZE
+    first, second, third = (buffers.take(size) for _ in range(3))
+    blocks = [first[at : at + SIZE].toreadonly() for at in range(0, size, SIZE)]
+    where, last = address(first), np.frombuffer(blocks.pop(), dtype=np.uint8)
+    del first, second, third, blocks
+    assert address(buffers.take(size)) != where  # a block is left
+    del last
+    assert address(buffers.take(size)) == where
+    assert len(buffers._buffers) == 2  # the third was not kept

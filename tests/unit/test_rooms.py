@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -34,7 +34,8 @@ SERVER = [
 CLIENT = [
     *("kvstore_client.errors", "kvstore_client._arguments", "kvstore_client.endpoints", "kvstore_client.keys"),
     *("kvstore_client.results", "kvstore_client.memory", "kvstore_client._links"),
-    *("kvstore_client._calls", "kvstore_client", "kvstore_client.engine", "kvstore_client.vllm.shared"),
+    *("kvstore_client._calls", "kvstore_client", "kvstore_client.engine", "kvstore_client.engine.paged"),
+    "kvstore_client.vllm.shared",
     *("kvstore_client.vllm.tier", "kvstore_client.vllm.connector", "kvstore_client.vllm"),
 ]
 SERVING = ["kvstore_serving", "kvstore_serving.load", "kvstore_serving.proxy", "kvstore_serving.planning"]
@@ -49,11 +50,13 @@ ORDER = {
 }
 
 LINES = 400
+FUNCTION_LINES = 70
 REASON = "Over 400 lines because"
 DISTRIBUTIONS = {
     "prometheus_client": "prometheus-client",
     "zmq": "pyzmq",
     "opentelemetry": "opentelemetry-sdk",  # and its exporters
+    "google": "opentelemetry-exporter-otlp-proto-http",  # which brings protobuf
 }  # where an import has another name than its distribution
 
 
@@ -70,7 +73,11 @@ def modules() -> dict[str, Path]:
 
 def imports(file: Path) -> Iterator[str]:
     """What a file imports: modules of ours by their full name, others by their top name."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    yield from imported_by(ast.walk(ast.parse(file.read_text(encoding="utf-8"))), file)
+
+
+def imported_by(nodes: Iterable[ast.AST], file: Path) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"{file}: relative imports hide which room is meant"
             for name in node.names:
@@ -82,6 +89,40 @@ def imports(file: Path) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             for name in node.names:
                 yield name.name if name.name.startswith(PACKAGES) else name.name.partition(".")[0]
+
+
+def imports_at_once(module: str) -> Iterator[str]:
+    """What importing a module imports: what is in no function, and not for types alone."""
+
+    def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                yield from statements(node.orelse)
+                continue
+            yield node
+            for field in ("body", "orelse", "finalbody"):
+                yield from statements(getattr(node, field, []))
+            for handler in getattr(node, "handlers", []):
+                yield from statements(handler.body)
+
+    tree = ast.parse(modules()[module].read_text(encoding="utf-8"))
+    yield from imported_by(statements(tree.body), modules()[module])
+
+
+def all_imports(module: str) -> dict[str, str]:
+    """Everything that is imported with a module, and by which of our modules, its packages included."""
+    found = {module: ""}
+    ahead = [module]
+    while ahead:
+        each = ahead.pop()
+        parents = [each.rpartition(".")[0]] if "." in each else []
+        for name in (*parents, *(imports_at_once(each) if each in modules() else ())):
+            if name not in found:
+                found[name] = each
+                ahead.append(name)
+    return found
 
 
 def room_of(module: str) -> str:
@@ -98,6 +139,31 @@ def test_rooms_import_from_rooms_below_them() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# Of a disk tier, of the store's side of it, and of a namespace's blocks on disk:
+PARTS = ("volume", "writing", "fetching", "scrubbing", "index", "blocks")
+INSIDE = {"memory": "kvstore.store", "disk": "kvstore.disk", "_disk": "kvstore.disk"}  # who may know their parts
+
+
+def reaches_through(text: str, module: str) -> Iterator[str]:
+    """Where a file takes a part of a namespace's memory or of a disk tier, that only their own packages know."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Attribute)):
+            owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+            part = node.attr == "index" if owner == "memory" else node.attr in PARTS
+            rooms = (INSIDE.get(owner, module), "kvstore.store")  # the store has the indexes of both tiers
+            if part and owner in INSIDE and not module.startswith(rooms):
+                yield f"{module}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_only_their_own_packages_know_the_parts_of_a_disk_tier_and_a_namespaces_index() -> None:
+    server = {module: file for module, file in modules().items() if module.startswith("kvstore.")}
+    wrong = [each for module, file in server.items() for each in reaches_through(file.read_text("utf-8"), module)]
+    assert not wrong, "\n".join(wrong)
+    known = "self._disk.volume.off, store.disk.blocks.quotas, namespace.memory.index.ready, memory.index"
+    assert len(list(reaches_through(known, "kvstore.shard.loop"))) == 4, "this test sees such uses"
+    assert len(list(reaches_through(known, "kvstore.disk.tier"))) == 2
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     graph = {
         module: {each for each in imports(file) if each in modules() and each != module}
@@ -109,14 +175,39 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_only_the_vllm_package_imports_torch_and_vllm() -> None:
+def test_only_packages_of_engines_import_torch_and_vllm() -> None:
+    allowed = {"torch": ("kvstore_client.vllm", "kvstore_client.engine.paged"), "vllm": ("kvstore_client.vllm",)}
+    allowed["transformers"] = allowed["vllm"]
     wrong = [
         f"{module} imports {imported}"
         for module, file in modules().items()
         for imported in imports(file)
-        if imported in ("torch", "vllm", "transformers") and not room_of(module).startswith("kvstore_client.vllm")
+        if imported in allowed and not room_of(module).startswith(allowed[imported])
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_serves_any_paged_cache_imports_nothing_of_vllm() -> None:
+    """It can be used, and measured, where only torch is."""
+    loaded = all_imports("kvstore_client.engine.paged.worker")
+    assert "torch" in loaded and "kvstore_client.engine.paged.plan" in loaded
+    assert "vllm" not in loaded, f"{loaded['vllm']} imports vllm"
+    assert "vllm" in all_imports("kvstore_client.vllm.connector.kv_connector"), "this test sees such imports"
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["vLLM's alone", "for all loggers"])
+def test_in_an_engine_log_lines_go_where_its_own_go(own: bool) -> None:
+    """vLLM sets up logging for its own loggers alone. Whoever has set it up for all gets each line once."""
+    code = (
+        "import logging, sys; say = logging.StreamHandler(sys.stdout); theirs = logging.getLogger('vllm'); "
+        "say.setFormatter(logging.Formatter('engine: %(message)s')); theirs.addHandler(say); theirs.setLevel('INFO'); "
+        + ("logging.basicConfig(level='INFO', stream=sys.stdout, format='all: %(message)s'); " if own else "")
+        + "import kvstore_client.vllm; logging.getLogger('kvstore_client').info('told')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == ("all: told\n" if own else "engine: told\n")
 
 
 def test_dependencies_are_what_the_packages_import() -> None:
@@ -163,6 +254,28 @@ def test_a_server_starts_without_what_only_its_shards_need() -> None:
     assert not heavy & set(done.stdout.split())
 
 
+def test_few_files_know_a_transport_by_name() -> None:
+    """Its module, its options, and its fields in messages; all else takes whatever transport was chosen."""
+    named = {file for file in sources() if "nixl" in file.read_text(encoding="utf-8").lower()}
+    assert {str(file.relative_to(ROOT)) for file in named} == {
+        "kvstore/node/config.py",
+        "kvstore/wire/messages.py",
+        "kvstore/wire/status.py",
+        "kvstore/wire/transports/nixl.py",
+        "kvstore_client/client.py",
+        "kvstore_client/vllm/shared/store_options.py",
+    }
+
+
+def test_plugins_are_imported_when_they_are_asked_for() -> None:
+    code = "import sys, kvstore_client, kvstore.node.supervisor; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "kvstore.plugins" in done.stdout
+    assert not {"kvstore.wire.transports.nixl", "importlib.metadata"} & set(done.stdout.split())
+
+
 def sources() -> Iterator[Path]:
     for folder, *endings in (*((package, "py", "pyi") for package in PACKAGES), ("cext", "pyx", "pxi", "h")):
         for ending in endings:
@@ -182,3 +295,14 @@ def test_long_files_say_why_they_are_long() -> None:
         f"more than {LINES} lines: {sorted(long)}. Split the file where it has two ideas, or say "
         f'"{REASON} ..." in the first 40 lines.'
     )
+
+
+def test_functions_are_short_enough_to_read() -> None:
+    long = {
+        f"{file.relative_to(ROOT)} {node.name}": length
+        for file in modules().values()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or 0) - node.lineno + 1) > FUNCTION_LINES
+    }
+    assert not long, f"more than {FUNCTION_LINES} lines: {long}"

@@ -276,7 +276,7 @@ def test_nothing_is_evicted_when_all_is_in_use(store: Store) -> None:
     put(store, namespace, keys)
     namespace.memory.index.contains(b"".join(keys), 0.0, False, 0, 50.0)
     slots = put(store, namespace, make_keys(2, first=100), now=1.0)
-    assert slots.tolist() == [-3, -3] and all(present(namespace, keys))
+    assert slots.tolist() == [BlockIndex.NO_SPACE] * 2 and all(present(namespace, keys))
 
 
 def test_the_memory_of_the_index_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ import pytest
 
 from kvstore.cluster.etcd_access import EtcdAccess
 from kvstore.cluster.members import DirectoryError
-from kvstore.cluster.url import EtcdOptions, EtcdURL, parse_cluster_url
+from kvstore.cluster.schemes import parse_cluster_url
+from kvstore.cluster.url import EtcdOptions, EtcdURL
 from kvstore.node.children import StartError
-from kvstore.node.config import load
 from kvstore.node.settings import ConfigError
 from kvstore.node.tls import NodeTLS
 from kvstore.tls import TLSError, TLSOptions, accepting, relay
@@ -31,6 +31,7 @@ from kvstore.tls.outgoing import dial
 from kvstore_client.endpoints import Endpoints, parse_endpoints, with_tls
 from tests.support.certificates import Authority
 from tests.support.harness import wait_until
+from tests.support.settings import load
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ def test_a_url_of_etcd_that_cannot_be_used_is_refused(url: str, message: str) ->
 def test_what_the_url_leaves_out_comes_from_variables(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     url = EtcdURL((("a", 1),), "n", EtcdOptions())
     monkeypatch.setenv("KVSTORE_ETCD_CA", authority.file)
-    assert EtcdAccess(url).session().verify == authority.file
+    assert EtcdAccess(url).endpoint("a:1").session.verify == authority.file
     monkeypatch.setenv("KVSTORE_ETCD_USER", "me")
     with pytest.raises(DirectoryError, match="no password for the user 'me'"):
         EtcdAccess(url)

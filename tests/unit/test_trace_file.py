@@ -1,4 +1,5 @@
-"""Files for trace viewers: whole JSON at any time, bounded, and never in the way of a request."""
+"""Trace files: whole lines at any time, bounded, and never in the way of a request; and what `kvstore trace` makes of
+them."""
 
 from __future__ import annotations
 
@@ -7,84 +8,165 @@ import os
 import resource
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvstore_client.engine.trace_file import LANES, ROWS, Slice, TraceFile, trace_events
+from kvstore_client.engine import span_export
+from kvstore_client.engine.span_export import SpanFile, SpanSender, to_file
+from kvstore_client.engine.spans import Moment, Span
+from kvstore_client.engine.trace_context import TraceContext
+from kvstore_client.engine.trace_file import read_trace
+from kvstore_client.vllm.connector.held_back import HeldBack
+from kvstore_client.vllm.connector.request_spans import RequestSpans
 from tests.support import forked
 from tests.support.harness import environment, wait_until
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
 NOW = 1_790_000_000.25
 
 
-def one(number: int, trace: str = TRACE) -> list[dict[str, Any]]:
-    return trace_events(trace, f"r{number}", "here:1", [Slice("P", "queue", NOW + number, NOW + number + 0.5)])
+def part(row: str, name: str, began: float, ended: float) -> Span:
+    return Span(name, "internal", row, {}, began, ended)
+
+
+def one(number: int) -> list[Span]:
+    return [part("P", "queue", number, number + 0.5)]
+
+
+def send(sender: SpanSender, request_id: str, spans: Sequence[Span], trace: str = TRACE) -> None:
+    sender.send(TraceContext(trace, PARENT, 1), request_id, spans, NOW)
+
+
+class Written:
+    """A file to which each request is written by itself."""
+
+    def __init__(self, path: Path, **options: int) -> None:
+        self._processor = span_export.BatchSpanProcessor(SpanFile(path, **options))
+        self._sender = SpanSender("tests", "here:1", [self._processor])
+
+    def add(self, number: int) -> None:
+        send(self._sender, f"r{number}", one(number))
+        self._processor.force_flush()
+
+    def close(self) -> None:
+        self._sender.close()
 
 
 def numbers(path: Path) -> list[int]:
-    """Of the requests in a file."""
-    events = json.loads(path.read_bytes())
-    return [int(each["args"]["request_id"][1:]) for each in events if each["ph"] == "X"]
+    """Of the requests in a file, of which each line is whole."""
+    data = path.read_bytes()
+    assert not data or data.endswith(b"}\n")
+    return [int(each.request_id[1:]) for each in read_trace(path)]
 
 
-def test_a_file_is_whole_after_each_request(tmp_path: Path) -> None:
+def test_a_file_has_a_request_soon_and_its_lines_are_otlp(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    file = TraceFile(path)
+    sender = SpanSender("tests", "here:1", [to_file(path)])
+    for number in range(3):
+        send(sender, f"r{number}", one(number))
+        wait_until(lambda: numbers(path) == list(range(number + 1)), 5, "it is there")  # noqa: B023
+    root = Span(
+        "POST", "server", "proxy", {"a": 2, "b": 0.5}, 3, 4, error="503", events=[Moment("retry", 3.5, {"c": "d"})]
+    )
+    send(sender, "r3", [root, Span("decode", "client", "proxy", {}, 3, 4, parent=root.id)])
+    sender.close()
+    [resource] = json.loads(path.read_bytes().splitlines()[-1])["resourceSpans"]
+    known = {each["key"]: each["value"] for each in resource["resource"]["attributes"]}
+    assert known["service.name"] == {"stringValue": "tests"}
+    assert known["service.instance.id"] == {"stringValue": "here:1"}
+    [scope] = resource["scopeSpans"]
+    first, second = scope["spans"]
+    attributes = {each["key"]: each["value"] for each in first.pop("attributes")}
+    assert attributes == {
+        "kvstore.row": {"stringValue": "proxy"},
+        "kvstore.request_id": {"stringValue": "r3"},
+        "a": {"intValue": "2"},
+        "b": {"doubleValue": 0.5},
+    }
+    assert first == {
+        "traceId": TRACE,
+        "spanId": root.id,
+        "parentSpanId": PARENT,
+        "flags": first["flags"],
+        "name": "POST",
+        "kind": 2,
+        "startTimeUnixNano": str(round((NOW + 3) * 1e9)),
+        "endTimeUnixNano": str(round((NOW + 4) * 1e9)),
+        "events": [
+            {
+                "timeUnixNano": str(round((NOW + 3.5) * 1e9)),
+                "name": "retry",
+                "attributes": [{"key": "c", "value": {"stringValue": "d"}}],
+            }
+        ],
+        "status": {"message": "503", "code": 2},
+    }
+    assert second["parentSpanId"] == root.id
 
-    def last() -> list[int]:
-        try:
-            return numbers(path)[-1:]
-        except json.JSONDecodeError:  # it is being written
-            return []
 
-    for number in range(20):
-        file.write(one(number))
-        wait_until(lambda: last() == [number], 5, "it is there and whole")  # noqa: B023
-    file.close()
-    assert numbers(path) == list(range(20))
-    [event] = [each for each in json.loads(path.read_bytes()) if each["ph"] == "X"][:1]
-    assert (event["ts"], event["dur"]) == (round(NOW * 1e6), 500_000)
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    sender = SpanSender("tests", "here:1", [to_file(tmp_path / "p")])
+    span = Span("load", "internal", "P", {"tokens": 7, "s": 0.25, "ok": True, "why": "x"}, 1, 2.5)
+    span.events.append(Moment("first token", 2, {"n": 1}))
+    send(sender, "r1", [span])
+    sender.close()
+    whole, moment = read_trace(tmp_path / "p")
+    assert (whole.trace_id, whole.request_id, whole.writer, whole.row) == (TRACE, "r1", "here:1", "P")
+    assert (whole.name, whole.began_us, whole.ended_us) == ("load", round((NOW + 1) * 1e6), round((NOW + 2.5) * 1e6))
+    assert whole.args == {"tokens": 7, "s": 0.25, "ok": True, "why": "x"}
+    assert (moment.name, moment.began_us, moment.ended_us) == ("first token", round((NOW + 2) * 1e6), None)
+    assert (moment.row, moment.request_id, moment.args) == ("P", "r1", {"n": 1})
 
 
 def test_a_full_file_becomes_the_older_one_and_both_are_bounded(tmp_path: Path) -> None:
     path, older = tmp_path / "trace.json", tmp_path / "trace.json.1"
-    file = TraceFile(path, most_bytes=10_000)
-    for number in range(200):
-        file.write(one(number))
+    file = Written(path, most_bytes=10_000)
+    for number in range(100):
+        file.add(number)
     file.close()
-    assert path.stat().st_size <= 10_000 + 8 and older.stat().st_size <= 10_000 + 8
+    assert path.stat().st_size <= 10_000 and older.stat().st_size <= 10_000
     kept = numbers(older) + numbers(path)
-    assert kept == list(range(kept[0], 200)) and len(kept) > 10 and kept[0] > 0
+    assert kept == list(range(kept[0], 100)) and len(kept) > 10 and kept[0] > 0
 
 
-def test_a_new_start_keeps_the_file_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["", '[\n{"ph":"M"}\n]\n'])
+def test_a_new_start_keeps_the_file_before(tmp_path: Path, before: str) -> None:
     path = tmp_path / "trace.json"
-    for number in range(2):
-        file = TraceFile(path)
-        file.write(one(number))
-        file.close()
-    assert (numbers(path), numbers(tmp_path / "trace.json.1")) == ([1], [0])
+    if before:  # of an earlier version
+        path.write_text(before)
+    else:
+        first = Written(path)
+        first.add(0)
+        first.close()
+    kept = path.read_bytes()
+    file = Written(path)
+    file.add(1)
+    file.close()
+    assert numbers(path) == [1] and (tmp_path / "trace.json.1").read_bytes() == kept
 
 
 def test_what_cannot_be_a_trace_file_is_refused_at_the_start(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("my notes")
     with pytest.raises(ValueError, match="holds something else"):
-        TraceFile(other)
+        SpanFile(other)
     assert other.read_text() == "my notes"
     with pytest.raises(OSError, match="no/such"):
-        TraceFile(tmp_path / "no/such")
+        SpanFile(tmp_path / "no/such")
     with pytest.raises(ValueError, match="no ordinary file"):
-        TraceFile("/dev/null")
-    file = TraceFile(tmp_path / "mine")
+        SpanFile("/dev/null")
+    file = SpanFile(tmp_path / "mine")
     with pytest.raises(ValueError, match="another process writes"):
-        TraceFile(tmp_path / "mine")
-    file.close()
-    TraceFile(tmp_path / "mine").close()
+        SpanFile(tmp_path / "mine")
+    file.shutdown()
+    SpanFile(tmp_path / "mine").shutdown()
 
 
 @pytest.fixture
@@ -98,50 +180,34 @@ def small_disk() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small_disk")
-def test_a_full_disk_leaves_a_whole_file_and_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_leaves_whole_lines_and_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "trace.json"
-    file = TraceFile(path)
+    file = Written(path)
     for number in range(50):
-        file.write(one(number))
+        file.add(number)
     file.close()
     kept = numbers(path)
     assert kept == list(range(len(kept))) and 0 < len(kept) < 50
     assert len([each for each in caplog.records if "cannot be written" in each.message]) == 1
 
 
-def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = TraceFile(tmp_path / "trace.json")
+def test_a_disk_that_hangs_holds_nobody_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hangs, go_on = os.pipe()
 
-    def hang(data: bytes) -> None:
+    def hang(file: int, data: memoryview, at: int) -> int:
         os.read(hangs, 1)
+        return len(data)
 
-    file._append = hang  # type: ignore[method-assign]
-    for number in range(3000):
-        file.write(one(number))
-    assert any("wait for the disk" in each.message for each in caplog.records)
+    monkeypatch.setattr(os, "pwrite", hang)
+    sender = SpanSender("tests", "here:1", [to_file(tmp_path / "trace.json")])
+    for number in range(10_000):
+        send(sender, f"r{number}", one(number))
+    assert any("Queue full" in each.message for each in caplog.records)
     os.close(go_on)
-    file.close()
+    sender.close()
     os.close(hangs)
-
-
-def test_times_that_overlap_in_part_are_on_rows_of_their_own() -> None:
-    slices = [
-        Slice("P", "a", NOW, NOW + 4),
-        Slice("P", "inside a", NOW + 1, NOW + 2),
-        Slice("P", "beyond a", NOW + 3, NOW + 5),
-        Slice("P", "after a", NOW + 4, NOW + 6),
-        Slice("P", "moment", NOW + 3.5, None),
-        Slice("D", "d", NOW, NOW + 9),
-    ]
-    events = {each["name"]: each for each in trace_events(TRACE, "r", "here", slices) if each["ph"] != "M"}
-    lanes = {name: divmod(each["tid"] - 1, LANES) for name, each in events.items()}
-    p = ROWS.index("P")
-    assert lanes == {
-        **dict.fromkeys(("a", "inside a", "after a", "moment"), (p, 0)),
-        "beyond a": (p, 1),
-        "d": (ROWS.index("D"), 0),
-    }
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -151,21 +217,21 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_files_of_several_writers_become_one_timeline(tmp_path: Path) -> None:
     other = "1" * 32
     parts = {
-        "proxy": [(TRACE, "mine", "proxy:1", Slice("proxy", "POST", NOW, NOW + 9))],
-        "p": [(TRACE, "cmpl-mine-0", "p:1", Slice("P", "prefill", NOW + 1, NOW + 2))],
+        "proxy": [(TRACE, "mine", "proxy:1", part("proxy", "POST", 0, 9))],
+        "p": [(TRACE, "cmpl-mine-0", "p:1", part("P", "prefill", 1, 2))],
         "d": [
-            (TRACE, "cmpl-mine-0", "d:1", Slice("D", "decode", NOW + 2, NOW + 3)),
-            (other, "cmpl-other", "d:1", Slice("D", "decode", NOW - 5, NOW + 3)),
+            (TRACE, "cmpl-mine-0", "d:1", part("D", "decode", 2, 3)),
+            (other, "cmpl-other", "d:1", part("D", "decode", -5, 3)),
         ],
-        "d2": [(TRACE, "cmpl-mine-0-1", "d:2", Slice("D", "decode", NOW + 4, NOW + 8))],
+        "d2": [(TRACE, "cmpl-mine-0-1", "d:2", part("D", "decode", 4, 8))],
     }
     for name, requests in parts.items():
-        file = TraceFile(tmp_path / name)
-        for trace, request, writer, part in requests:
-            file.write(trace_events(trace, request, writer, [part]))
-        file.close()
+        sender = SpanSender("tests", requests[0][2], [to_file(tmp_path / name)])
+        for trace, request, _, span in requests:
+            send(sender, request, [span], trace)
+        sender.close()
     torn = (tmp_path / "d").read_bytes()
-    (tmp_path / "d").write_bytes(torn[:-3] + b",\n" + torn[2:60])  # as if its writer was killed
+    (tmp_path / "d").write_bytes(torn + torn[:60])  # as if its writer was killed
     files = [str(tmp_path / name) for name in parts]
     out = tmp_path / "out.json"
     done = run(*files, "-o", str(out), "--request", "mine", "--json")
@@ -189,18 +255,100 @@ def test_files_of_several_writers_become_one_timeline(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_wrongly_is_said(tmp_path: Path) -> None:
-    file = TraceFile(tmp_path / "p")
-    file.write(one(1))
+    file = Written(tmp_path / "p")
+    file.add(1)
     file.close()
     out = str(tmp_path / "out")
     notes = tmp_path / "notes"
     notes.write_text('{"a": 1}]\n')
+    old = tmp_path / "old"
+    old.write_text('[\n{"ph":"M","name":"process_name","pid":1,"tid":0,"args":{"name":"request r1"}}\n]\n')
     for arguments, status, says in [
         ([str(tmp_path / "p"), "-o", out, "--request", "r2"], 1, "no request r2"),
         ([str(tmp_path / "p"), "-o", out, "--request", "r1", "--trace", TRACE], 2, "expected one of them"),
         ([str(tmp_path / "missing"), "-o", out], 1, "No such file"),
         ([str(notes), "-o", out], 1, "is none that --trace-file"),
+        ([str(old), "-o", out], 1, "as earlier versions wrote them: open it in https://ui.perfetto.dev"),
         ([str(tmp_path / "p"), "-o", "/no/such/out"], 1, "name a file that can be written"),
     ]:
         done = run(*arguments)
         assert done.returncode == status and says in " ".join(done.stderr.split()), done.stderr
+
+
+def test_times_that_overlap_in_part_are_on_rows_of_their_own(tmp_path: Path) -> None:
+    a = part("P", "a", 0, 4)
+    a.events.append(Moment("moment", 3.5))
+    others = [
+        part("P", "inside a", 1, 2),
+        part("P", "beyond a", 3, 5),
+        part("P", "after a", 4, 6),
+        part("D", "d", 0, 9),
+    ]
+    sender = SpanSender("tests", "here:1", [to_file(tmp_path / "p")])
+    send(sender, "r", [a, *others])
+    sender.close()
+    out = tmp_path / "out.json"
+    assert run(str(tmp_path / "p"), "-o", str(out)).returncode == 0
+    events = json.loads(out.read_bytes())["traceEvents"]
+    shown = {each["name"]: each["tid"] for each in events if each["ph"] != "M"}
+    assert shown == {"a": 1, "inside a": 1, "after a": 1, "moment": 1, "beyond a": 2, "d": 3}
+    rows = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert rows == {1: "P (here:1)", 2: "P (here:1)", 3: "D (here:1)"}
+    [moment] = [each for each in events if each["ph"] == "i"]
+    assert moment == {
+        **{"ph": "i", "s": "t", "name": "moment", "pid": 1, "tid": 1, "cat": "kvstore"},
+        "ts": round((NOW + 3.5) * 1e6),
+        "args": {"trace_id": TRACE, "request_id": "r", "writer": "here:1"},
+    }
+
+
+# ---- the connector's spans ----------------------------------------------------------------------------------------
+
+
+def request(name: str, **headers: str) -> Any:
+    arrived = time.time() - 0.5
+    return SimpleNamespace(
+        request_id=name, trace_headers=headers, arrival_time=arrived, num_prompt_tokens=40, num_output_tokens=8
+    )
+
+
+def test_an_engine_writes_the_parts_of_its_requests(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    spans = RequestSpans(path, "http://gpu-1:8001")
+    for name, flags in (("r1", "01"), ("unwanted", "00")):
+        spans.added(request(name, traceparent=f"00-{TRACE}-{PARENT}-{flags}"), "", prefills=False)
+        spans.held_back(name, HeldBack(0.1, 0.4, 0.2))
+        spans.allocated(name, 32)
+        spans.loaded(name, 2, 0)
+        spans.finished(name, 0.0, sending=False)
+    spans.close()
+    parts = read_trace(path)
+    assert [(each.row, each.name) for each in parts] == [
+        ("D", "queue"),
+        ("D", "load"),
+        ("store, to D", "get"),
+        ("D", "decode"),
+    ]
+    assert {(each.trace_id, each.request_id, each.writer) for each in parts} == {(TRACE, "r1", "gpu-1:8001")}
+    queue, load, _, decode = parts
+    assert queue.args == {"asked_s": 0.1, "computing_s": 0.2, "held_back_s": 0.3}
+    assert load.args == {"tokens": 32, "blocks": 2, "failed_blocks": 0}
+    assert decode.args == {"prompt_tokens": 40, "output_tokens": 8}
+    assert queue.ended_us == load.began_us and queue.ended_us - queue.began_us >= 490_000
+    assert abs(time.time() - (decode.ended_us or 0) / 1e6) < 30
+    ids = [
+        span["parentSpanId"]
+        for line in path.read_bytes().splitlines()
+        for resource in json.loads(line)["resourceSpans"]
+        for span in resource["scopeSpans"][0]["spans"]
+    ]
+    assert ids == [PARENT] * 4
+
+
+def test_an_engine_without_the_sdk_says_which_extra_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvstore_client.engine.span_export", None)
+    with pytest.raises(
+        ValueError, match=r'trace_file needs the OpenTelemetry SDK .* pip install "llm-kvstore\[tracing\]"'
+    ):
+        RequestSpans(tmp_path / "d.json")
+    assert not list(tmp_path.iterdir())

@@ -7,20 +7,20 @@ that fails here means that the wire changed, and then `PROTOCOL_VERSION` must, t
 from __future__ import annotations
 
 import math
-from pathlib import Path
+import socket
 from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import example, given
 
 from kvstore import wire
-from kvstore._cext import checksum
+from kvstore._cext import Parts, checksum
 from kvstore.wire import ErrorCode, WireError, zmtp
 from kvstore_client import Namespace
-
-VECTORS = Path(__file__).with_name("wire")
+from tests.support.vectors import PARTS, VECTORS, vector
 
 NAMESPACE = Namespace(model="m/7B", dtype="bfloat16", block_tokens=16, block_bytes=917_504, extra={"lora": "é"})
 CANONICAL = NAMESPACE.canonical()
@@ -68,6 +68,7 @@ SHARD_INFO = wire.ShardInfo(
             transient_blocks=4,
             transient_slots=36,
             transient_bytes=32 << 20,
+            generation=1_790_000_000_000_000_001,
         )
     ],
     policy="default",
@@ -118,11 +119,14 @@ SHARD_INFO = wire.ShardInfo(
     transient_bytes=32 << 20,
     transient_limit_bytes=416 << 20,
     requests=[wire.RequestTimes("get", "disk", 0.25, [0, 3, 1])],
+    generation=1_790_000_000_000_000_002,
+    transport="nixl",
 )
 
 REQUESTS: dict[str, wire.Request] = {
     "hello": wire.Hello(
-        1, 3, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3, "5eedc00c1e", True, True, 4
+        *(1, 3, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3),
+        *("5eedc00c1e", True, True, 4, 7, True, "nixl"),
     ),
     "hello_empty": wire.Hello(0, 3),
     "set": wire.Set(
@@ -130,6 +134,7 @@ REQUESTS: dict[str, wire.Request] = {
     ),
     "set_copied": wire.Set(2, 10_000, 1, 8, attributes=bytes.fromhex("400600000200") + b"key--000"),
     "set_transient": wire.Set(2, 10_000, 4, 16, outcomes=True, ttl_s=30.0, reads=255),
+    "set_generation": wire.Set(2, 10_000, 1, 16, generation=1_790_000_000_000_000_001),
     "get": wire.Get(3, 10_000, 8192, 32, 8 << 20, True, True, True),
     "get_references": wire.Get(3, 10_000, 64, 16, references=True),
     "get_waiting": wire.Get(3, 40_000, 64, 16, wait_ms=30_000),
@@ -145,6 +150,9 @@ REQUESTS: dict[str, wire.Request] = {
     "scrub": wire.Scrub(10, 10_000),
     "hottest": wire.Hottest(11, 10_000, 524_288, 1_000_000, True),
     "purge": wire.Purge(12, 10_000, True),
+    "purge_some": wire.Purge(12, 10_000, True, 1_790_000_000_000_000_001, "Qwen/*", "5b0e"),
+    "raise": wire.Raise(0, 1_790_000_000_000_000_001),
+    "noted": wire.Noted(0, 1_790_000_000_000_000_001),
     "release": wire.Release(3, 64),
     "share": wire.Share(13, 2, 16 << 20),
     "promise": wire.Promise(14, 10_000, 64, 16, 30_000),
@@ -167,7 +175,10 @@ REPLIES: dict[str, wire.Reply] = {
         unix_socket="/run/kvstore/7070.sock.1",
         instance="c0ffee",
         nixl=True,
+        generation=7,
+        transport="nixl",
     ),
+    "set_reply_stale": wire.SetReply(2, 1, 0, 0, 0, 0, 1, bytes([4]), 0, 1_790_000_000_000_000_001),
     "set_reply": wire.SetReply(2, 40, 30, 4, 3, 2, 1, bytes([0] * 30 + [1] * 4 + [2] * 3 + [3] * 2 + [4]), 7),
     "part": wire.Part(3, bytes.fromhex("0500000000010000"), bytes(range(16)), False, 7, 5, 3_670_016, bytes(range(28))),
     "part_references": wire.Part(3, bytes(4), bytes(8), False, 1, 0, references=bytes([7] + [0] * 10 + [14] + [0] * 4)),
@@ -180,7 +191,8 @@ REPLIES: dict[str, wire.Reply] = {
     "info_reply": wire.InfoReply(8, msgspec.msgpack.encode(SHARD_INFO)),
     "pong": wire.Pong(2**63 - 1),
     "scrub_reply": wire.ScrubReply(10, 16),
-    "purge_reply": wire.PurgeReply(12, 1_000_000),
+    "purge_reply": wire.PurgeReply(12, 1_000_000, 1_790_000_000_000_000_001, ["5b0e" * 8], 3, ["10.0.0.7:41234"]),
+    "raised": wire.Raised(0, 1_790_000_000_000_000_001),
     "hottest_reply": wire.HottestReply(11, 8, b"hot-1st!hot-2nd!", 700_000, b"hot-0th!hot-1st!"),
     "extent": wire.Extent(0, 7, 32 << 20),
     "retired": wire.Retired(0, bytes([7] + [0] * 7)),
@@ -207,19 +219,23 @@ FRAMES: dict[str, bytes] = {
 }
 
 
-def vector(name: str) -> bytes:
-    lines = (VECTORS / f"{name}.hex").read_text(encoding="utf-8").splitlines()
-    return bytes.fromhex("".join(line.partition("#")[0] for line in lines))
+TWO_BLOCKS = wire.Part(
+    3,
+    np.array([1, 0], dtype="<u4").tobytes(),
+    np.array([checksum(b"block001"), checksum(b"block000")], dtype="<u8").tobytes(),
+    True,
+    2,
+)
 
 
 def test_every_vector_is_tested() -> None:
-    tested = {*REQUESTS, *REPLIES, *FRAMES, "namespace", "namespace_id", "message_set"}
+    tested = {*REQUESTS, *REPLIES, *FRAMES, *PARTS, "namespace", "namespace_id", "message_set"}
     assert {path.stem for path in VECTORS.iterdir()} == tested
 
 
 def test_every_message_has_a_vector() -> None:
     messages = {type(message) for message in (*REQUESTS.values(), *REPLIES.values())}
-    assert messages == {*wire.Request.__args__, *wire.Reply.__args__}  # type: ignore[attr-defined]
+    assert messages == {*wire.VERBS, *wire.Reply.__subclasses__()}
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -281,6 +297,23 @@ def test_fields_appended_by_a_newer_peer_are_ignored(name: str) -> None:
         assert wire.decode_reply(longer) == REPLIES[name]
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_with_more_or_fewer_fields_says_the_same(name: str) -> None:
+    assert wire.decode_reply(vector(name)) == TWO_BLOCKS
+
+
+def test_parts_are_written_with_all_fields() -> None:
+    """By the codec, and by the code that writes most of them."""
+    assert wire.encode(TWO_BLOCKS).hex(" ") == vector("part_of_10_fields").hex(" ")
+    positions, sums = np.frombuffer(TWO_BLOCKS.positions, "<u4"), np.frombuffer(TWO_BLOCKS.sums, "<u8")
+    memory = np.frombuffer(b"block001block000", dtype=np.uint8)
+    parts = Parts(3, positions, sums, memory, np.array([0, 8]), 8, 2, True, 0, 0, b"")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        parts.send(ours)
+        assert theirs.recv(1000) == zmtp.frame(vector("part_of_10_fields"), True) + zmtp.frame(bytes(memory), False)
+
+
 def test_optional_fields_may_be_left_out() -> None:
     assert wire.decode_request(msgspec.msgpack.encode([1, 5, 1])) == wire.Hello(5, 1, b"", "", b"", 1)
     assert wire.decode_request(msgspec.msgpack.encode([2, 5, 100, 1, 8])) == wire.Set(5, 100, 1, 8, False, 0, False)
@@ -331,14 +364,24 @@ def test_who_speaks_no_common_version_is_told_both_ranges(oldest: int, newest: i
 @pytest.mark.parametrize(
     ("name", "since"),
     [
-        ("welcome", {"zone": "", "unix_socket": "", "instance": "", "nixl": False}),
-        ("set_reply", {"outcomes": b"", "evicted": 0}),
+        ("welcome", {"zone": "", "unix_socket": "", "instance": "", "nixl": False, "generation": 0, "transport": ""}),
+        ("set_reply", {"outcomes": b"", "evicted": 0, "generation": 0}),
     ],
 )
 def test_the_replies_of_an_older_shard_are_read(name: str, since: dict[str, Any]) -> None:
     fields = msgspec.msgpack.decode(vector(name))
     older = msgspec.msgpack.encode(fields[: len(fields) - len(since)])
     assert wire.decode_reply(older) == msgspec.structs.replace(REPLIES[name], **since)
+
+
+def test_the_transport_that_older_peers_know_has_its_flag_too() -> None:
+    for greeting in (wire.Hello(0, 3), REPLIES["welcome"]):
+        assert isinstance(greeting, wire.Hello | wire.Welcome)
+        for name, flag in (("nixl", True), ("fabric", False), ("", False)):
+            named = wire.with_transport(greeting, name)
+            assert (named.nixl, wire.transport_of(named)) == (flag, name)
+        older = msgspec.structs.replace(greeting, nixl=True, transport="")
+        assert wire.transport_of(older) == "nixl"
 
 
 def test_the_info_of_an_older_shard_is_read() -> None:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
+from kvstore._cext import Receiver
 from kvstore.wire import zmtp
-from kvstore.wire.zmtp import Receiver, ZMTPError
+from kvstore.wire.zmtp import ZMTPError
 
 BUDGET = 1 << 30
 
@@ -108,6 +109,119 @@ def test_frames_arrive_as_they_were_sent(
         assert sink.begun == [(len(data), more) for data, more in frames]
         sender.close()
         assert not receiver.receive(BUDGET)
+
+
+class MessageSink(Sink):
+    """Takes small messages whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = 0
+
+    def message(self, header: bytes, second: bytes | None) -> None:
+        self.whole += 1
+        self.frames.append((header, second is not None))
+        if second is not None:
+            self.frames.append((second, False))
+
+
+@given(
+    messages=st.lists(st.lists(_sizes, min_size=1, max_size=3), max_size=8),
+    commands=st.sets(st.integers(0, 8)),
+    cuts=st.lists(st.integers(0, 1 << 22), max_size=20),
+    budget=st.sampled_from([1, 1000, BUDGET]),
+)
+@example(messages=[[30, 16_384]] * 3, commands=set(), cuts=[], budget=BUDGET)
+@example(messages=[[0, 0], [0]], commands={0, 1}, cuts=[1, 2, 3], budget=1)
+@example(messages=[[300, 255]] * 2, commands=set(), cuts=[308, 309, 310], budget=1)
+def test_messages_that_come_whole_hold_the_frames_that_were_sent(
+    messages: list[list[int]], commands: set[int], cuts: list[int], budget: int
+) -> None:
+    data, frames = b"", []
+    for number, sizes in enumerate(messages):
+        if number in commands:
+            data += zmtp.command(b"PING", payload(20, number))
+        message = [(payload(size, 10 * number + at), at < len(sizes) - 1) for at, size in enumerate(sizes)]
+        frames += message
+        data += encoded(message)
+    sink = MessageSink()
+    with connected(sink) as (sender, receiver):
+        feed(sender, receiver, data, cuts, budget)
+    assert sink.frames == frames
+    assert len(sink.commands) == len([number for number in commands if number < len(messages)])
+
+
+@pytest.mark.parametrize(
+    ("data", "whole"),
+    [
+        (zmtp.frame(b"a", False), 1),
+        (zmtp.frame(b"a", True) + zmtp.frame(b"b" * 8192, False), 1),
+        (zmtp.frame(b"a", True) + zmtp.frame(b"b", True) + zmtp.frame(b"c", False), 0),
+        (zmtp.frame(b"a", True) + zmtp.command(b"PING", bytes(2)) + zmtp.frame(b"b", False), 0),
+        (zmtp.frame(b"a", True) + zmtp.frame(b"b" * 16_385, False), 0),
+    ],
+)
+def test_a_message_of_one_or_two_small_frames_is_told_once(data: bytes, whole: int) -> None:
+    sink = MessageSink()
+    with connected(sink) as (sender, receiver):
+        feed(sender, receiver, data + zmtp.frame(b"last", False), [len(data)])
+    assert sink.whole == whole + 1
+    assert sink.frames[-1] == (b"last", False)
+
+
+@pytest.mark.parametrize("flags", [8, 0x10, 0x80])
+def test_a_message_whose_second_frame_has_reserved_flags_is_refused(flags: int) -> None:
+    sink = MessageSink()
+    with connected(sink) as (sender, receiver):
+        sender.sendall(zmtp.frame(b"a", True) + bytes([flags, 1]) + b"b")
+        with pytest.raises(ZMTPError, match="reserved bits"):
+            receiver.receive(BUDGET)
+
+
+@pytest.mark.parametrize("sink", [Sink, MessageSink])
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("size", [2**64 - 1, 2**64 - 9, 2**64 - 50, 2**64 - 16_384, 2**63, 2**63 - 1, 2**32])
+@pytest.mark.parametrize("second", [False, True])
+def test_a_size_beyond_all_bounds_is_asked_about_and_never_taken_for_what_has_come(
+    sink: type[Sink], more: bool, size: int, second: bool
+) -> None:
+    class Refusing(sink):  # type: ignore[misc,valid-type] # a class that is a parameter
+        def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
+            self.begun.append((size, more))
+            if size > 1 << 20:
+                raise ZMTPError("too large")
+            return None
+
+    head = bytes([2 | more]) + size.to_bytes(8, "big")
+    data = zmtp.frame(b"first", True) + head if second else head
+    taken = Refusing()
+    with connected(taken) as (sender, receiver):
+        sender.sendall(data + bytes(8000))
+        with pytest.raises(ZMTPError, match="too large"):
+            receiver.receive(BUDGET)
+    assert taken.begun[-1] == (size, more)
+    assert taken.frames == ([(b"first", True)] if second else [])
+
+
+def test_a_sink_that_wants_no_more_leaves_the_messages_behind_in_the_buffer() -> None:
+    class Slow(MessageSink):
+        def go_on(self) -> bool:
+            return len(self.frames) % 2 == 0
+
+    sink = Slow()
+    with connected(sink) as (sender, receiver):
+        sender.sendall(zmtp.frame(b"x", False) * 5)
+        assert receiver.receive(BUDGET)
+        assert (len(sink.frames), receiver.paused) == (1, True)
+        assert receiver.receive(BUDGET)
+        assert (len(sink.frames), receiver.paused) == (3, True)
+        assert receiver.receive(BUDGET)
+        assert (len(sink.frames), receiver.paused) == (5, True)  # it is not known yet that nothing is behind the last
+        assert receiver.receive(BUDGET)
+        assert (len(sink.frames), receiver.paused) == (5, False)
+        sender.sendall(zmtp.frame(b"y", False))
+        assert receiver.receive(BUDGET)
+        assert (len(sink.frames), receiver.paused) == (6, False)
 
 
 @given(cuts=st.lists(st.integers(0, 1 << 20), max_size=10), size=st.integers(0, 600))

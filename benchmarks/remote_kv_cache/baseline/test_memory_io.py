@@ -5,7 +5,7 @@ Layer-to-layer and block-to-block naive are NumPy copies in a Python loop. One m
 
 from __future__ import annotations
 
-from benchmarks.remote_kv_cache.copies import NAIVE, Copies, no_cuda
+from benchmarks.remote_kv_cache.copies import INDEX_COPY, NAIVE, SWAP_IN, SWAP_OUT, Copies, no_cuda
 from benchmarks.remote_kv_cache.harness import Benchmark, add_model_option, chosen_models, missing_module
 
 
@@ -13,9 +13,9 @@ def main() -> None:
     benchmark = Benchmark(__spec__.name, __doc__, add_options=add_model_option)
     unavailable = {}
     if missing_module("torch"):
-        unavailable["index_copy_"] = missing_module("torch")
+        unavailable[INDEX_COPY] = missing_module("torch")
     if no_cuda():
-        unavailable |= {"swap in": no_cuda(), "swap out": no_cuda()}
+        unavailable |= dict.fromkeys((SWAP_IN, SWAP_OUT), no_cuda())
     for model in chosen_models(benchmark.options):
         benchmark.say(f"{model.name}: making {benchmark.batch.blocks} blocks of {model.block_bytes} bytes")
         copies = Copies(model, benchmark.batch)

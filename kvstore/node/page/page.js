@@ -69,11 +69,15 @@ function fill(id, rows, empty) {
   body.replaceChildren(...rows.map((cells) => element("tr", cells)));
 }
 
+// The server names the fields of INFO that have a column in the table's head.
+const COLUMNS = [...by("shards").tHead.rows[0].cells].filter((cell) => cell.dataset.field);
+const UNITS = { bytes: size, s: took };
+
 function shardRow(shard) {
   const name = rowHeader(String(shard.shard));
   if (shard.reason) {
     const cell = element("td", `does not answer: ${shard.reason}`, "bad");
-    cell.colSpan = 10;
+    cell.colSpan = by("shards").tHead.rows[0].cells.length - 1;
     return [name, cell];
   }
   const disk = shard.disk;
@@ -87,8 +91,7 @@ function shardRow(shard) {
     number(count(shard.blocks)),
     filled(shard.memory_used_bytes, shard.memory_limit_bytes),
     !disk ? element("td", "–") : disk.state === "on" ? filled(disk.used_bytes, disk.limit_bytes) : element("td", disk.state, disk.state === "off" ? "bad" : ""),
-    number(count(shard.evicted)),
-    number(count(shard.slow_turns)),
+    ...COLUMNS.map(({ dataset }) => number((UNITS[dataset.unit] ?? count)(shard[dataset.field]))),
   ];
 }
 

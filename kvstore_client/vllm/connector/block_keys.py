@@ -1,13 +1,12 @@
-"""The keys of a request's blocks in the store: the engine's block hashes, or salted ones where those are not enough.
+"""The keys of a request's blocks in the store: the one place where they are made.
 
-Two things change a block's bytes without changing its hash:
+A key must cover all that decides its block's bytes and that one namespace leaves open (`rank_namespace` says what
+that is). It is the engine's own hash of the block where that covers it, and otherwise a hash of that hash and of the
+rest. What cannot be known has no key: from there on a request's blocks are neither loaded, saved nor promised.
 
-* **a LoRA adapter**: the hash covers its name and path, but "/adapters/sql" may hold other weights on another machine,
-  or tomorrow. So the key here also covers the adapter's content. If the adapter's files cannot be read, or change
-  after the engine may have loaded them, its blocks get keys that only this engine has.
-* **new weights in a running engine** (reinforcement learning). vLLM then resets the connector's cache. From then on
-  all blocks get keys that only this engine has, so that neither older blocks nor those of other engines are found.
+What a request is made of (every field of vLLM's classes for it is in ``tests/engine/test_key_fields.py``):
 
+====================== ========================================================================================
 A key made here is as long as the hash it is made from, since all keys of one namespace have one length.
 """
 
@@ -20,9 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
+
+import numpy as np
 
 from kvstore_client.vllm.shared.fingerprint import WEIGHT_SUFFIXES, files_fingerprint
+from kvstore_client.vllm.shared.media_contents import MediaContents
+from kvstore_client.vllm.shared.request_inputs import RequestInputs, digest_of, embeddings_digest, has_inputs, key_of
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -36,62 +39,117 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass
 class _Adapter:
-    """salt: added to the keys of its blocks. stamp: names, sizes and times of the files when they were read; None if
-    they could not be read."""
+    """salt: added to the keys of its blocks. stamp: the path, and names, sizes and times of the files when they were
+    read; None if they could not be read."""
 
     salt: bytes
-    stamp: tuple[tuple[str, int, int], ...] | None
+    stamp: tuple[str, tuple[tuple[str, int, int], ...]] | None
 
 
 @dataclass
 class _Named:
-    """The keys made so far for one request, and the hash that the last of them was made from."""
+    """The keys made so far for one request, and the hash that the last of them was made from. salt: what all of them
+    cover beside hashes and inputs; empty: nothing."""
 
     salt: bytes
+    inputs: RequestInputs
     keys: list[bytes] = field(default_factory=list)
     last_hash: bytes = b""
 
 
 class BlockKeys:
     """The keys of requests' blocks. Used by the scheduler's thread only. The first request of an adapter reads the
-    adapter's files, at most about a megabyte of each; a request without adapter costs nothing until ``forget``."""
+    adapter's files, at most about a megabyte of each, and a request with media reads their data; a request of tokens
+    costs nothing until ``name_weights``."""
 
-    def __init__(self) -> None:
-        self._generation = b""
+    def __init__(self, block_tokens: int, *, trust_media_ids: bool = False, adapter_settings: str = "") -> None:
+        """adapter_settings: what the engine makes of every LoRA adapter, as `model_identity` says it."""
+        self._block_tokens = block_tokens
+        self._adapter_settings = adapter_settings
+        self._media = MediaContents(trust_ids=trust_media_ids)
+        self._weights = ""
         self._adapters: dict[int, _Adapter] = {}
         self._named: WeakKeyDictionary[Request, _Named] = WeakKeyDictionary()
+        self._sessions: WeakSet[Request] = WeakSet()
+
+    def note(self, request: Request) -> None:
+        """Take in what the engine is about to compute with. Every request must be noted when it comes, whatever becomes
+        of it: what others get of the engine's caches may be its."""
+        if request.resumable:
+            self._sessions.add(request)
+        if has_inputs(request):
+            self._known(request)
+
+    def note_sessions(self) -> None:
+        """The same for requests that get further inputs while they run; to be called in every step."""
+        for request in self._sessions:
+            if has_inputs(request):
+                self._known(request)
 
     def of(self, request: Request) -> Sequence[bytes]:
-        """One key for each of ``request.block_hashes``, in their order. Valid until the request grows."""
+        """One key for each of ``request.block_hashes``, in their order, up to the first block that cannot be shared.
+        Valid until the request grows."""
         hashes: Sequence[bytes] = request.block_hashes
-        if request.lora_request is None and not self._generation:
+        if request.lora_request is None and not self._weights and not has_inputs(request):
             return hashes
-        named = self._named.get(request)
-        if named is None:
-            named = self._named[request] = _Named(self._salt(request.lora_request))
+        named = self._known(request)
         done = len(named.keys)
         if done > len(hashes) or (done and hashes[done - 1] != named.last_hash):  # vLLM took tokens back
             named.keys, done = [], 0
-        named.keys += [
-            hashlib.blake2b(block_hash, digest_size=len(block_hash), key=named.salt).digest()
-            for block_hash in hashes[done:]
-        ]
-        named.last_hash = hashes[-1] if hashes else b""
+        for index in range(done, len(hashes)):
+            inputs = named.inputs.before((index + 1) * self._block_tokens)
+            if inputs is None:
+                break
+            named.keys.append(key_of(hashes[index], named.salt, inputs))
+        named.last_hash = hashes[len(named.keys) - 1] if named.keys else b""
         return named.keys
 
-    def forget(self) -> None:
-        """From now on, no key equals a key made earlier or in another engine."""
-        self._generation = os.urandom(SALT_BYTES)
-        self._adapters.clear()
+    def tail(self, request: Request) -> bytes | None:
+        """The key of the block that the end of a prompt fills in part: a hash of the key before it and of what is in
+        it. None: there is no such block, or it cannot be shared."""
+        end = request.num_prompt_tokens
+        whole, rest = divmod(end, self._block_tokens)
+        keys = self.of(request)
+        if not rest or not 0 < whole <= len(keys):
+            return None
+        start, parent = whole * self._block_tokens, keys[whole - 1]
+        inputs = self._known(request).inputs.before(end) if has_inputs(request) else b""
+        if inputs is None:
+            return None
+        # At the places of embeddings there are no tokens, but zeros.
+        tokens = np.array(request.all_token_ids[start:end], dtype="<i8").tobytes()
+        rows = embeddings_digest(request, start, end)
+        salt = digest_of(inputs, rows)[: hashlib.blake2b.SALT_SIZE] if inputs or rows else b""
+        return hashlib.blake2b(
+            tokens, digest_size=len(parent), key=parent[:64], salt=salt, person=b"kvstore-tail"
+        ).digest()
+
+    def name_weights(self, name: str) -> None:
+        """From now on all keys cover this name of the weights, too. Empty: none."""
+        self._weights = name
         self._named.clear()
 
+    def _known(self, request: Request) -> _Named:
+        named = self._named.get(request)
+        if named is None:
+            named = _Named(self._salt(request.lora_request), RequestInputs(request, self._media))
+        while not named.inputs.are_still(request, self._media):  # two items of one request may call for that, too
+            named = _Named(named.salt, RequestInputs(request, self._media))
+        self._named[request] = named
+        return named
+
     def _salt(self, lora: LoRARequest | None) -> bytes:
-        return self._generation + (self._adapter_salt(lora) if lora is not None else b"")
+        if lora is None and not self._weights:
+            return b""
+        adapter: tuple[object, ...] = ()
+        if lora is not None:
+            adapter = self._adapter_salt(lora), lora.is_3d_lora_weight, self._adapter_settings
+        return digest_of(self._weights, *adapter)
 
     def _adapter_salt(self, lora: LoRARequest) -> bytes:
         known = self._adapters.get(lora.lora_int_id)
         files = _adapter_files(lora.lora_path)
-        stamp = _stamp(files)
+        stamp = _stamp(lora.lora_path, files)
         if known is None or (lora.load_inplace and known.stamp != stamp):  # the engine loads it, perhaps again
             content = _content(files) if stamp else None
             known = _Adapter(content or os.urandom(SALT_BYTES), stamp)
@@ -124,11 +182,12 @@ def _adapter_files(path: str) -> list[Path]:
         return []
 
 
-def _stamp(files: Sequence[Path]) -> tuple[tuple[str, int, int], ...] | None:
+def _stamp(path: str, files: Sequence[Path]) -> tuple[str, tuple[tuple[str, int, int], ...]] | None:
     try:
-        return tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files) or None
+        found = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     except OSError:
         return None
+    return (path, found) if found else None
 
 
 def _content(files: Sequence[Path]) -> bytes | None:

@@ -19,18 +19,16 @@ Every wait has a bound. Thread: the engine core's, for everything here. Nothing 
 from __future__ import annotations
 
 import enum
-import hashlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from kvstore_client.engine.flights import PROMISE_S, Flight, Flights
 from kvstore_client.engine.guard import Counters
 from kvstore_client.vllm.connector.block_groups import BlockGroups
+from kvstore_client.vllm.connector.block_keys import BlockKeys
 from kvstore_client.vllm.connector.request_spans import RequestSpans
 
 if TYPE_CHECKING:
@@ -67,18 +65,6 @@ def side_of(request: Request) -> Side:
     return sides[0] if len(sides) == 1 else Side.BOTH
 
 
-def tail_key(request: Request, keys: Sequence[bytes], block_tokens: int) -> bytes | None:
-    """The key of the block that the end of a prompt fills in part: a hash of the key before it and of its tokens. None:
-    there is no such block, or more than tokens decides what is in it. keys: of the prompt's whole blocks."""
-    whole, rest = divmod(request.num_prompt_tokens, block_tokens)
-    tokens = request.prompt_token_ids
-    if not rest or not 0 < whole <= len(keys) or tokens is None or request.mm_features:
-        return None
-    parent = keys[whole - 1]
-    tail = np.array(tokens[-rest:], dtype="<i8").tobytes()
-    return hashlib.blake2b(tail, digest_size=len(parent), key=parent[:64], person=b"kvstore-tail").digest()
-
-
 @dataclass
 class _Shared:
     """A request whose blocks others compute, or wait for."""
@@ -104,6 +90,7 @@ class HandOvers:
         self,
         flights: Flights,
         groups: BlockGroups,
+        keys: BlockKeys,
         *,
         block_tokens: int,
         single_flight_s: float,
@@ -113,6 +100,7 @@ class HandOvers:
         """single_flight_s: how long a request waits for what another computes, hand-overs apart; 0: not at all."""
         self._flights = flights
         self._groups = groups
+        self._keys = keys
         self._block_tokens = block_tokens
         self._single_flight_s = single_flight_s
         self._counters = counters
@@ -134,22 +122,25 @@ class HandOvers:
     def add(self, request: Request, keys: Sequence[bytes], usable: int, wait_s: float | None, may_save: bool) -> None:
         """A request, unless it is known: it may come back after the engine has taken its blocks.
 
-        keys: of its prompt's whole blocks. usable: how many of them may be loaded. wait_s: for a prompt that is handed
-        over; None: as long as a promise holds. may_save: whether all its blocks are saved."""
+        keys: of its prompt's whole blocks, or of those that can be shared. usable: how many of them may be loaded.
+        wait_s: for a prompt that is handed over; None: as long as a promise holds. may_save: whether all its blocks are
+        saved."""
         if request.request_id in self._shared:
             return
         side = side_of(request)
-        if self._groups.states:  # the engine keeps those before the prompt's last token
-            keys = keys[: (request.num_prompt_tokens - 1) // self._block_tokens]
+        keys = keys[: request.num_prompt_tokens // self._block_tokens]  # it may come back with an answer
+        if self._groups.states:  # the engine keeps those before the prompt's last token, and not those before others
+            last = (request.num_prompt_tokens - 1) // self._block_tokens
+            keys = keys[:last] if len(keys) >= last else []
         now = time.monotonic()
         promised: list[bytes] = []
         groups = self._groups
-        tail = None if side is Side.BOTH or groups.windows else tail_key(request, keys, self._block_tokens)
+        tail = None if side is Side.BOTH or groups.windows else self._keys.tail(request)
         if side is Side.PREFILL and request.max_tokens != 1:
             tail = None  # the engine would go on to fill that block while it is copied
         prompt = [*keys, tail] if tail is not None else keys
         if side is Side.DECODE:
-            if not usable:
+            if not usable or not keys:
                 return
             wait_s = PROMISE_S if wait_s is None else wait_s
             names = groups.names_to_last_states(keys) if groups.states else prompt
@@ -203,7 +194,9 @@ class HandOvers:
         shared = self._shared.get(request.request_id)
         if shared is None or shared.side is not Side.PREFILL or computed_tokens != request.num_prompt_tokens:
             return None
-        return None if shared.tail_saved else shared.tail
+        if shared.tail_saved or shared.tail is None or shared.tail != self._keys.tail(request):
+            return None  # what is in the block may not be known for sure any more
+        return shared.tail
 
     def tail_is_saved(self, request: Request) -> None:
         """It is on its way."""
@@ -240,10 +233,14 @@ class HandOvers:
         return wait_s
 
     def forget(self) -> None:
-        """Blocks have other keys from now on: current requests neither wait for others nor lead them."""
+        """What was promised is withdrawn, and current requests neither wait for others nor lead them."""
         self._leaders.clear()
         for shared in self._shared.values():
             shared.wait_s, shared.tail = 0.0, None
+            self._flights.end(shared.flight)
+            shared.flight = Flight(shared.flight.keys, time.monotonic(), coming=0)
+        for request_id in list(self._finishing):
+            self._end(request_id)
 
     def finish(self, request: Request, sending: Iterable[bytes], whole: bool = True) -> None:
         """The request has ended. What it promised is withdrawn, once those of its blocks are set that are on their way.

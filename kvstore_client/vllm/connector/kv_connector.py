@@ -16,11 +16,13 @@ Over 400 lines because vLLM wants one class for both halves.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -36,26 +39,34 @@ from kvstore_client import Namespace
 from kvstore_client.engine.admission import Admission
 from kvstore_client.engine.computing_pace import ComputingPace
 from kvstore_client.engine.flights import Flights
-from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.guard import Counters, Purges, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookups
+from kvstore_client.engine.paged.host_tier import HostTier
+from kvstore_client.engine.paged.layout import BlockLayout
+from kvstore_client.engine.paged.plan import RankStore, StepPlan, WorkerReport
+from kvstore_client.engine.paged.shared_pool import shared_pool
+from kvstore_client.engine.paged.sharing import Sharing
+from kvstore_client.engine.paged.weights import WeightsWatch
+from kvstore_client.engine.paged.worker import WorkerHalf
 from kvstore_client.vllm.connector.block_groups import BlockGroups, groups_digest
+from kvstore_client.vllm.connector.block_keys import BlockKeys
 from kvstore_client.vllm.connector.books import Books
+from kvstore_client.vllm.connector.engine_cache import EngineCache
+from kvstore_client.vllm.connector.engine_model import calling_worker, fingerprints_of, offer_naming
 from kvstore_client.vllm.connector.events import KVEvents, group_kinds
 from kvstore_client.vllm.connector.hand_over import HandOvers
-from kvstore_client.vllm.connector.host_tier import HostTier
-from kvstore_client.vllm.connector.layout import BlockLayout
+from kvstore_client.vllm.connector.load_planner import LoadPlanner
 from kvstore_client.vllm.connector.mismatch import explain_mismatch
 from kvstore_client.vllm.connector.options import ConnectorOptions
 from kvstore_client.vllm.connector.page_probe import KNOWN, page_fingerprint
-from kvstore_client.vllm.connector.plan import RankStore, StepPlan, WorkerReport
-from kvstore_client.vllm.connector.rank_namespace import head_parts, rank_namespace, replica
+from kvstore_client.vllm.connector.rank_namespace import among_replicas, head_parts, rank_namespace, replica
 from kvstore_client.vllm.connector.registration import register
 from kvstore_client.vllm.connector.request_spans import RequestSpans
+from kvstore_client.vllm.connector.save_planner import SavePlanner
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
-from kvstore_client.vllm.connector.shared_pool import shared_pool
 from kvstore_client.vllm.connector.starting import SchedulerStart
 from kvstore_client.vllm.connector.stats import PromMetrics, TrafficLog, TransferStats
-from kvstore_client.vllm.connector.worker import WorkerHalf
+from kvstore_client.vllm.connector.vllm_parts import make_device_copies
 from kvstore_client.vllm.shared.block_hashes import check_same_hash
 from kvstore_client.vllm.shared.engine_checks import (
     check_engine,
@@ -63,16 +74,17 @@ from kvstore_client.vllm.shared.engine_checks import (
     check_single_flight,
     recompute_failed_loads,
 )
+from kvstore_client.vllm.shared.model_identity import adapter_settings
 from kvstore_client.vllm.shared.store_options import parse_options
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -81,6 +93,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 T = TypeVar("T")
+
+make_device_copies()
 
 # With fewer rows in a host pool, blocks would wait for each other in every step.
 MIN_SLOTS = 8
@@ -103,9 +117,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_engine(vllm_config, kv_cache_config)
         check_layer_parts(vllm_config, self._options.layer_parts)
         check_single_flight(kv_cache_config, self._options.single_flight_s)
+        self._keys = BlockKeys(
+            vllm_config.cache_config.block_size,
+            trust_media_ids=self._options.trust_media_ids,
+            adapter_settings=adapter_settings(vllm_config),
+        )
         self._groups = BlockGroups.of(kv_cache_config, vllm_config.cache_config.block_size)
         self._start = SchedulerStart(vllm_config.parallel_config.world_size, self._make_half)
         self._worker: WorkerHalf | None = None
+        self._engine_worker = calling_worker() if role == KVConnectorRole.WORKER else None
+        self._cache = EngineCache()
         self._guards: list[StoreGuard] = []
         self._rank = 0
         self._counters = Counters()
@@ -140,6 +161,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # The scheduler's half.
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._cache = EngineCache(kv_cache_manager)
+
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Does nothing: the handshake is another connector's, beside this one (see ``starting``)."""
 
@@ -163,9 +188,45 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for rank in distinct.values()
         ]
         self._explain_mismatch(self._guards[0])
-        transfer, events = self._kv_transfer_config, self._vllm_config.kv_events_config
-        books = Books(
+        transfer = self._kv_transfer_config
+        books = self._books(ranks)
+        saves = SavePlanner(
+            books,
+            ranks=len(ranks),
+            parts=len({rank.part for rank in ranks}),
+            save_decode=self._options.save_decode,
+            may_save=transfer.is_kv_producer,
+        )
+        loads = LoadPlanner(
+            books,
+            saves.tracked,
+            admission=Admission(timeout_s=self._options.timeout_s, always=self._options.always_load),
+            # A layer of width h has about 12 h² weights, and attends with 2 h multiplications to each token before.
+            computing=ComputingPace(
+                attention=1 / (6 * self._vllm_config.model_config.get_hidden_size()) if self._groups.whole else 0.0
+            ),
+            min_hit_tokens=self._options.min_hit_tokens,
+            may_load=transfer.is_kv_consumer,
+            may_save=transfer.is_kv_producer,
+            prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
+            steps_ahead=self._vllm_config.max_concurrent_batches - 1,
+            shares_rows=any(rank.shares_rows for rank in ranks),
+        )
+        return SchedulerHalf(
+            books,
+            saves,
+            loads,
+            cache=self._cache,
+            purges=Purges(self._guards),
+            renamed=lambda name: self._never_raise(lambda: self._register_weights(name), None),
+        )
+
+    def _books(self, ranks: Sequence[RankStore]) -> Books:
+        """-> what both planners use, over the guards of these ranks."""
+        events = self._vllm_config.kv_events_config
+        return Books(
             block_tokens=self._vllm_config.cache_config.block_size,
+            keys=self._keys,
             lookups=PrefixLookups(
                 self._guards,
                 timeout_s=self._options.lookup_timeout_s,
@@ -179,6 +240,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             hand_overs=HandOvers(
                 Flights(self._guards, timeout_s=self._options.lookup_timeout_s, counters=self._counters),
                 self._groups,
+                self._keys,
                 block_tokens=self._vllm_config.cache_config.block_size,
                 single_flight_s=self._options.single_flight_s,
                 counters=self._counters,
@@ -191,24 +253,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
             counters=self._counters,
             spans=self._spans,
-        )
-        return SchedulerHalf(
-            books,
-            ranks=len(ranks),
-            parts=len({rank.part for rank in ranks}),
-            min_hit_tokens=self._options.min_hit_tokens,
-            save_decode=self._options.save_decode,
-            may_load=transfer.is_kv_consumer,
-            may_save=transfer.is_kv_producer,
-            prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
-            admission=Admission(timeout_s=self._options.timeout_s, always=self._options.always_load),
-            # A layer of width h has about 12 h² weights, and attends with 2 h multiplications to each token before.
-            computing=ComputingPace(
-                attention=1 / (6 * self._vllm_config.model_config.get_hidden_size()) if self._groups.whole else 0.0
+            sharing=Sharing(
+                len(ranks),
+                checks=all(rank.checks for rank in ranks),
+                name=self._options.weights_version,
+                slots=min(rank.slots for rank in ranks),
             ),
-            steps_ahead=self._vllm_config.max_concurrent_batches - 1,
-            shares_rows=any(rank.shares_rows for rank in ranks),
         )
+
+    def _register_weights(self, name: str) -> None:
+        """Tell proxies what the weights are called now. Raises `msgspec.ValidationError` if that is too long."""
+        if (registered := self._registered) is not None:
+            registered.update(msgspec.structs.replace(registered.record, weights=name))
 
     def _explain_mismatch(self, guard: StoreGuard) -> None:
         """Log a warning if the store has blocks of this model, but under namespaces that this engine does not share."""
@@ -220,7 +276,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.warning("kvstore: %s", warning)
 
     def on_new_request(self, request: Request) -> None:
+        self._never_raise(lambda: self._keys.note(request), None)  # from the first one on, with or without a half
         if half := self._scheduler:
+            self._never_raise(half.notice_purge, False)
             self._never_raise(lambda: half.loads.wait(request), None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -241,11 +299,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        self._never_raise(self._keys.note_sessions, None)
         half = self._scheduler
         if half is None:
             return StepPlan(idle=not scheduler_output.total_num_scheduled_tokens)
+        self._never_raise(half.notice_purge, False)
         plan = half.plan(scheduler_output)
         plan.saves = self._never_raise(lambda: half.saves.plan(scheduler_output), None)
+        self._never_raise(lambda: half.complete(plan), None)
         self._never_raise(lambda: self._traffic.tick(time.monotonic()), None)
         return plan
 
@@ -276,23 +337,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.saves.holds_blocks
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.books.hand_overs.ending
+        half = self._scheduler
+        return half is not None and (half.books.hand_overs.ending or half.books.sharing.waits)
 
     def reset_cache(self) -> bool | None:
-        """Called when the engine gets new weights or goes to sleep, among other cases. From now on this engine finds
-        none of the blocks saved before, neither in its host memory nor in the store; other engines still find those in
-        the store. Unless the operator has named the weights, and so promised that this engine never gets others."""
-        if self._options.weights_version:
-            logger.info(
-                "kvstore: the cache was reset; blocks of weights %s are still shared", self._options.weights_version
-            )
-        elif half := self._scheduler:
+        """Called when the engine gets new weights or goes to sleep, among other cases, and also when vLLM could not
+        reset its own cache. What this engine holds is dropped; see `SchedulerHalf.reset`."""
+        if half := self._scheduler:
             self._never_raise(half.reset, None)
-            logger.warning(
-                "kvstore: the engine's cache was reset, perhaps for new weights, so from now on it shares no blocks "
-                "with other engines; restart it to share again. If the weights never change while the engine runs, "
-                "name them with the option weights_version"
-            )
         return True
 
     # The worker's half.
@@ -329,22 +381,27 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             groups=groups_digest(self._kv_cache_config),
         )
         same = replica(config)
-        slots = self._pool_slots(layout.block_bytes, same[1])
-        shared = shared_pool(layout, slots, same)
+        slots = self._pool_slots(layout, same[1])
+        shared = shared_pool(layout, slots, same, functools.partial(among_replicas, same))
         if shared is None:
-            slots = self._pool_slots(layout.block_bytes)
+            slots = self._pool_slots(layout)
+        fingerprints = fingerprints_of(self._engine_worker, config)
+        ranks = config.parallel_config.world_size
+        offer_naming(self._engine_worker)
         self._rank = namespace.rank
         self._guards = [self._guard(namespace, self._options.timeout_s, [parts.mine] if parts else [])]
         self._worker = WorkerHalf(
             self._guards[0],
             layout,
-            store=RankStore(namespace, slots, parts, layout.parts, shared is not None),
+            store=RankStore(namespace, slots, parts, layout.parts, shared is not None, fingerprints is not None),
             timeout_s=self._options.timeout_s,
             replica=same,
             counters=self._counters,
             store_on_host=self._options.store_on_host,
             recompute_whole=self._groups.recompute_whole,
             shared=shared,
+            weights=WeightsWatch(fingerprints, options.weights_version, alone=ranks == 1),
+            number=config.parallel_config.rank,
         )
         logger.info("kvstore: blocks are stored at %s as %s", self._options.endpoint, namespace)
         logger.info(
@@ -354,11 +411,29 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             "the CPU tier" if self._options.cpu_bytes else "for blocks on their way (cpu_bytes is 0: no CPU tier)",
         )
 
-    def _pool_slots(self, block_bytes: int, sharing: int = 1) -> int:
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Yes: the cache is at the same addresses after a sleep, and is not touched while the engine sleeps."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """The engine goes to sleep, and its cache's memory away (vLLM 0.33). Waits for copies under way."""
+        if self._worker:
+            self._never_raise(self._worker.detach, None)
+
+    def restore_kv_caches(self) -> None:
+        """The cache's memory is back."""
+        if self._worker:
+            self._worker.attach()
+
+    def _pool_slots(self, layout: BlockLayout, sharing: int = 1) -> int:
         """How many slots a host pool gets that so many ranks have in common. Raises ValueError when ``cpu_bytes`` is
         too small."""
+        block_bytes = layout.block_bytes
         if not self._options.cpu_bytes:
-            return max(MIN_SLOTS, self._options.staging_bytes // block_bytes)
+            config = self._vllm_config
+            step_blocks = config.scheduler_config.max_num_batched_tokens // config.cache_config.block_size
+            return max(MIN_SLOTS, self._options.staging(step_blocks * block_bytes, layout.on_gpu) // block_bytes)
         ranks: int = self._vllm_config.parallel_config.world_size // sharing
         slots = self._options.cpu_bytes // ranks // block_bytes
         if slots < MIN_SLOTS:
@@ -482,5 +557,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return otherwise
 
 
+# `plan` has them without vLLM. What vLLM asks of such a message is to be pickled and, of a report, `aggregate`.
+KVConnectorMetadata.register(StepPlan)
+KVConnectorWorkerMetadata.register(WorkerReport)
 # A MultiConnector finds the class of its children's statistics by this name.
 KVConnectorFactory.register_connector("KVStoreConnector", __name__, "KVStoreConnector")

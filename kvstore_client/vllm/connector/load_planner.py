@@ -17,12 +17,13 @@ from vllm.distributed.kv_events import MEDIUM_CPU
 from kvstore_client.engine.admission import Admission
 from kvstore_client.engine.computing_pace import ComputingPace, Scheduled, StepTimes
 from kvstore_client.engine.lookup import PIN_S
+from kvstore_client.engine.paged.plan import VOID, Load
+from kvstore_client.engine.paged.shared_pool import Passages
 from kvstore_client.vllm.connector.books import Books
 from kvstore_client.vllm.connector.hand_over import Side, side_of
 from kvstore_client.vllm.connector.pending import PendingLoad, TrackedRequest, WaitingRequest
-from kvstore_client.vllm.connector.plan import Load
 from kvstore_client.vllm.connector.request_options import request_options
-from kvstore_client.vllm.connector.shared_pool import Passages
+from kvstore_client.vllm.connector.work_ahead import WorkAhead
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +41,8 @@ class LoadPlanner:
     """Owns the records of requests that wait for blocks of the engine's cache, and of loads. Not thread-safe; no method
     blocks.
 
-    ``admission``: which loads pay. ``computing``: how long the engine computes a prompt.
+    ``admission``: which loads pay. ``computing``: how long the engine computes a prompt. ``work``: and those before
+    it. ``void_until``: what the loads up to this number bring is of no use any more.
     """
 
     def __init__(
@@ -68,15 +70,18 @@ class LoadPlanner:
         self._may_load = may_load
         self._may_save = may_save
         self._prefix_caching = prefix_caching
-        self._work_s: float | None = None  # see `_work_before_s`; None: not added up yet in this step
         self._steps = StepTimes(computing, steps_ahead)
         self._waiting: dict[str, WaitingRequest] = {}
         self._loading: dict[str, PendingLoad] = {}
         self._arriving: dict[bytes, str] = {}  # key -> the request whose load brings it
         self._failed: set[str] = set()  # requests of which a load has failed
+        self.work = WorkAhead(
+            computing, tracked, self._loading, block_tokens=books.block_tokens, whole_groups=books.groups.whole
+        )
         self._planned: list[Load] = []  # that no step's plan has yet
         self._cancelled: list[str] = []  # requests that have ended during their load, which no plan has named yet
         self._passages = Passages(shares_rows)
+        self.void_until = 0
         self._hit_sources: tuple[str, int, int] = ("", 0, 0)  # of the last load: request, tokens of host, of store
 
     @property
@@ -103,6 +108,7 @@ class LoadPlanner:
             waiting = self._waiting[request.request_id] = WaitingRequest(options)
             usable = len(self._look_up(request, waiting))
             may_save = self._may_save and options.save and options.max_save_tokens is None
+            may_save = may_save and not books.sharing.stands_still
             books.hand_overs.add(request, books.keys.of(request), usable, options.wait_s, may_save)
         return waiting
 
@@ -116,6 +122,7 @@ class LoadPlanner:
         # for ever.
         if (
             not self._may_load
+            or books.sharing.stands_still
             or not waiting.options.load
             or usable * books.block_tokens < self._min_hit_tokens
             or request.skip_reading_prefix_cache
@@ -139,6 +146,9 @@ class LoadPlanner:
         waiting = self.wait(request)
         local = waiting.local = computed_tokens // books.block_tokens
         keys = self._look_up(request, waiting)
+        # An engine that does nothing else hears of new weights in a step without tokens. Else the load's check tells.
+        if waiting.lookup is not None and not self._tracked and books.sharing.is_unheard(waiting.since):
+            return None
         if waiting.lookup is None or (len(keys) - local) * books.block_tokens < self._min_hit_tokens:
             return 0
         handed_over = books.hand_overs.loadable(request)
@@ -171,7 +181,7 @@ class LoadPlanner:
         if from_store and not waiting.waits and not books.hand_overs.is_expected(request):
             least = max(1, groups.whole)  # what is transferred of a block, at least
             first = local + int(np.argmin(here))
-            computing_s = self.computing_s(request, first * books.block_tokens, (local + run) * books.block_tokens)
+            computing_s = self.work.computing_s(request, first * books.block_tokens, (local + run) * books.block_tokens)
             load = self.admission.judge(from_store * least, computing_s)
             if load is None:
                 return None
@@ -190,29 +200,8 @@ class LoadPlanner:
         if waiting.lookup is None or self._books.hand_overs.is_expected(request):
             return True
         waited_s = time.monotonic() - waiting.lookup.asked_at
-        computing_s = self.computing_s(request, local * self._books.block_tokens, end * self._books.block_tokens)
+        computing_s = self.work.computing_s(request, local * self._books.block_tokens, end * self._books.block_tokens)
         return waited_s < self.admission.patience_s((end - local) * max(1, self._books.groups.whole), computing_s)
-
-    def computing_s(self, request: Request, first: int, end: int) -> float:
-        """How long it would take, had the engine no store, until it had computed these tokens of the request, behind
-        the prompts of others; `math.inf`: that is not known."""
-        own = self.computing.seconds(first, end)
-        return math.inf if own is None else self._work_before_s(request) + own
-
-    def _work_before_s(self, request: Request) -> float:
-        """How long the engine would still compute other requests' prompts, had it no store; 0 while nothing is
-        measured."""
-        if self._work_s is None:
-            self._work_s = sum(map(self._work_left_s, self._tracked.values()))
-        mine = self._tracked.get(request.request_id)
-        return self._work_s - (self._work_left_s(mine) if mine is not None else 0.0)
-
-    def _work_left_s(self, tracked: TrackedRequest) -> float:
-        request = tracked.request
-        load = self._loading.get(request.request_id)
-        blocks = load.from_store // max(1, self._books.groups.whole) if load is not None else 0
-        first = max(0, request.num_computed_tokens - blocks * self._books.block_tokens)
-        return self.computing.seconds(first, max(first, request.num_prompt_tokens)) or 0.0
 
     def _awaits(self, waiting: WaitingRequest, names: Sequence[bytes], local: int, end: int) -> bool:
         """Whether to wait for another request's load, which will put blocks `local` to `end` into the engine's own
@@ -240,9 +229,7 @@ class LoadPlanner:
         """Plan the load of a request that waited: the engine gave it blocks and relies on ``external_tokens`` being
         loaded there. None: there is nothing to load."""
         books, groups = self._books, self._books.groups
-        before_s = self._work_before_s(request)
-        own_s = self.computing.seconds(waiting.local * books.block_tokens, request.num_prompt_tokens)
-        self._work_s = before_s + (own_s or 0.0)
+        before_s = self.work.add(request, waiting.local * books.block_tokens)
         books.counters.add("declined_tokens", waiting.declined * books.block_tokens)
         names = groups.keys_of(request, books.hand_overs.loadable(request) or books.keys.of(request))
         wait_s = books.hand_overs.take_wait_s(request)
@@ -278,16 +265,12 @@ class LoadPlanner:
         self._arriving.update(dict.fromkeys(keys, request.request_id))
         pending = self._loading[request.request_id] = PendingLoad(
             request,
+            load,
             keys,
-            [groups.parent_at(names, place) for place in places],
-            block_ids,
-            load.host_slots,
-            load.slots or [],
-            load.block_ids if load.slots else [],
-            load.keys if load.slots else [],
-            from_store,
-            load.waits,
-            time.monotonic(),
+            parents=[groups.parent_at(names, place) for place in places],
+            block_ids=block_ids,
+            from_store=from_store,
+            began=time.monotonic(),
         )
         if load.slots:
             for index in to_fetch:
@@ -321,6 +304,9 @@ class LoadPlanner:
     def plan(self, scheduled_tokens: Mapping[str, int]) -> list[Load]:
         """The engine has planned a step, with so many tokens of each request. -> the loads that begin with it."""
         loads, self._planned = self._passages.admit(self._planned)
+        check = self._books.sharing.ask() if loads else 0
+        for load in loads:
+            load.check = load.check or check
         requests = ((self._tracked[name].request, n) for name, n in scheduled_tokens.items() if name in self._tracked)
         self._steps.plan(
             {
@@ -330,7 +316,7 @@ class LoadPlanner:
                 for each, tokens in requests
             }
         )
-        self._work_s = None
+        self.work.step()
         return loads
 
     def take_cancelled(self) -> list[str]:
@@ -353,25 +339,27 @@ class LoadPlanner:
         load = self._loading.pop(request_id, None)
         if load is None:
             return None
-        books = self._books
+        books, plan = self._books, load.plan
         self._passages.left(request_id)
-        if not load.waits:
+        if not plan.waits:
             self.admission.end(load.from_store)
         if books.spans is not None:
             books.spans.loaded(request_id, len(load.keys), len(load.failed))
         if books.hand_overs.is_expected(load.request):
             books.counters.add("hand_over_seconds_load", time.monotonic() - load.began)
-        books.tier.release(load.held)
+        books.tier.release(plan.host_slots)
         for key in load.keys:
             if self._arriving.get(key) == request_id:
                 del self._arriving[key]
-        good = [block_id not in load.failed for block_id in load.fetched_block_ids]
-        books.tier.commit([slot for slot, is_good in zip(load.fetched, good, strict=True) if is_good])
-        books.events.stored([key for key, is_good in zip(load.fetched_keys, good, strict=True) if is_good], MEDIUM_CPU)
-        for key in load.fetched_keys:
-            books.events.forget(key)
-        books.tier.link(load.keys, load.parents)
-        books.tier.abort([slot for slot, is_good in zip(load.fetched, good, strict=True) if not is_good])
+        fetched = list(zip(plan.slots, plan.keys, plan.block_ids, strict=True)) if plan.slots else []
+        good = [each for each in fetched if not load.void and each[2] not in load.failed]
+        books.tier.commit([slot for slot, _, _ in good])
+        books.events.stored([key for _, key, _ in good], MEDIUM_CPU)
+        if not load.void:
+            for _, key, _ in fetched:
+                books.events.forget(key)
+            books.tier.link(load.keys, load.parents)
+        books.tier.abort([slot for slot, _, block_id in fetched if load.void or block_id in load.failed])
         if load.failed and not load.cancelled:
             books.counters.add("failed_loads")
             books.lookups.forget()
@@ -388,6 +376,12 @@ class LoadPlanner:
             self._cancelled.append(request.request_id)
 
     def reset(self) -> None:
-        """What the store was asked for is of no use any more."""
+        """What the store was asked for is of no use any more, nor what loads under way bring."""
         for waiting in self._waiting.values():
             waiting.lookup = waiting.next_lookup = None
+        for load in self._loading.values():
+            load.void = True
+        for planned in self._planned:
+            planned.check = VOID
+        self.void_until = self._passages.last
+        self._arriving.clear()

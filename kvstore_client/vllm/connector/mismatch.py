@@ -20,7 +20,7 @@ ADVICE: Mapping[str, str] = {
     "layer_parts": "give the same layer_parts",
     "config": "set the same --quantization, --hf-overrides and other options of the model",
     "loaded": "set the same --load-format",
-    "draft": "set the same --speculative-config",
+    "draft": "use the same drafting model",
     "world": "store the same parts",
     "layers": "split the layers alike",
     "groups": "set --disable-hybrid-kv-cache-manager for all engines or for none",

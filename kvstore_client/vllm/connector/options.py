@@ -9,6 +9,11 @@ from kvstore_client.vllm.connector.request_options import MAX_WAIT_S
 from kvstore_client.vllm.shared.store_options import Size, StoreOptions
 
 MIN_STAGING_BYTES = 1 << 20
+DEFAULT_STAGING_BYTES = 512 << 20
+# A step of a GPU fills more than that, and each step saves only as many blocks as there is room for: what is left when
+# the request ends is dropped. Half of the room may wait to be sent while the next steps need theirs.
+STAGED_STEPS = 4
+MOST_STAGED_STEPS_BYTES = 4 << 30
 # Each part is a request of its own to each shard, and a thread of its own where blocks are waited for.
 MAX_LAYER_PARTS = 16
 
@@ -20,7 +25,8 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
         has an equal share. 0: no CPU tier.
     cpu_policy: which block of the CPU tier is evicted first, as the server's ``--policy``.
     staging_bytes: without a CPU tier, the host memory of each rank for blocks on their way to and from the store. When
-        the store is slower than the engine, this memory fills, and the blocks that have waited longest are dropped.
+        the store is slower than the engine, this memory fills, and the blocks that have waited longest are dropped. On
+        a GPU, 512 MiB, the default, stands for more: see `staging`.
     min_hit_tokens: the store is not asked for prompts shorter than this, and shorter hits are not loaded.
     always_load: load what the store has, even if computing it is sooner, as far as both have been measured.
     head_shards: keep blocks as ranges of heads, so that engines of different tensor parallelism share them: the largest
@@ -39,7 +45,7 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
 
     cpu_bytes: Size = Size(0)
     cpu_policy: str = "default"
-    staging_bytes: Size = Size(512 << 20)
+    staging_bytes: Size = Size(DEFAULT_STAGING_BYTES)
     min_hit_tokens: int = 0
     always_load: bool = False
     head_shards: int = 0
@@ -82,3 +88,10 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
             parse_engines_url(self.engines)
         if self.min_hit_tokens < 0:
             raise ValueError(f"min_hit_tokens is {self.min_hit_tokens}; expected 0 or more tokens")
+
+    def staging(self, step_bytes: int, on_gpu: bool) -> int:
+        """The host memory for blocks on their way, in bytes, of a rank on which a full step fills `step_bytes` of the
+        cache. On a GPU whose operator has set nothing else, room for `STAGED_STEPS` of them, up to 4 GiB."""
+        if not on_gpu or self.staging_bytes != DEFAULT_STAGING_BYTES:
+            return self.staging_bytes
+        return max(self.staging_bytes, min(STAGED_STEPS * step_bytes, MOST_STAGED_STEPS_BYTES))

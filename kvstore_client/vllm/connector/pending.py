@@ -5,10 +5,12 @@ record."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore_client.engine.lookup import PrefixLookup
+from kvstore_client.engine.paged.plan import Load, SavedBlock
 from kvstore_client.vllm.connector.request_options import RequestOptions
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ class WaitingRequest:
     """A request that asked how much it may load and has no blocks of the engine's cache yet."""
 
     options: RequestOptions
+    since: float = field(default_factory=time.monotonic)
     lookup: PrefixLookup | None = None  # None: the store is not asked for this request
     next_lookup: PrefixLookup | None = None  # asked because the answer of `lookup` is old
     declined: int = 0  # blocks that the store has, and that are computed because that is sooner
@@ -62,17 +65,14 @@ class PendingLoad:
     """A load of blocks for a request, until every rank is done with it."""
 
     request: Request
-    keys: Sequence[bytes]
+    plan: Load  # as the workers have it
+    keys: Sequence[bytes]  # of all its blocks, whether in the host tier or to be fetched
     parents: Sequence[bytes | None]
     block_ids: list[int]
-    held: list[int]  # slots of the host tier that the load reads
-    fetched: list[int] = field(default_factory=list)  # slots of the host tier that the load writes …
-    fetched_block_ids: list[int] = field(default_factory=list)  # … and the cache blocks filled from them
-    fetched_keys: list[bytes] = field(default_factory=list)
-    from_store: int = 0  # blocks that come from the store
-    waits: bool = False  # for blocks that others compute
+    from_store: int  # blocks that come from the store
     began: float = 0.0
     cancelled: bool = False  # its request has ended
+    void: bool = False  # what it brings must not be used any more
     failed: set[int] = field(default_factory=set)  # cache blocks that some rank could not load
 
 
@@ -80,8 +80,6 @@ class PendingLoad:
 class PendingCopies:
     """A job's copies out of the cache, until every rank has made them."""
 
-    keys: list[bytes]
-    parents: list[bytes | None]
-    slots: list[int]
+    blocks: Sequence[SavedBlock]
     ranks_left: int
     broken: bool = False  # some rank could not make its copies

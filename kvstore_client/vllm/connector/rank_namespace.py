@@ -1,23 +1,19 @@
 """The namespace of a rank's part of every block: what must agree before two engines may share blocks.
 
-A block's key is the engine's own hash of its tokens and of everything before them. The namespace must name everything
-else that decides the block's bytes. A namespace with too many fields costs hits; one with too few serves wrong bytes.
-So a setting in doubt is included. Where each input is named (verified in vLLM 0.32; ``hash`` is
-``generate_block_hash_extra_keys``):
+A block's key covers its tokens, everything before them, and what else its request decides (`block_keys`). The
+namespace must name everything else that decides the block's bytes. A namespace with too many fields costs hits; one
+with too few serves wrong bytes. So a setting in doubt is included. Where each input is named (verified in vLLM 0.32):
 
 =============================== =====================================================================================
-tokens, cache salt              hash (the salt in the first block, hence in all)
-prompt embeddings               hash, by content
-images, audio, video            hash, by content, or by the id that a request gives them, which is trusted. If prefix
-                                caching and the processor's cache are both off, vLLM names them by a counter: refused
-LoRA adapter                    hash, but only by name and path, which may hold other weights elsewhere or tomorrow:
-                                ``block_keys`` adds the content
+tokens, cache salt, embeddings, the key: see `block_keys`. If prefix caching and the processor's cache are both off,
+images, adapters                vLLM names images by a counter, so that nothing would be found: refused
 weights                         model: revision of the hub, or a fingerprint of the files; how they are loaded: loaded;
                                 weights: what the operator calls them
 rope and window overrides, …    config: all of the configuration as the engine runs it, quantization included
 processing of images            config
-drafting layers' weights        draft. A block's last entry of these layers depends on the next token too, which can
-                                cost a proposal, never change a token
+drafting layers' weights        draft, if there are such layers (a draft model, EAGLE, MTP): drafts of n-grams,
+                                suffixes or heads without caches change no byte. A block's last entry of these layers
+                                depends on the next token too, which can cost a proposal, never change a token
 which layers, which heads       groups, layers (pipeline stages may be cut anywhere), rank and world, parallel; the
                                 keys, if blocks are kept as ranges of heads; layer_parts and the keys, if they are
                                 kept as parts of layers. With MLA every rank has all of a block, so rank, world and
@@ -47,14 +43,21 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import xxhash
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvstore_client import Namespace
+from kvstore_client.engine.paged.layout import BlockLayout
 from kvstore_client.engine.parts import HeadParts
-from kvstore_client.vllm.connector.layout import BlockLayout
 from kvstore_client.vllm.shared.block_hashes import hash_probe
-from kvstore_client.vllm.shared.model_identity import config_digest, draft_identity, load_identity, model_identity
+from kvstore_client.vllm.shared.model_identity import (
+    config_digest,
+    draft_identity,
+    has_draft_layers,
+    load_identity,
+    model_identity,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -140,7 +143,7 @@ def head_parts(vllm_config: VllmConfig, head_shards: int) -> HeadParts:
     if _is_latent(vllm_config):
         return HeadParts(range(1), 1)
     specs = list(_layer_specs(vllm_config))
-    heads = None if vllm_config.speculative_config is not None else uniform_kv_heads(vllm_config.model_config)
+    heads = None if has_draft_layers(vllm_config) else uniform_kv_heads(vllm_config.model_config)
     if heads is None or any(getattr(spec, "num_kv_heads", 0) != max(1, heads // tp.world_size) for spec in specs):
         raise ValueError(
             "kvstore: head_shards cannot be used with this model: its layers may differ in their heads, or a drafting "
@@ -163,6 +166,15 @@ def replica(vllm_config: VllmConfig) -> tuple[int, int]:
     return get_tp_group().rank_in_group % replicas, replicas
 
 
+def among_replicas(replica: tuple[int, int], mine: object) -> Sequence[object]:
+    """Exchange an object among the ranks with the same part of every block. All ranks of a pipeline stage call this."""
+    tp = get_tp_group()
+    of_all: list[object] = [None] * tp.world_size
+    torch.distributed.all_gather_object(of_all, mine, group=tp.cpu_group)
+    first = tp.rank_in_group - replica[0]
+    return of_all[first : first + replica[1]]
+
+
 def tp_replicas(vllm_config: VllmConfig) -> int:
     """How many consecutive tensor-parallel ranks hold the same bytes, in every layer this worker has.
 
@@ -173,7 +185,7 @@ def tp_replicas(vllm_config: VllmConfig) -> int:
     only if the model's configuration has one number of KV heads and every layer agrees with it.
     """
     tp = int(get_tp_group().world_size)
-    heads = None if vllm_config.speculative_config is not None else uniform_kv_heads(vllm_config.model_config)
+    heads = None if has_draft_layers(vllm_config) else uniform_kv_heads(vllm_config.model_config)
     specs = list(_layer_specs(vllm_config))
     replicas = tp if specs else 1
     for spec in specs:

@@ -1,7 +1,7 @@
 """The times of each request's parts in this engine, for the option `trace_file`.
 
 Of a hand-over's two sides, P is the engine that computes the prompt for another one, and D any other. A request has
-these parts, on the rows that `trace_file.ROWS` lists:
+these parts, on these rows of a timeline:
 
     P, D           queue: until the engine gives it blocks. load: until they are filled from the store or the host tier.
                    prefill (P), decode (D): from then to its end, with what had to be computed
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore_client.engine.spans import Span
 from kvstore_client.engine.trace_context import TraceContext, new_trace, parse_traceparent
-from kvstore_client.engine.trace_file import Slice, TraceFile, trace_events
 from kvstore_client.vllm.connector.held_back import HeldBack
 
 if TYPE_CHECKING:
@@ -50,12 +50,19 @@ class RequestSpans:
     """What is known of requests under way, and the file for those that have ended."""
 
     def __init__(self, path: str | Path, engine_url: str = "") -> None:
-        """Raises ValueError for a file that cannot be written."""
+        """Raises ValueError for a file that cannot be written, and if what makes spans is not installed."""
         try:
-            self._file = TraceFile(path)
+            from kvstore_client.engine.span_export import SpanSender, to_file
+
+            processor = to_file(path)
+        except ImportError as error:
+            raise ValueError(
+                f'kvstore: trace_file needs the OpenTelemetry SDK ({error}): pip install "llm-kvstore[tracing]"'
+            ) from None
         except (OSError, ValueError) as error:
             raise ValueError(f"kvstore: trace_file: {error}") from None
-        self._writer = engine_url.partition("://")[2] or f"{socket.gethostname()}:{os.getpid()}"
+        writer = engine_url.partition("://")[2] or f"{socket.gethostname()}:{os.getpid()}"
+        self._sender = SpanSender("kvstore-connector", writer, [processor])
         self._times: dict[str, _Times] = {}
 
     def added(self, request: Request, traceparent: str, *, prefills: bool) -> None:
@@ -108,17 +115,16 @@ class RequestSpans:
             self._write(times, time.monotonic())
 
     def close(self) -> None:
-        self._file.close()
+        self._sender.close()
 
     def _write(self, times: _Times, sent: float = 0.0) -> None:
         request = times.request
         del self._times[request.request_id]
-        slices: list[Slice] = []
-        since_1970 = time.time() - time.monotonic()
+        spans: list[Span] = []
 
         def add(row: str, name: str, began: float, ended: float, **args: Any) -> None:
             if began and ended:
-                slices.append(Slice(row, name, began + since_1970, ended + since_1970, args))
+                spans.append(Span(name, "internal", row, args, began, ended))
 
         side = times.side
         store = "store, from P" if side == "P" else "store, to D"
@@ -130,4 +136,4 @@ class RequestSpans:
         began = times.loaded or times.allocated
         add(side, "prefill" if side == "P" else "decode", began, began and times.finished, **tokens)
         add(store, "set", times.saving, sent)
-        self._file.write(trace_events(times.trace.trace_id, request.request_id, self._writer, slices))
+        self._sender.send(times.trace, request.request_id, spans, time.time() - time.monotonic())

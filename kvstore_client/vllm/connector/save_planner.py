@@ -16,12 +16,13 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 
 from kvstore_client.engine.flights import PROMISE_S
+from kvstore_client.engine.paged.plan import SavedBlock, Saves, WorkerReport
+from kvstore_client.engine.paged.sends_under_way import SendsUnderWay, Sent
 from kvstore_client.engine.transfer_out import SendAs
 from kvstore_client.vllm.connector.block_groups import NULL_BLOCK, Place
 from kvstore_client.vllm.connector.books import Books
@@ -33,10 +34,9 @@ from kvstore_client.vllm.connector.pending import (
     UnplacedBlocks,
     WaitingRequest,
 )
-from kvstore_client.vllm.connector.plan import Saves, WorkerReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -50,7 +50,7 @@ class SavePlanner:
     """Owns the records of requests that have blocks of the engine's cache, and of saves. Not thread-safe; no method
     blocks.
 
-    ``tracked``: those requests; others only read it.
+    ``tracked``: those requests; others only read it. ``sends``: the blocks that are being sent.
     """
 
     def __init__(
@@ -61,17 +61,15 @@ class SavePlanner:
         self.tracked: dict[str, TrackedRequest] = {}
         self._books = books
         self._ranks = ranks
-        self._parts = parts
         self._save_decode = save_decode
         self._may_save = may_save
         # Blocks behind a window leave the cache with the next step.
         self._gather_s = 0.0 if books.groups.windows else gather_s
         self._saved_at = -math.inf  # the last saves
         self._saves = Saves(job=0)  # of the next step
+        self._resent: set[int] = set()  # the slots of those of its blocks that are only sent
         self._copying: dict[int, PendingCopies] = {}
-        self._sending: Counter[tuple[int, int]] = Counter()  # (job, slot) -> ranks that still read it
-        self._sent_keys: dict[tuple[int, int], bytes] = {}  # of those
-        self._stored: Counter[tuple[int, int]] = Counter()  # (job, slot) -> parts that the store has
+        self.sends = SendsUnderWay(ranks=ranks, parts=parts)
         self._held: dict[str, int] = {}  # finished requests whose blocks the engine keeps -> until which job
         self._newly_held: dict[str, int] = {}  # those that no plan has named yet
         self._unplaced: dict[str, UnplacedBlocks] = {}
@@ -82,7 +80,7 @@ class SavePlanner:
         return {
             "tracked": len(self.tracked),
             "copying": len(self._copying),
-            "sending": len(self._sending),
+            "sending": len(self.sends),
             "held": len(self._held) + len(self._unplaced),
         }
 
@@ -103,7 +101,7 @@ class SavePlanner:
         self._settle_lookup(tracked)
         if tracked.stored is not None:
             tracked.next_save = tracked.stored
-        if load is not None and load.waits:
+        if load is not None and load.plan.waits:
             # What another engine sets need not be saved, whatever the store had when it was asked.
             tracked.lookup = tracked.stored = None
             tracked.next_save = waiting.local + external_tokens // self._books.block_tokens
@@ -164,10 +162,23 @@ class SavePlanner:
         self._held[request_id] = self._newly_held[request_id] = tracked.last_job
         return True
 
+    @property
+    def outdated(self) -> list[str]:
+        """The requests whose blocks are not saved any more."""
+        return [request_id for request_id, tracked in self.tracked.items() if tracked.outdated]
+
     def reset(self) -> None:
-        """The blocks of current requests are not saved any more."""
-        for tracked in self.tracked.values():
+        """The blocks of current requests are not saved any more, and what is on its way is not to be sent."""
+        saves = self._saves
+        self._books.tier.abort([block.slot for block in saves.copied])
+        self._books.tier.release([block.slot for block in saves.sent])
+        self._saves, self.sends.void_below = Saves(saves.job), saves.job
+        self._resent.clear()
+        for tracked in (*self.tracked.values(), *(rest.tracked for rest in self._unplaced.values())):
             tracked.outdated = True
+            tracked.last_job = min(tracked.last_job, saves.job - 1)
+        for held in (self._held, self._newly_held):
+            held.update({request_id: saves.job - 1 for request_id, job in held.items() if job == saves.job})
 
     # What a step saves.
 
@@ -193,13 +204,12 @@ class SavePlanner:
         if not self._saves:
             return None
         saves, self._saves = self._saves, Saves(job=self._saves.job + 1)
+        self._resent.clear()
+        saves.check = self._books.sharing.covering
         self._saved_at = time.monotonic()
-        if saves.slots:
-            self._copying[saves.job] = PendingCopies(saves.keys, saves.parents, saves.slots, self._ranks)
-        for keys, slots in ((saves.keys, saves.slots), (saves.send_keys, saves.send_slots)):
-            for key, slot in zip(keys, slots, strict=True):
-                self._sending[saves.job, slot] = self._ranks
-                self._sent_keys[saves.job, slot] = key
+        if saves.copied:
+            self._copying[saves.job] = PendingCopies(saves.copied, self._ranks)
+        self.sends.begin(saves)
         return saves
 
     def _is_handed_over(self, tracked: TrackedRequest) -> bool:
@@ -209,7 +219,7 @@ class SavePlanner:
         """Plan to save the blocks that are complete once ``computed_tokens`` are computed and that are not saved yet.
         -> how many blocks found no slot, because all are being read or written; the next step tries those again."""
         books, groups = self._books, self._books.groups
-        if tracked.outdated:
+        if tracked.outdated or books.sharing.stands_still:
             return 0
         request = tracked.request
         self._settle_lookup(tracked)
@@ -288,7 +298,7 @@ class SavePlanner:
             for group, block_id, tokens in offers
             if not tokens % books.block_tokens and tokens // books.block_tokens <= most and block_id != NULL_BLOCK
         ]
-        if tracked.outdated or not tracked.options.save or not places:
+        if tracked.outdated or books.sharing.stands_still or not tracked.options.save or not places:
             return
         names = groups.keys_of(request, chain)
         keys = [groups.key_at(names, place) for place in places]
@@ -303,11 +313,7 @@ class SavePlanner:
         books, groups = self._books, self._books.groups
         key = groups.key_at(names, place)
         books.events.note(tracked.request, key, place.index, place.group)
-        self._saves.keys.append(key)
-        self._saves.parents.append(groups.parent_at(names, place))
-        self._saves.how.append(how)
-        self._saves.block_ids.append(place.block_id)
-        self._saves.slots.append(slot)
+        self._saves.copied.append(SavedBlock(key, slot, place.block_id, groups.parent_at(names, place), how))
         tracked.last_job = self._saves.job
 
     def _send_again(self, request: Request, names: Sequence[bytes], place: Place, how: SendAs) -> None:
@@ -317,14 +323,12 @@ class SavePlanner:
         [slot] = books.tier.acquire([key]).tolist()
         if slot < 0:  # or still being written, and sent after that
             return
-        if slot in self._saves.send_slots:
+        if slot in self._resent:
             books.tier.release([slot])
             return
         books.events.note(request, key, place.index, place.group)
-        self._saves.send_keys.append(key)
-        self._saves.send_parents.append(groups.parent_at(names, place))
-        self._saves.send_how.append(how)
-        self._saves.send_slots.append(slot)
+        self._resent.add(slot)
+        self._saves.sent.append(SavedBlock(key, slot, parent=groups.parent_at(names, place), how=how))
 
     def _place_the_rest(self) -> None:
         """Save what finished requests hand over and no slot was free for; while nothing is sent, not for ever."""
@@ -339,7 +343,8 @@ class SavePlanner:
 
     def _keys_under_way(self) -> Iterator[bytes]:
         """Of the blocks that are being sent, or are about to be."""
-        return itertools.chain(self._sent_keys.values(), self._saves.keys, self._saves.send_keys)
+        planned = (block.key for block in (*self._saves.copied, *self._saves.sent))
+        return itertools.chain(self.sends.keys, planned)
 
     def take_held(self) -> dict[str, int]:
         """Finished requests whose blocks the engine keeps, that no plan has named yet -> until which job."""
@@ -352,9 +357,7 @@ class SavePlanner:
         """Take in which copies the workers have made, and which slots they have sent."""
         for job, ranks in report.copied.items():
             self._copied(job, ranks, broken=job in report.broken)
-        self._stored.update(report.stored)
-        if report.released:
-            self._released(report.released)
+        self._sent(self.sends.update(report.released, report.stored))
 
     def freed(self, request_id: str) -> None:
         """The engine keeps the request's blocks no longer."""
@@ -367,34 +370,26 @@ class SavePlanner:
         if copying.ranks_left:
             return
         del self._copying[job]
-        books.tier.commit(copying.slots)
-        books.tier.link(copying.keys, copying.parents)
-        books.tier.hold(copying.slots)  # until they are sent
-        if copying.broken or not books.tier.keep:
-            books.tier.drop(copying.slots)
+        is_void = job < self.sends.void_below
+        keys, slots = [block.key for block in copying.blocks], [block.slot for block in copying.blocks]
+        books.tier.commit(slots)
+        if not is_void:
+            books.tier.link(keys, [block.parent for block in copying.blocks])
+        books.tier.hold(slots)  # until they are sent
+        if copying.broken or is_void or not books.tier.keep:
+            books.tier.drop(slots)
         else:
-            books.events.stored(copying.keys, MEDIUM_CPU)
+            books.events.stored(keys, MEDIUM_CPU)
 
-    def _released(self, released: Mapping[tuple[int, int], int]) -> None:
-        """So many ranks read these slots no more."""
-        keys: list[bytes] = []
-        slots: list[int] = []
-        stored: list[bytes] = []
-        for sent, ranks in released.items():
-            self._sending[sent] -= ranks
-            if self._sending[sent]:
-                continue
-            del self._sending[sent]
-            key = self._sent_keys.pop(sent)
-            keys.append(key)
-            slots.append(sent[1])
-            if self._stored.pop(sent, 0) >= self._parts:
-                stored.append(key)
+    def _sent(self, ended: Sequence[Sent]) -> None:
+        """No rank reads these blocks any more."""
         books = self._books
+        good = [each for each in ended if not each.is_void]
+        stored = [each.key for each in good if each.is_stored]
         books.events.stored(stored, MEDIUM_STORAGE)
         for key in stored:
             books.lookups.came(books.groups.of_chain(key))
-        books.tier.release(slots)
-        for key in keys:
-            books.events.forget(key)
-            books.hand_overs.sent(key)
+        books.tier.release([each.slot for each in ended])
+        for each in good:
+            books.events.forget(each.key)
+            books.hand_overs.sent(each.key)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvstore_client.vllm.connector.plan import RankStore
+from kvstore_client.engine.paged.plan import RankStore
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
 
 logger = logging.getLogger(f"vllm.{__name__}")

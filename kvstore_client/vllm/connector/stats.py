@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvstore.sizes import format_size
-from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, SECONDS_BUCKETS
+from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, SECONDS_BUCKETS, Metric
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -117,28 +117,19 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, (metric, label_value) in COUNTERS.items()
         }
+
+        def of_each_engine(family: type, metric: Metric, **options: Any) -> dict[int, Any]:
+            name = PREFIX + metric.name
+            made = family(name=name, documentation=metric.meaning, labelnames=labelnames, **options)
+            children: dict[int, Any] = create_metric_per_engine(made, per_engine_labelvalues)
+            return children
+
         self._gauges = {
-            name: create_metric_per_engine(
-                self._gauge_cls(
-                    name=PREFIX + metric.name,
-                    documentation=metric.meaning,
-                    labelnames=labelnames,
-                    multiprocess_mode="mostrecent",
-                ),
-                per_engine_labelvalues,
-            )
+            name: of_each_engine(self._gauge_cls, metric, multiprocess_mode="mostrecent")
             for name, metric in GAUGES.items()
         }
         self._histograms = {
-            name: create_metric_per_engine(
-                self._histogram_cls(
-                    name=PREFIX + metric.name,
-                    documentation=metric.meaning,
-                    buckets=SECONDS_BUCKETS,
-                    labelnames=labelnames,
-                ),
-                per_engine_labelvalues,
-            )
+            name: of_each_engine(self._histogram_cls, metric, buckets=SECONDS_BUCKETS)
             for name, metric in HISTOGRAMS.items()
         }
         self._last: dict[int, dict[str, float]] = {engine: {} for engine in per_engine_labelvalues}
@@ -147,27 +138,24 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add ``TransferStats.data`` of one engine."""
         for name, number in transfer_stats_data["counters"].items():
-            if name in self._counters:
-                self._counters[name][engine_idx].inc(number)
-            else:
-                self._warn_once(name)
+            if (counter := self._known(self._counters, name)) is not None:
+                counter[engine_idx].inc(number)
         for name, numbers in transfer_stats_data["histograms"].items():
-            for number in numbers if name in self._histograms else ():
-                self._histograms[name][engine_idx].observe(number)
-            if name not in self._histograms:
-                self._warn_once(name)
+            if (histogram := self._known(self._histograms, name)) is not None:
+                for number in numbers:
+                    histogram[engine_idx].observe(number)
         last = self._last[engine_idx]
         last.update(transfer_stats_data["gauges"])
         for name, value in sum_over_sources(last).items():
-            if name in self._gauges:
-                self._gauges[name][engine_idx].set(value)
-            else:
-                self._warn_once(name)
+            if (gauge := self._known(self._gauges, name)) is not None:
+                gauge[engine_idx].set(value)
 
-    def _warn_once(self, name: str) -> None:
-        if name not in self._unknown:
+    def _known(self, metrics: Mapping[str, dict[int, Any]], name: str) -> dict[int, Any] | None:
+        """The children of a metric by engine. None, and a warning the first time: there is no such metric."""
+        if name not in metrics and name not in self._unknown:
             self._unknown.add(name)
             logger.warning("kvstore: %r was counted, which is no known metric; it is not exported", name)
+        return metrics.get(name)
 
 
 class TrafficLog:

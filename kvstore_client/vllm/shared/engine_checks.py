@@ -122,6 +122,6 @@ def check_inputs(vllm_config: VllmConfig) -> None:
     if multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not caching:
         raise ValueError(
             "kvstore: prefix caching is off and --mm-processor-cache-gb is 0. Then vLLM names images by a counter "
-            "instead of their content, so blocks of different images would have the same key. Set "
-            "--mm-processor-cache-gb above 0, or --enable-prefix-caching"
+            "instead of their content, so no block behind an image would be found, or, with trust_media_ids, that of "
+            "another image. Set --mm-processor-cache-gb above 0, or --enable-prefix-caching"
         )

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
@@ -15,6 +15,10 @@ from kvstore_client.vllm.shared.fingerprint import files_fingerprint, weight_fil
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.config.load import LoadConfig
+
+# Ways to draft that keep no keys and values: they look tokens up, or add heads to the target's last layer. For n-grams
+# vLLM gives the target's own configuration as the draft's.
+METHODS_WITHOUT_LAYERS: Final = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 
 
 def model_identity(model: ModelConfig) -> str:
@@ -40,13 +44,34 @@ def load_identity(load: LoadConfig) -> str:
     return f"{load.load_format}" + (f"/{xxhash.xxh3_64_hexdigest(text.encode())}" if extra else "")
 
 
-def draft_identity(vllm_config: VllmConfig) -> str:
-    """The identity of the drafting model, empty without one: the caches of its layers are in the blocks too."""
+def has_draft_layers(vllm_config: VllmConfig) -> bool:
+    """Whether the engine drafts with layers that have KV caches of their own, which are then in its blocks. A method
+    that is not known here is taken to have some."""
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.draft_model_config is None:
+    return speculative is not None and speculative.method not in METHODS_WITHOUT_LAYERS
+
+
+def draft_identity(vllm_config: VllmConfig) -> str:
+    """The identity of the drafting layers, empty without any: their caches are in the blocks too."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not has_draft_layers(vllm_config):
         return ""
     draft = speculative.draft_model_config
-    return f"{speculative.method}:{model_identity(draft)}/{config_digest(draft)}"
+    if draft is None:
+        return f"{speculative.method}"
+    # A class of the operator's own has the target's configuration for its draft's; what it loads it knows itself.
+    name = f"/{speculative.model}" if speculative.method == "custom_class" else ""
+    return f"{speculative.method}{name}:{model_identity(draft)}/{config_digest(draft)}"
+
+
+def adapter_settings(vllm_config: VllmConfig) -> str:
+    """What the engine makes of every LoRA adapter: which modules get it, and in which dtype; empty without adapters."""
+    lora = vllm_config.lora_config
+    if lora is None:
+        return ""
+    modules = None if lora.target_modules is None else sorted(lora.target_modules)
+    experts = lora.enable_mixed_moe_lora_format, lora.enable_moe_shared_loras
+    return f"{lora.lora_dtype}/{modules}/{lora.enable_tower_connector_lora}/{experts}"
 
 
 def config_digest(model: ModelConfig) -> str:
@@ -67,11 +92,20 @@ def config_digest(model: ModelConfig) -> str:
         model.code_revision,
         images and (images.mm_processor_kwargs, images.video_pruning_rate, images.video_pruning_method),
         images and (images.mm_encoder_attn_dtype, images.mm_device_do_normalize),
+        images and images.mm_encoder_fp8_scale_path and _file_identity(Path(images.mm_encoder_fp8_scale_path)),
     )
     text = json.dumps([kept, settings], sort_keys=True, default=_plain)
     if "longrope" in text:  # longrope chooses its factors by the longest sequence that the engine allows
         text += f"/{model.max_model_len}"
     return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _file_identity(path: Path) -> str:
+    """By content, or by its path if it cannot be read here."""
+    try:
+        return files_fingerprint([path])
+    except OSError:
+        return str(path)
 
 
 def _plain(value: object) -> object:

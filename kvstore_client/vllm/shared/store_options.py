@@ -14,14 +14,15 @@ from typing import Annotated, Any, Final, TypeVar, get_args
 
 import msgspec
 
+from kvstore.plugins import TRANSPORTS
 from kvstore.secret_files import read_secret
 from kvstore.sizes import parse_size
 from kvstore.wire import MAX_DEADLINE_MS, MAX_REPLICAS
 from kvstore_client._links.credentials import Credentials
 from kvstore_client._links.lanes import MAX_CONNECTIONS
-from kvstore_client.client import DEFAULT_CONNECTIONS
+from kvstore_client.client import DEFAULT_CONNECTIONS, transport_name
 from kvstore_client.endpoints import parse_endpoints, with_tls
-from kvstore_client.engine.client_options import ClientOptions
+from kvstore_client.engine.client_store import ClientOptions
 
 MAX_TIMEOUT_S = MAX_DEADLINE_MS // 1000
 MAX_TENANT = 256  # characters
@@ -45,19 +46,22 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         that moves blocks.
     lookup_timeout_s: how long a request waits for the store to say what it has. After that it counts as a miss.
     tenant: blocks are shared only within one tenant.
-    weights_version: the operator's name for the weights, if the engine never gets others while it runs. Blocks are
-        shared only among engines that give the same, and also after the engine's caches were reset, as for sleep.
+    weights_version: the operator's name for the weights that the engine starts with. Blocks are shared only among
+        engines that give the same. Where the weights cannot be looked at, it promises that they never change.
     replicas: how many nodes of a cluster hold a copy of each block, 1 to 3. Equal in all engines that share blocks.
     connections: to each shard that is not on this host. Large reads are spread over them.
     token: what ``kvstore auth add`` printed, for a store with ``--auth``. vLLM logs its options, so rather give
         `token_file`, or the variables ``KVSTORE_TOKEN`` or ``KVSTORE_TOKEN_FILE``, which count when both are empty.
     token_file: the path of a file with the token. A new token in it is used from the next connection on.
-    nixl: read blocks with NIXL from servers that allow it (``--nixl``).
+    transport: read blocks with this transport from servers that allow it (``--transport``); empty: none.
+    nixl: the same as ``"transport": "nixl"``, which servers allow with ``--nixl``.
     block_secret_file: a file with the secret that blocks' MACs are made and checked with (`KVStoreClient`'s
         ``block_secret``). Only engines with the same secret share blocks. Empty: as the environment says.
     tls_ca, tls_cert, tls_key: PEM files for connections with TLS, as ``KVStoreClient`` takes them.
     local: the address of a server on the engine's host, which is asked before `endpoint` and holds copies of what is
         set and found there; empty: none.
+    trust_media_ids: take the id that a request gives a picture, a sound or a film for its content, as vLLM does. Only
+        if an id means the same content in all engines of the tenant for ever. Equal in all that share blocks.
     """
 
     endpoint: Annotated[str | list[str], msgspec.Meta(examples=["tcp://127.0.0.1:7070"])]
@@ -67,6 +71,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     weights_version: str = ""
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
     connections: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONNECTIONS)] = DEFAULT_CONNECTIONS
+    transport: str = ""
     nixl: bool = False
     token: str = ""
     token_file: str = ""
@@ -75,10 +80,13 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert: str | None = None
     tls_key: str | None = None
     local: str = ""
+    trust_media_ids: bool = False
 
     def __post_init__(self) -> None:
         with_tls(parse_endpoints(self.endpoint), self.tls_ca, self.tls_cert, self.tls_key)  # the client's own check
         client = self.client  # the engine stops at once when the secret's file cannot be read
+        if client.transport is not None:
+            TRANSPORTS.find(client.transport)
         if self.local:
             local, store = parse_endpoints(self.local), parse_endpoints(self.endpoint)
             if len(local.nodes) != 1 or local.nodes == store.nodes:
@@ -109,7 +117,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         return ClientOptions(
             replicas=self.replicas,
             connections=self.connections,
-            nixl=self.nixl,
+            transport=transport_name(self.nixl, self.transport or None),
             token=Path(self.token_file) if self.token_file else self.token or None,
             block_secret=secret,
             tls_ca=self.tls_ca,

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from kvstore_client.engine.guard import Counters, Store, StoreGuard
+    from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.store import Store
 
 # An answer younger than this serves requests that have not asked for the key before.
 VALID_S: Final = 1.0
@@ -113,6 +114,13 @@ class ChunkLookups:
             answer.holders -= 1
             if not answer.holders and not self._drop(key, answer):
                 self._unheld.append((key, answer))
+
+    def distrust(self) -> None:
+        """Answers so far serve no request that has not used them, and what waits to be asked or touched is not."""
+        self._latest.clear()
+        self._step_touches.clear()
+        with self._changed:
+            self._untouched.clear()
 
     @property
     def known(self) -> int:

@@ -12,14 +12,14 @@ thread can touch its rows any more.
 
 All calls come from the scheduler's thread. None blocks, except ``drain_jobs`` and ``shutdown``, where the framework
 wants the tier to wait. Once the engine runs, a failure of the store does not raise: it is a miss or a failed job.
+
+Over 400 lines because vLLM wants one class for lookups and transfers.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -46,9 +46,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.jobs import Within
 from kvstore_client.engine.transfer_in import TransferIn
-from kvstore_client.engine.transfer_out import SendOutcome, TransferOut
+from kvstore_client.engine.transfer_out import BlockOut, SendOutcome, TransferOut
 from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, PREFIX
 from kvstore_client.vllm.shared.store_options import parse_options
+from kvstore_client.vllm.tier.chunk_keys import ChunkKeys, shared
 from kvstore_client.vllm.tier.chunk_lookups import ChunkLookups
 from kvstore_client.vllm.tier.chunk_namespace import check_chunks, chunk_namespace, engine_configs
 from kvstore_client.vllm.tier.options import TierOptions
@@ -66,7 +67,6 @@ logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only the loggers be
 
 T = TypeVar("T")
 
-GENERATION_BYTES = 16
 # The share of the CPU tier that may wait to be sent. Waiting chunks are pinned there, as many again can be on the wire,
 # and the engine needs the rest.
 WAITING_SHARE = 0.25
@@ -191,31 +191,40 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._named: deque[Sequence[tuple[Hashable, SendOutcome]]] = deque()  # from the transfer's thread
         self._loads: deque[LoadJob] = deque()  # finished ones, from the transfer's threads
         self._unstarted: list[JobResult] = []
-        self._generation = b""
+        self._keys = ChunkKeys(engine.model_config, trust_media_ids=given.trust_media_ids)
         self._weights_version = given.weights_version
+        self._generation = lookup_guard.generation  # of the namespace, in which the engine's caches were filled
+        self._told_purged = False
         logger.info("kvstore: chunks are stored at %s as %s", given.endpoint, self.namespace)
 
     # Lookups.
 
     @_never_raises(LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        found = self._lookups.find(self._names((key,))[0], req_context.req_id)
+        [name] = self._keys.of((key,), req_context)
+        found = self._lookups.find(name, req_context.req_id) if name is not None and not self._is_outdated() else False
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
     @_never_raises(None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._lookups.touch(self._names(keys))
+        self._lookups.touch(shared(self._keys.of(keys, req_context)))
 
     @_never_raises(None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._keys.note_sessions()
         self._lookups.end_step()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Each chunk is offered only once, when it enters the CPU tier; from then on every engine can read it from the
         store."""
+        self._note(req_context)
         return RequestOffloadingContext()
+
+    @_never_raises(None)
+    def _note(self, req_context: ReqContext) -> None:
+        self._keys.note(req_context)
 
     @_never_raises(None)
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -230,25 +239,39 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             rows = self._open_rows()
             # Of a job larger than the queue only the head is queued: if the queue dropped the oldest chunks instead,
             # a tail would be left, which nobody finds.
-            names = self._names(job_metadata.keys)[: self._most_waiting]
-            blocks = [rows[chunk] for chunk in job_metadata.chunk_ids[: self._most_waiting]]
+            keys = self._keys.of(job_metadata.keys, job_metadata.req_context)
+            wanted = [(key, int(chunk)) for key, chunk in zip(keys, job_metadata.chunk_ids, strict=True) if key]
+            names = [key for key, _ in wanted[: self._most_waiting]]
+            blocks = [rows[chunk] for _, chunk in wanted[: self._most_waiting]]
         except Exception:  # no chunk was handed on, so the rows are free
             self._defect()
             self._unstarted.append(JobResult(job_id=job_id, success=False))
             return
-        surplus = len(job_metadata.keys) - len(names)
+        if self._is_outdated():
+            names = []
+        surplus = len(wanted) - len(names)
         self._counters.add("dropped_blocks", surplus)
         if not names:
             self._unstarted.append(JobResult(job_id=job_id, success=True))
             return
         self._stores[job_id] = StoreJob(unnamed=len(names), began=time.monotonic(), lost=surplus)
-        self._out.put(names, blocks, [job_id] * len(names), [None, *names[:-1]])  # a job's chunks are of one chain
+        # A job's chunks are of one chain.
+        parents = [None, *names[:-1]]
+        generation = self._generation if self._generation >= 0 else None
+        self._out.put(
+            BlockOut(name, block, job_id, parent, generation=generation)
+            for name, block, parent in zip(names, blocks, parents, strict=True)
+        )
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         job_id, request_id = job_metadata.job_id, job_metadata.req_context.req_id
         now = time.monotonic()
         try:
-            job = LoadJob(job_id, list(job_metadata.keys), self._names(job_metadata.keys), request_id, now)
+            names = self._keys.of(job_metadata.keys, job_metadata.req_context)
+            job = LoadJob(job_id, list(job_metadata.keys), shared(names), request_id, now)
+            if len(job.names) < len(names) or self._is_outdated():  # what was found a moment ago; it is computed
+                self._unstarted.append(JobResult(job_id=job_id, success=False))
+                return
             slots = [int(chunk) for chunk in job_metadata.chunk_ids]
             rows = self._open_rows()
         except Exception:
@@ -268,14 +291,17 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return results
 
     def drain_jobs(self) -> None:
-        """Wait for every job. Each call of the store has a deadline, so this ends; if the store is out of reach, jobs
-        that wait fail at once.
+        """Give up the chunks that wait, forget what the store was found to have, and wait for the jobs that are on the
+        wire. Each call of the store has a deadline, so this ends.
 
         The framework is about to empty its caches, as it does when the engine gets new weights, and does not tell a
         tier why. So from now on no chunk stored before is found, and only this engine finds the chunks it stores,
         unless the operator has named the weights, and so promised that this engine never gets others.
         """
+        self._generation, self._told_purged = self._lookup_guard.generation, False
         began = time.monotonic()
+        self._out.discard(lambda _: True)
+        self._lookups.distrust()
         while not (self._out.drain(self._timeout_s) and self._in.drain(self._timeout_s)):
             logger.warning(
                 "kvstore: still waiting for %d chunks on their way to the store and %d loads, after %.0f s",
@@ -285,13 +311,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             )
         if self._weights_version:
             return
-        if not self._generation:
+        if self._keys.forget():
             logger.warning(
                 "kvstore: the engine's cache was reset, perhaps for new weights, so from now on it shares no chunks "
                 "with other engines; restart it to share again. If the weights never change while the engine runs, "
                 "name them with the option weights_version"
             )
-        self._generation = os.urandom(GENERATION_BYTES)
 
     # Metrics: those of the connector that apply to a tier. The framework adds its own for every tier.
 
@@ -326,12 +351,6 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     # Internals.
 
-    def _names(self, keys: Collection[OffloadKey]) -> list[bytes]:
-        """The chunks' keys in the store: the engine's keys, and salted ones once its caches have been reset."""
-        if not self._generation:
-            return list(keys)
-        return [hashlib.blake2b(key, digest_size=len(key), key=self._generation).digest() for key in keys]
-
     def _sent(self, named: Sequence[tuple[Hashable, SendOutcome]]) -> None:
         self._named.append(named)
 
@@ -365,6 +384,22 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             transfer_time=time.monotonic() - job.began,
             transfer_bytes=len(job.loaded) * self.block_size_bytes,
         )
+
+    def _is_outdated(self) -> bool:
+        """Whether the engine's caches may have chunks from before a purge: only vLLM can empty those, and says so with
+        `drain_jobs`. Until then nothing is shared."""
+        now = self._lookup_guard.generation
+        if self._generation < 0:  # the store was not reached before
+            self._generation = now
+        if self._generation == now:
+            return False
+        if not self._told_purged:
+            self._told_purged = True
+            logger.warning(
+                "kvstore: the store was purged, and vLLM's own caches may have chunks from before, so this engine "
+                "shares nothing until they are reset: POST /reset_prefix_cache?reset_external=true"
+            )
+        return True
 
     def _open_rows(self) -> Rows:
         if self._rows is None:

@@ -1,0 +1,13 @@
+"""The operations of `test_first_token`, as its results name them: tables and charts need them without torch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+COMPUTED: Final = "computed"
+SAVED: Final = "computed and saved"
+PINNED: Final = "one pinned copy"
+IN_CACHE: Final = "already in the cache"
+HOST: Final = "from host memory"
+SHARED: Final = "from the store, shared memory"
+TCP: Final = "from the store, TCP"

@@ -1,0 +1,152 @@
+"""Making a link's connection: connect, greet, say HELLO, go on over the Unix socket of a shard on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Final, Literal, Protocol
+
+from kvstore import wire
+from kvstore.tls import TLSOptions
+from kvstore.wire import zmtp
+from kvstore.wire.dealer import Dealer, Refusal
+from kvstore.wire.remote_memory import DESCRIPTORS, Sharing, Transport
+from kvstore_client._links.going_local import go_local
+from kvstore_client._links.liveness import Liveness
+from kvstore_client._links.resolving import connected
+from kvstore_client.errors import ConnectionLost, ProtocolError, Timeout, from_wire
+
+SharedMemory = Literal["auto"] | bool
+WITHOUT_MEMORY_S: Final = 30.0  # for which a shard whose memory could not be read is used without
+
+
+class Link(Protocol):
+    """What is used of a link here."""
+
+    name: str
+    host: str
+    port: int
+    fixed_name: bool
+    on_this_host: bool
+    liveness: Liveness
+
+    def greeting(self) -> None: ...
+
+    def greeted(self, welcome: wire.Welcome) -> None: ...
+
+    def raised(self, generation: int) -> None: ...
+
+
+class Connector:
+    """That of one link. One thread at a time, the owner of the link's `connecting`; any thread may `interrupt`.
+
+    `hello()` makes the client's HELLO. `shared_memory`: connect to a shard on this host over its Unix socket, where it
+    lends blocks in shared memory; "auto": if that is possible. `transport`: how to read the memory of a shard elsewhere
+    that allows it; None: not at all. `tls`: how to connect with TLS; None: without it.
+    """
+
+    sharing: Sharing = DESCRIPTORS  # how memory is shared with a shard on this host
+
+    def __init__(
+        self,
+        link: Link,
+        hello: Callable[[], wire.Hello],
+        shared_memory: SharedMemory,
+        transport: Transport | None,
+        tls: TLSOptions | None,
+    ) -> None:
+        self.tls = tls
+        self._link = link
+        self._hello = hello
+        self._shared_memory = shared_memory
+        self._transport = transport
+        self._problem, self._problem_at = "", -math.inf  # why and when the shard's memory could not be read
+        self._unconnected: socket.socket | None = None  # a socket that is not the link's yet
+
+    def connect(self, timeout_s: float) -> tuple[socket.socket, Dealer, wire.Welcome]:
+        """-> a connection on which HELLO was answered. Raises `ConnectionLost`, `Timeout`, `ProtocolError`, or the
+        server's refusal."""
+        link = self._link
+        deadline = time.monotonic() + timeout_s
+        try:
+            sock = connected(link.host, link.port, deadline, self._note)
+            link.on_this_host = sock.getpeername()[0] == sock.getsockname()[0]
+            if self.tls is not None:
+                from kvstore.tls.outgoing import join  # imports `ssl`, for those who need it
+
+                sock = join(sock, link.host, self.tls, deadline, self._note)
+        except TimeoutError:
+            raise Timeout(f"{link}: no connection within {timeout_s:.3g} s") from None
+        except OSError as error:
+            raise ConnectionLost(f"{link}: {error.strerror or error}") from None
+        try:
+            dealer, welcome = self._shake_hands(sock, deadline)
+            name = welcome.shards[welcome.shard].name
+            if link.fixed_name and name != link.name:
+                raise ConnectionLost(f"{link}: expected shard {link.name} there, but shard {name} answered")
+            if self._shared_memory is not False:
+                must = str(link) if self._shared_memory is True else ""
+                sock, dealer = go_local(
+                    sock, dealer, welcome, deadline, self._shake_hands, must, self._why_in_band, link.on_this_host
+                )
+            return sock, dealer, welcome
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, Refusal):
+                raise from_wire(error.code, f"{link}: {error}") from None
+            if isinstance(error, zmtp.ZMTPError | wire.WireError):
+                # In a cluster, another program may have the port of a node that is gone. In a list, the user erred.
+                kind = ConnectionLost if link.fixed_name else ProtocolError
+                raise kind(f"{link} is not a kvstore server that this client can use: {error}") from None
+            if isinstance(error, TimeoutError):
+                raise Timeout(f"{link}: no answer to HELLO within {timeout_s:.3g} s") from None
+            if isinstance(error, OSError):
+                raise ConnectionLost(f"{link}: {error.strerror or error}") from None
+            raise
+        finally:
+            self._unconnected = None
+
+    def _note(self, sock: socket.socket) -> None:
+        self._unconnected = sock
+
+    def interrupt(self) -> None:
+        """Make another thread's `connect` fail now."""
+        sock = self._unconnected
+        if sock is not None:
+            with contextlib.suppress(OSError):  # the connection failed by itself
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """In a child process: the thread that connects is the parent's."""
+        self._unconnected = None
+
+    def avoid_memory(self, problem: str) -> None:
+        """The shard's memory cannot be read: do without it for a while."""
+        self._problem, self._problem_at = problem, time.monotonic()
+
+    @property
+    def _why_in_band(self) -> str:
+        """Why the shard's memory is not to be read for now; empty if it may be."""
+        return self._problem if time.monotonic() - self._problem_at < WITHOUT_MEMORY_S else ""
+
+    def _shake_hands(self, sock: socket.socket, deadline: float, local: bool = False) -> tuple[Dealer, wire.Welcome]:
+        """Greet and say HELLO on a connected socket. `local`: it is connected to the shard's Unix socket. Raises
+        `OSError`, `ZMTPError`, `WireError` and `Refusal`."""
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setblocking(False)
+        os.set_inheritable(sock.fileno(), False)
+        link = self._link
+        transport = None if self._why_in_band else self._transport
+        dealer = Dealer(sock, link.liveness.answered, self.sharing, transport, local)
+        dealer.greet(deadline)
+        dealer.on_raised = link.raised
+        link.greeting()
+        welcome = dealer.say_hello(self._hello(), deadline)
+        link.greeted(welcome)
+        return dealer, welcome

@@ -1,0 +1,134 @@
+"""The pages of the engine's KV cache: how their bytes lie in memory, and which layers' pages lie over each other.
+
+vLLM keeps all layers in one allocation. Groups of layers overlay each other there, since a block belongs to one group
+at a time, and their pages may differ: a layer with a state has all of its states in a page, an attention layer the keys
+and values of a block's tokens, and the smaller page is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvstore_client.engine.paged.device import Addresses
+
+
+def kind(tensor: torch.Tensor) -> str:
+    """What the page of a layer looks like: the order of its axes in memory, and their sizes."""
+    order = "".join("bhnc"[axis] for axis in memory_order(tensor)) if tensor.ndim == 4 else "raw"
+    return f"{order}({'x'.join(str(size) for size in tensor.shape[1:])})"
+
+
+def pages_of_bytes(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """A view (num_blocks, ...) of bytes, inner axes in memory order; a dense page becomes one axis. Raises ValueError
+    for a tensor whose bytes cannot be viewed like that."""
+    if tensor.shape[0] % num_blocks:
+        raise ValueError(
+            f"kvstore: a KV cache tensor has shape {tuple(tensor.shape)}, "
+            f"which does not divide into {num_blocks} blocks"
+        )
+    ordered = tensor.permute(memory_order(tensor))
+    if ordered.stride(-1) != 1:
+        raise ValueError(
+            f"kvstore: a KV cache tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} "
+            "has no contiguous axis, its bytes cannot be viewed"
+        )
+    pages = ordered.view(torch.uint8)
+    if tensor.shape[0] != num_blocks:
+        pages = pages.unflatten(0, (num_blocks, -1))
+    try:
+        return pages.view(num_blocks, -1)
+    except RuntimeError:  # strides with gaps, or the heads' axis outside the blocks': the copies walk the axes
+        return pages
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """The block axis, then those of size 1, whose strides say nothing, then the others from the largest stride to the
+    smallest."""
+    inner = sorted(range(1, tensor.ndim), key=lambda axis: (tensor.shape[axis] > 1, -tensor.stride(axis), axis))
+    return [0, *inner]
+
+
+def dense_runs(page: torch.Tensor) -> tuple[Addresses, int]:
+    """Where the dense runs of one page of bytes start, and their size, which is the same for all."""
+    axes: list[tuple[int, int]] = []  # size, stride; the innermost last
+    for size, stride in zip(page.shape[1:], page.stride()[1:], strict=True):
+        if axes and axes[-1][1] == size * stride:
+            axes[-1] = (axes[-1][0] * size, stride)
+        elif size > 1:
+            axes.append((size, stride))
+    run = axes.pop()[0] if axes and axes[-1][1] == 1 else 1
+    starts = np.zeros(1, dtype=np.int64)
+    for size, stride in axes:
+        starts = (starts[:, np.newaxis] + np.arange(size) * stride).ravel()
+    return starts, run
+
+
+class _Span(NamedTuple):
+    """A dense run of bytes of block 0, from ``first`` to ``end``, the ``stride`` to the same run of the next block, and
+    the number of the ``view`` that has it."""
+
+    first: int
+    end: int
+    stride: int
+    view: int
+
+
+def merged_caches(views: Sequence[torch.Tensor], num_blocks: int) -> tuple[list[torch.Tensor], list[int]]:
+    """Caches without an overlap, in the order of their first views, and the number of each view's cache. A view that
+    shares no byte with others is its own cache; those that do become one tensor of the bytes that any of them covers.
+    Raises ValueError if these do not lie together."""
+    if len({(view.shape, view.stride(), view.dtype) for view in views}) == 1:  # alike, so no two share a byte
+        return list(views), list(range(len(views)))
+    spans = []
+    for number, view in enumerate(views):
+        page = pages_of_bytes(view, num_blocks)
+        starts, size = dense_runs(page)
+        firsts = [page.data_ptr() + int(start) for start in starts]
+        spans += [_Span(first, first + size, page.stride(0), number) for first in firsts]
+    joined: list[_Span] = []  # their view: the first one of all that are joined
+    first_view = list(range(len(views)))
+
+    def root(view: int) -> int:
+        while first_view[view] != view:
+            view = first_view[view]
+        return view
+
+    for span in sorted(spans):
+        if not joined or span.first >= joined[-1].end:
+            joined.append(span)
+            continue
+        last = joined[-1]
+        if span.stride != last.stride:
+            raise ValueError(
+                f"kvstore: the KV caches of two layers share memory, but their blocks are {last.stride} and "
+                f"{span.stride} bytes apart; expected one distance. Run this model without kvstore"
+            )
+        one, other = sorted((root(last.view), root(span.view)))
+        first_view[other] = one
+        joined[-1] = last._replace(end=max(last.end, span.end))
+    roots = [root(view) for view in range(len(views))]
+    caches = sorted(set(roots))
+    tensors = []
+    for cache in caches:
+        if roots.count(cache) == 1:
+            tensors.append(views[cache])
+            continue
+        covered = [span for span in joined if root(span.view) == cache]
+        if len(covered) > 1:
+            raise ValueError(
+                "kvstore: the KV caches of layers of different kinds share memory, and the pages of a block do not lie "
+                "together. Set VLLM_KV_CACHE_LAYOUT=LBHNC"
+            )
+        tensors.append(_bytes_of(views[cache], covered[0], num_blocks))
+    return tensors, [caches.index(root) for root in roots]
+
+
+def _bytes_of(view: torch.Tensor, span: _Span, num_blocks: int) -> torch.Tensor:
+    """These bytes of all blocks, (num_blocks, size), in the memory of a view."""
+    memory = view.untyped_storage()
+    everything = torch.empty(0, dtype=torch.uint8, device=view.device).set_(memory)
+    return everything.as_strided((num_blocks, span.end - span.first), (span.stride, 1), span.first - memory.data_ptr())

@@ -1,0 +1,100 @@
+"""What decides the KV of a prompt beside its tokens, read from a request's body.
+
+Pure. Two prompts of the same tokens have different KV if they ask for another model or adapter, another `cache_salt`,
+or have other pictures, sounds, videos or embeddings in them. `salt` covers all of it, so that whoever remembers prompts
+by their tokens and their salt never takes one for the other. Media are covered as the request has them, a URL by
+itself: what is behind it may change, and then a guess is wrong, and no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import xxhash
+
+_TEXT: Final = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+# What changes the KV, or the tokens in a way that /tokenize is not told of.
+_DECIDES: Final = ("model", "cache_salt", "prompt_embeds")
+_DECIDES_CHAT: Final = ("model", "cache_salt", "prompt_embeds", "documents", "reasoning_effort")
+_DECIDES_MEDIA: Final = ("mm_processor_kwargs", "media_io_kwargs")
+_LEAST_TTL_S: Final = 600  # what the store keeps for less is not remembered as stored
+
+_encoder: Final = msgspec.json.Encoder(order="sorted")
+
+
+@dataclass(frozen=True)
+class KVIdentity:
+    """salt: of everything but the tokens. cache_salt: the request's; empty: none. plain: nothing else than tokens,
+    adapter and `cache_salt` decides. loads, saves: how many tokens of it the engine may load from the store, and save
+    there; None: all."""
+
+    salt: bytes
+    cache_salt: str = ""
+    plain: bool = True
+    loads: int | None = None
+    saves: int | None = None
+
+
+def identity_of(body: Mapping[str, Any], *, chat: bool) -> KVIdentity | None:
+    """-> what decides the KV of this request's prompt beside its tokens. None: it cannot be told from the request, so
+    nothing may be remembered of it."""
+    if body.get("truncate_prompt_tokens") is not None:
+        return None  # the engine computes other tokens than those that are known here
+    covered: dict[str, Any] = {name: body.get(name) for name in (_DECIDES_CHAT if chat else _DECIDES)}
+    media = list(_media(body.get("messages"))) if chat else []
+    if media:
+        covered |= {"media": media} | {name: body.get(name) for name in _DECIDES_MEDIA}
+    if chat:
+        covered |= _shown_to_model(body)
+    cache_salt = body.get("cache_salt")
+    loads, saves = _of_store(body.get("kv_transfer_params"))
+    return KVIdentity(
+        xxhash.xxh3_128_digest(_encoder.encode(covered)),
+        cache_salt if isinstance(cache_salt, str) else "",
+        not media and body.get("prompt_embeds") is None,
+        loads,
+        saves,
+    )
+
+
+def _media(messages: object) -> Iterator[object]:
+    """What messages have beside text, in order."""
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else message
+        for part in content if isinstance(content, list) else (content,):
+            if part is None or isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _TEXT):
+                continue
+            yield part
+
+
+def _shown_to_model(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What some chat templates write into the prompt, and /tokenize does not take."""
+    shown = {}
+    if body.get("tools"):
+        shown["tool_choice"] = body.get("tool_choice")
+    response_format = body.get("response_format")
+    if response_format is not None and response_format != {"type": "text"}:
+        shown["response_format"] = response_format
+    return shown
+
+
+def _of_store(params: object) -> tuple[int | None, int | None]:
+    """-> how many tokens may be loaded and saved, as `kv_transfer_params` have it for the connector (docs/vllm.md)."""
+    given = params.get("kvstore") if isinstance(params, dict) else None
+    if given is None:
+        return None, None
+    if not isinstance(given, dict):
+        return 0, 0  # the engine computes it without the store, and says why
+    loads = 0 if given.get("load") is False else _count(given.get("max_load_tokens"))
+    saves = 0 if given.get("save") is False else _count(given.get("max_save_tokens"))
+    ttl_s = given.get("ttl_s")
+    if ttl_s is not None and not (isinstance(ttl_s, int | float) and ttl_s >= _LEAST_TTL_S):
+        saves = 0
+    return loads, saves
+
+
+def _count(value: object) -> int | None:
+    return None if value is None else value if isinstance(value, int) else 0

@@ -1,0 +1,58 @@
+"""Prompts of embeddings, beside tokens or alone, in real engines that share a store."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.engine.driver import Ask
+from tests.engine.engines import BLOCK, Engine, StartEngine, prompt
+from tests.support.harness import Server
+
+PREFILL, DECODE = "do_remote_decode", "do_remote_prefill"
+HIDDEN = 256  # of the model of `save_model`
+TOKENS = 5 * BLOCK + 12
+Rows = npt.NDArray[np.float32]
+
+
+def rows(user: int, first: int, last: int = TOKENS) -> Rows:
+    """One user's embeddings at these places, and nothing at the others."""
+    found = np.zeros((TOKENS, HIDDEN), dtype=np.float32)
+    found[first:last] = np.random.default_rng(user).normal(0.0, 1.0, (last - first, HIDDEN))
+    return found
+
+
+def ask(user: int, first: int, side: str = "", max_tokens: int = 8) -> Ask:
+    """A prompt whose tokens before `first` are everybody's, and which goes on with the user's embeddings."""
+    mask = [place < first for place in range(TOKENS)]
+    more = {"prompt_embeds": rows(user, first), "prompt_is_token_ids": mask}
+    return Ask(prompt(7, TOKENS), max_tokens, side=side, more=more)
+
+
+@pytest.mark.parametrize("first", [5 * BLOCK, 4 * BLOCK - 8], ids=["behind the last whole block", "over several"])
+def test_nobody_gets_the_answer_to_another_users_embeddings(
+    first: int, server: Server, start_engine: StartEngine
+) -> None:
+    """Both prompts have the same token ids, and are handed over one soon after the other."""
+    options = {"enable_prompt_embeds": True}
+    prefiller, decoder = (start_engine(server.endpoint, **options) for _ in range(2))
+    alone: Engine = start_engine("tcp://127.0.0.1:1", **options)
+    right = [alone.play(ask(user, first))[0].token_ids for user in (1, 2)]
+    assert right[0] != right[1]
+    for engine in (prefiller, decoder):
+        engine.generate(prompt(99, 40))
+    cached: list[int] = []
+    for user in (1, 2):
+        decoder.reset_prefix_cache()  # as in another decode engine
+        decoder.order_play(ask(user, first, DECODE))
+        prefiller.play(ask(user, first, PREFILL, max_tokens=1))
+        [answer] = decoder.result()
+        assert answer.token_ids == right[user - 1]
+        cached.append(answer.cached_tokens)
+    # The end of a prompt is not waited for if it is promised later than the rest, as on a busy machine.
+    assert min(cached) >= TOKENS // BLOCK * BLOCK and max(cached) == TOKENS, "everything is handed over, by content"
+    decoder.reset_prefix_cache()
+    [again] = decoder.play(ask(1, first))
+    assert again.cached_tokens == 5 * BLOCK
+    assert again.token_ids == right[0]

@@ -1,0 +1,127 @@
+"""What commands print for people, character by character: documents filled by their types, and what is made of them.
+
+`cli_tables.txt` holds what was printed. Run this file as a program to write it anew, and read the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from unittest import mock
+
+import msgspec
+
+from kvstore.auth.policy import Policy
+from kvstore.disk.verify import VerifyReport
+from kvstore_cli import auth, bench, cluster_status, load_tables, plan_tables, verify
+from kvstore_cli.bench import BenchReport
+from kvstore_cli.cluster_status import ClusterStatus
+from kvstore_serving.load.report import LoadReport
+from kvstore_serving.load.sweep import Sweep
+from kvstore_serving.planning.document import Plan
+from kvstore_serving.planning.profile import Contention, Profile, Residual, StoreTimes, read_profile
+from kvstore_serving.planning.queueing import Queue
+from kvstore_serving.planning.verify import Verified
+
+GOLDEN = Path(__file__).with_suffix("").with_name("cli_tables.txt")
+CASES: dict[str, tuple[type, Callable[[Any], None]]] = {
+    "auth": (Policy, lambda policy: auth._print(auth._rows(policy))),
+    "bench": (BenchReport, bench.print_bench),
+    "verify": (VerifyReport, verify.print_verified),
+    "cluster": (ClusterStatus, cluster_status.print_status),
+    "load": (LoadReport, load_tables.print_report),
+    "sweep": (Sweep, load_tables.print_sweep),
+    "queue": (Queue, plan_tables.print_queue),
+    "plan": (Plan, plan_tables.print_plan),
+    "profile": (Profile, plan_tables.print_profile),
+    "plan verify": (Verified, plan_tables.print_verified),
+}
+ALWAYS = ("rate_rps",)  # fields that may be missing, but not where they are printed
+
+
+class Filler:
+    """Makes a document of a type, whose values all differ. whole: what may be missing is there."""
+
+    def __init__(self, whole: bool) -> None:
+        self._whole = whole
+        self._count = 0
+
+    def of(self, kind: Any) -> Any:
+        """-> a value of this type."""
+        origin, args = get_origin(kind), get_args(kind)
+        if origin in (Union, types.UnionType):
+            return self.of(args[0]) if self._whole or type(None) not in args else None
+        if origin is Literal:
+            return args[0]
+        if origin is None:
+            return self._plain(kind)
+        if issubclass(origin, Mapping):
+            return {key: self.of(args[1]) for key in ("one", "two")}
+        fixed = origin is tuple and args[-1] is not Ellipsis
+        many = [self.of(each) for each in (args if fixed else (args[0], args[0]))]
+        return tuple(many) if origin is tuple else frozenset(many) if origin is frozenset else many
+
+    def _field(self, name: str, kind: Any) -> Any:
+        if name in ("message", "reason"):
+            return "a text that is longer than a line of a terminal and has [brackets], " * 2
+        return self.of(next(iter(get_args(kind)), kind) if name in ALWAYS else kind)
+
+    def _plain(self, kind: type) -> Any:
+        self._count += 1
+        if kind is Profile:
+            return self._profile()
+        if issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind):
+            hints = get_type_hints(kind)
+            names = (
+                kind.__struct_fields__
+                if issubclass(kind, msgspec.Struct)
+                else [each.name for each in dataclasses.fields(kind) if each.init]
+            )
+            return kind(**{name: self._field(name, hints[name]) for name in names})
+        values = {
+            bool: self._whole,
+            int: 37 * self._count,
+            float: 1.37 * self._count,
+            str: f"text{self._count}",
+            bytes: b"x",
+        }
+        return values[kind]
+
+    def _profile(self) -> Profile:
+        """Of whatever values, a profile would be refused."""
+        made, replace = read_profile("opt-13b-a100-80g"), msgspec.structs.replace
+        degree = made.degrees[0]
+        measured = replace(degree, prefill=replace(degree.prefill, residuals=self.of(list[Residual])))
+        return replace(
+            made,
+            degrees=[measured, *made.degrees[1:]],
+            store=self.of(StoreTimes | None),
+            contention=self.of(Contention),
+        )
+
+
+def printed() -> str:
+    """-> all cases, each on a narrow and a wide terminal."""
+    out = io.StringIO()
+    for name, (kind, show) in CASES.items():
+        for whole in (True, False):
+            for columns in (80, 160):
+                document = Filler(whole).of(kind)
+                with mock.patch.dict(os.environ, COLUMNS=str(columns)), contextlib.redirect_stdout(out):
+                    print(f"==== {name}, {'whole' if whole else 'least'}, {columns} columns")
+                    show(document)
+    return out.getvalue()
+
+
+def test_tables_are_as_they_were() -> None:
+    assert printed() == GOLDEN.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(printed(), encoding="utf-8")

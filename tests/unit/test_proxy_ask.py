@@ -1,0 +1,46 @@
+"""What the proxy understands of a request's body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore_serving.proxy.ask import CHAT, COMPLETIONS, understand
+
+TEXT = {"type": "text", "text": "How many?"}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}, "uuid": "img-1"}
+
+
+def chat(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": list(parts)}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt_embeds": "AAAA"}),
+        (COMPLETIONS, {"prompt": "and", "prompt_embeds": ["AAAA"]}),
+        (CHAT, chat(TEXT, {"type": "prompt_embeds", "data": "AAAA"})),
+        (CHAT, chat({"prompt_embeds": "AAAA", "data": "AAAA"}, TEXT)),
+        (CHAT, {"messages": [{"role": "user", "content": {"type": "prompt_embeds", "data": "AAAA"}}]}),
+        (CHAT, {"messages": [{"role": "tool", "content": [{"type": "list", "content": [{"type": "prompt_embeds"}]}]}]}),
+    ],
+)
+def test_a_prompt_with_embeddings_is_not_split_wherever_they_are(path: str, body: dict[str, Any]) -> None:
+    assert not understand(path, body).splittable
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        chat(TEXT),
+        chat(TEXT, PICTURE),
+        chat({"type": "text", "text": '{"type": "prompt_embeds"}'}),
+        chat("prompt_embeds", None, 7),
+        {"messages": "prompt_embeds"},
+        {"messages": None},
+    ],
+)
+def test_other_chats_are_split(body: dict[str, Any]) -> None:
+    assert understand(CHAT, body).splittable

@@ -1,0 +1,203 @@
+"""When an engine looks at its weights, and what it concludes from what its ranks say. Without vLLM."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvstore_client.engine.paged import sharing as module
+from kvstore_client.engine.paged.plan import SavedBlock, Saves, StepPlan, WorkerReport
+from kvstore_client.engine.paged.sharing import ANSWER_S, CHECKS_SHARE, LEAST_PAUSE_S, Sharing, salt_name
+from tests.support.standing_clock import StandingClock
+
+SLOTS = 80  # an eighth of them may wait: ten blocks
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
+    return StandingClock(monkeypatch, module)
+
+
+def step(
+    sharing: Sharing, blocks: int = 0, *, hurries: bool = False, idle: bool = False, loads: bool = False
+) -> StepPlan:
+    """A step that saves so many blocks. Loads and saves are planned before the step is, as in the engine."""
+    plan = StepPlan(idle=idle)
+    if loads:
+        sharing.ask()
+    if blocks:
+        keys = [bytes([number]) for number in range(blocks)]
+        plan.saves = Saves(0, [SavedBlock(key, at, at) for at, key in enumerate(keys)])
+        plan.saves.check = sharing.covering
+    sharing.plan(plan, hurries=hurries)
+    return plan
+
+
+def agree(sharing: Sharing, *checks: int, ranks: int = 1, cost_s: float = 0.0) -> WorkerReport:
+    report = WorkerReport(agreed=Counter(dict.fromkeys(checks, ranks)), check_seconds=cost_s)
+    sharing.take(report)
+    return report
+
+
+def checked(ranks: int = 1) -> Sharing:
+    """One whose first check all ranks agree on."""
+    sharing = Sharing(ranks, checks=True, slots=SLOTS)
+    agree(sharing, step(sharing, 1).check, ranks=ranks)
+    return sharing
+
+
+def test_without_a_look_at_the_weights_nothing_waits_for_one(clock: StandingClock) -> None:
+    sharing = Sharing(2, name="v1")
+    plan = step(sharing, 5)
+    assert (plan.check, plan.covering, plan.weights) == (0, 0, "v1")
+    assert plan.saves is not None and plan.saves.check == 0
+    assert not sharing.waits and not sharing.is_unheard(clock.now)
+
+
+def test_what_a_step_saves_is_covered_by_the_next_check_and_by_none_before_it(clock: StandingClock) -> None:
+    sharing = checked()
+    plans = [step(sharing, 1) for _ in range(3)]
+    assert [plan.check for plan in plans] == [0, 0, 0]
+    clock.now += LEAST_PAUSE_S + 0.01
+    last = step(sharing, 1)
+    assert last.check
+    for plan in (*plans, last):
+        assert plan.saves is not None and plan.saves.check == plan.covering == last.check
+    after = step(sharing, 1)
+    assert after.saves is not None and after.saves.check == last.check + 1
+
+
+@pytest.mark.parametrize("how", [{"hurries": True}, {"idle": True}, {"loads": True}])
+def test_a_check_is_made_at_once_for_a_load_for_one_who_waits_and_before_the_engine_rests(
+    clock: StandingClock, how: dict[str, bool]
+) -> None:
+    sharing = checked()
+    assert not step(sharing, 1).check
+    plan = step(sharing, 1, **how)
+    assert plan.check and plan.saves is not None and plan.saves.check == plan.check
+    assert not step(sharing).check, "nothing waits for another one"
+
+
+def test_no_more_blocks_wait_than_an_eighth_of_the_slots(clock: StandingClock) -> None:
+    sharing = checked()
+    waiting, most = 0, 0
+    for _ in range(100):
+        waiting = 0 if step(sharing, 3).check else waiting + 3
+        most = max(most, waiting)
+    assert 0 < most <= SLOTS // 8
+
+
+def test_checks_that_nobody_waits_for_take_their_share_of_the_time_at_most(clock: StandingClock) -> None:
+    """Whatever one costs: of steps of 5 ms, in all of which blocks are saved, over minutes."""
+    for cost_s in (0.00001, 0.0003, 0.004):
+        sharing = Sharing(checks=True, slots=1 << 20)
+        began, spent = clock.now, 0.0
+        while clock.now < began + 60:
+            clock.now += 0.005
+            if check := step(sharing, 1).check:
+                clock.now += cost_s
+                spent += cost_s
+                agree(sharing, check, cost_s=cost_s)
+        assert spent <= 2 * cost_s + CHECKS_SHARE * (clock.now - began), cost_s
+        assert spent, "and they are made"
+
+
+def test_all_ranks_must_agree_in_whatever_order_they_answer(clock: StandingClock) -> None:
+    sharing = Sharing(3, checks=True, slots=SLOTS)
+    first, second = step(sharing, 1, hurries=True).check, step(sharing, 1, hurries=True).check
+    agree(sharing, first, second, ranks=2)
+    assert sharing.agreed == 0
+    agree(sharing, second)
+    assert sharing.agreed == second, "a later check vouches for what was before"
+    agree(sharing, first)
+    assert sharing.agreed == second
+    assert step(sharing).agreed == second, "the next plan tells the ranks"
+
+
+def test_an_engine_without_requests_steps_until_all_have_heard_and_gives_up_on_ranks_that_say_nothing(
+    clock: StandingClock,
+) -> None:
+    sharing = checked(ranks=2)
+    step(sharing)
+    assert not sharing.waits
+    step(sharing, 1)
+    assert sharing.waits
+    check = step(sharing, idle=True).check
+    assert check and sharing.waits, "no rank has answered"
+    agree(sharing, check, ranks=2)
+    assert sharing.waits, "the ranks have not heard of each other"
+    step(sharing, idle=True)
+    assert not sharing.waits
+    step(sharing, 1, idle=True)
+    clock.now += ANSWER_S + 0.01
+    assert not sharing.waits
+
+
+def test_sharing_stops_with_the_first_rank_whose_weights_are_others(clock: StandingClock) -> None:
+    sharing = checked(ranks=2)
+    check = step(sharing, 1, hurries=True).check
+    report = WorkerReport(agreed=Counter({check: 1}), changed={check})
+    sharing.take(report)
+    assert sharing.has_changed(report) and sharing.stopped and sharing.stands_still
+    assert not sharing.has_changed(report), "said once"
+    assert sharing.agreed < check
+
+
+def test_sharing_goes_on_only_with_a_check_that_was_made_after_it_had_stopped(clock: StandingClock) -> None:
+    sharing = checked()
+    early, late = (step(sharing, 1, hurries=True).check for _ in range(2))
+    report = WorkerReport(changed={early})
+    sharing.take(report)
+    assert sharing.has_changed(report)
+    agree(sharing, late)
+    assert not sharing.is_restored(), "asked for before"
+    again = step(sharing).check
+    assert again, "it looks in the next step"
+    agree(sharing, again)
+    assert sharing.is_restored() and not sharing.stopped
+
+
+def test_a_name_counts_when_all_ranks_were_told_the_same(clock: StandingClock) -> None:
+    sharing = checked(ranks=2)
+    sharing.stop()
+    sharing.take(WorkerReport(names={0: "step-1"}))
+    assert sharing.is_named_in_part and sharing.stands_still and sharing.new_name() is None
+    sharing.take(WorkerReport(names={1: "step-2"}))
+    assert sharing.is_named_in_part and sharing.new_name() is None, "they were told different names"
+    sharing.take(WorkerReport(names={0: "step-2"}))
+    assert sharing.new_name() == "step-2" and sharing.new_name() is None
+    assert not sharing.stands_still and salt_name(sharing) == "step-2"
+    plan = step(sharing)
+    assert plan.weights == "step-2" and plan.check, "what was checked before says nothing"
+
+
+def test_the_name_of_the_start_needs_no_place_in_keys() -> None:
+    sharing = Sharing(checks=True, name="v1")
+    assert salt_name(sharing) == ""
+    for name, salt in (("v2", "v2"), ("v1", "")):
+        sharing.take(WorkerReport(names={0: name}))
+        assert sharing.new_name() == name and salt_name(sharing) == salt
+
+
+def test_what_is_believed_waits_for_a_check_that_is_younger(clock: StandingClock) -> None:
+    sharing = checked()
+    asked_at = clock.now
+    clock.now += 0.01
+    assert sharing.is_unheard(clock.now - 0.005) and not sharing.is_unheard(asked_at)
+    since = clock.now - 0.005
+    check = step(sharing).check
+    assert check, "the next step has one"
+    agree(sharing, check)
+    assert not sharing.is_unheard(since)
+    clock.now += ANSWER_S + 0.02
+    assert not sharing.is_unheard(since + 0.02), "ranks that do not answer are waited for no longer"
+
+
+def test_after_a_reset_nothing_counts_that_was_checked_before(clock: StandingClock) -> None:
+    sharing = checked()
+    before = clock.now
+    assert not sharing.is_unheard(before)
+    sharing.distrust()
+    assert sharing.is_unheard(before)
+    assert step(sharing).check
