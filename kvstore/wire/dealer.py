@@ -374,10 +374,17 @@ class Dealer:
         if not isinstance(answer, GetAnswer) or self.files is None:
             raise _broken("a PART with references that were not asked for")
         try:
-            loan = self.files.lend(part.references, len(answer.part_positions), answer.block_bytes)
+            loan = self.files.loan(part.references, len(answer.part_positions), answer.block_bytes)
         except RemoteMemoryError as error:
             raise _broken(str(error)) from None
-        answer.lent.append(Lent(answer.part_positions, answer.part_sums, loan, self.files))
+        lent = Lent(answer.part_positions, answer.part_sums, loan, self.files)
+        try:
+            self.files.keep(loan)
+            answer.lent.append(lent)
+        except BaseException:  # KeyboardInterrupt: perhaps nobody has the loan, who would return it
+            if all(each is not lent for each in answer.lent):
+                self.files.returned(loan)
+            raise
 
     def landed(self, landing: Landing) -> None:
         answer = self.pending.pop(landing.id, None)

@@ -78,15 +78,17 @@ class SharedFiles:
         """Put the id of a GET in the release ring. -> False if the shard must be sent a RELEASE instead."""
         return self._ring is not None and self._ring.put(request_id)
 
-    def lend(self, data: bytes, count: int, block_bytes: int) -> Loan:
-        """-> the blocks that the references in a PART name. Raises `RemoteMemoryError`."""
+    def loan(self, data: bytes, count: int, block_bytes: int) -> Loan:
+        """-> the blocks that the references in a PART name; `keep` must follow. Raises `RemoteMemoryError`."""
         references = np.frombuffer(data, dtype=REFERENCE) if len(data) == count * REFERENCE.itemsize else None
         if references is None:
             raise RemoteMemoryError(f"{len(data)} bytes of references to {count} blocks: expected 16 a block")
-        loan = Loan(self.memory.blocks(references["file"], references["offset"], block_bytes))
+        return Loan(self.memory.blocks(references["file"], references["offset"], block_bytes))
+
+    def keep(self, loan: Loan) -> None:
+        """Keep the socket until a loan is returned."""
         with self._lock:
             self._loans.add(loan)
-        return loan
 
     def returned(self, loan: Loan) -> None:
         """A loan is not read any more. Does nothing if it was returned before."""

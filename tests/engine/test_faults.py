@@ -80,8 +80,8 @@ def check(expected: Expected, prompts: list[list[int]], answers: list[Answer]) -
 
 
 def check_time(place: Place, answers: list[Answer], requests: int = 1) -> None:
-    """None took longer than computing them all, a lookup and a load."""
-    longest_s = requests * place.compute_s + LOOKUP_TIMEOUT_S + TIMEOUT_S + SLACK_S
+    """None took longer than computing them all, at half the speed of before, a lookup and a load."""
+    longest_s = 2 * requests * place.compute_s + LOOKUP_TIMEOUT_S + TIMEOUT_S + SLACK_S
     assert max(answer.seconds for answer in answers) < longest_s
 
 
