@@ -1,7 +1,7 @@
 """Every benchmark there is, one after the other, each in a process of its own; results as JSON, one file a benchmark.
 
 The machine should do nothing else. What a run takes is said at its start, from the results of the runs before.
-`--resume` leaves out what was measured at the present commit already, so that a run that was ended can go on.
+`--resume` leaves out what has not changed since it was measured, so that a run that was ended can go on.
 Afterwards `python -m benchmarks.draw` makes the charts and fills the tables of docs/benchmarks.md.
 """
 
@@ -14,14 +14,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measures import measured_by
 from benchmarks.remote_kv_cache.processes import ROOT, environment
-from benchmarks.remote_kv_cache.rig import commit
+from benchmarks.remote_kv_cache.rig import changed_since
 
 RESULTS: Final = ROOT / "benchmarks" / "results"
 QUICK_SECONDS: Final = 30.0
@@ -108,7 +108,7 @@ BENCHMARKS: Final = (
 )
 
 
-def measured(entry: Entry, folder: Path | None) -> dict[str, object]:
+def measured(entry: Entry, folder: Path | None) -> dict[str, Any]:
     """Its result, as read from its file; empty if there is none."""
     file = folder / f"{entry.name}.json" if folder is not None else None
     if file is None or not file.exists():
@@ -117,10 +117,11 @@ def measured(entry: Entry, folder: Path | None) -> dict[str, object]:
 
 
 def is_current(entry: Entry, folder: Path | None) -> bool:
-    """Whether its result is complete and of the present commit."""
+    """Whether its result is complete, and of what is measured as it is now."""
     result = measured(entry, folder)
-    whole = bool(result) and not result["quick"] and result.get("complete", True)
-    return whole and result["commit"] is not None and result["commit"] == commit(measured_by(entry.module))
+    if not result or result["quick"] or not result.get("complete", True) or result["commit"] is None:
+        return False
+    return changed_since(result["commit"], measured_by(entry.module)) is False
 
 
 def seconds_of(entry: Entry, folder: Path | None, quick: bool) -> float:
@@ -162,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="default: benchmarks/results; --quick: none")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of them: {', '.join(names)}")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a trace in Mooncake's format, .jsonl or .jsonl.gz")
-    parser.add_argument("--resume", action="store_true", help="leave out what was measured at this commit already")
+    parser.add_argument("--resume", action="store_true", help="leave out what has not changed since it was measured")
     parser.add_argument("--plan", action="store_true", help="say what would be run and how long it takes, and end")
     parser.add_argument(
         "--engines", action=argparse.BooleanOptionalAction, default=True, help="those that need vLLM, too"

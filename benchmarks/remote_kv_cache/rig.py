@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -185,23 +185,35 @@ def _cpu_times() -> tuple[int, int]:
     return sum(fields), fields[3] + fields[4]
 
 
-def commit(paths: Sequence[str] = ()) -> dict[str, str] | None:
-    """The commit that is measured, marked if the checkout differs from it in these paths, or anywhere if there are
-    none. Outside of a git checkout, such as a copy of it on another machine, what KVSTORE_COMMIT says; None without
+def commit(paths: Sequence[str] = ()) -> dict[str, Any] | None:
+    """The commit that is measured, with git's ids of these paths in it: they tell in any history, rewritten or shallow,
+    whether the paths are the same. Without ids, and marked, if the checkout differs in these paths, or anywhere if there
+    are none. Outside of a git checkout, such as a copy of it on another machine, what KVSTORE_COMMIT says; None without
     that."""
     head = _git("rev-parse", "--short=10", "HEAD")
     if head is None:
         told = os.environ.get("KVSTORE_COMMIT", "")[:10]
         return {"id": told, "how": "as KVSTORE_COMMIT said"} if told else None
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *paths)
-    return {"id": head, "how": "with changes that are not committed" if changed else "recorded"}
+    if _git("status", "--porcelain", "--untracked-files=no", "--", *paths):
+        return {"id": head, "how": "with changes that are not committed"}
+    return {"id": head, "how": "recorded", "objects": _objects(paths)}
 
 
-def changed_since(commit_id: str, paths: Sequence[str]) -> bool | None:
-    """Whether any of these paths differs from that commit. None if that cannot be told here."""
-    if not paths or _git("cat-file", "-e", f"{commit_id}^{{commit}}") is None:
+def changed_since(measured: Mapping[str, Any], paths: Sequence[str]) -> bool | None:
+    """Whether any of these paths differs from what was measured, as `commit` told it. None if that cannot be told here."""
+    if not paths:
         return None
-    return bool(_git("diff", "--name-only", commit_id, "--", *paths))
+    objects = measured.get("objects")
+    if objects is not None and set(objects) == set(paths):
+        return bool(objects != _objects(paths) or _git("status", "--porcelain", "--untracked-files=no", "--", *paths))
+    if _git("cat-file", "-e", f"{measured['id']}^{{commit}}") is None:
+        return None
+    return bool(_git("diff", "--name-only", measured["id"], "--", *paths))
+
+
+def _objects(paths: Sequence[str]) -> dict[str, str]:
+    """git's ids of folders and files in the present commit; empty for what is not in it."""
+    return {path: _git("rev-parse", f"HEAD:{path}") or "" for path in paths}
 
 
 def _git(*arguments: str) -> str | None:

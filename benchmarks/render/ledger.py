@@ -127,7 +127,7 @@ def age(result: Result) -> str:
     """The commit of a result, and whether it is stale."""
     if not result.commit:
         return "not known"
-    changed = changed_since(result.commit, measured_by(result.data["benchmark"]))
+    changed = changed_since(result.data["commit"], measured_by(result.data["benchmark"]))
     return f"`{result.commit}`" + (", **stale**" if changed else "" if changed is False else ", age not known")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -82,8 +83,21 @@ def test_a_change_that_is_not_committed_counts_and_is_told(change: Callable[[str
     (tmp_path / "kvstore_client/_links/link.py").write_text("another\n")
     assert age(of("test_lookup", measured)) == f"`{measured}`, **stale**"
     recorded, changed = rig.commit(measured_by("test_simulator")), rig.commit(measured_by("test_lookup"))
-    assert recorded == {"id": measured, "how": "recorded"}
+    assert recorded is not None and recorded["id"] == measured and recorded["how"] == "recorded"
+    assert list(recorded["objects"]) == list(measured_by("test_simulator"))
     assert changed == {"id": measured, "how": "with changes that are not committed"}
+
+
+def test_a_history_that_is_rewritten_makes_nothing_stale(change: Callable[[str], str], tmp_path: Path) -> None:
+    change("kvstore_client/_links/link.py")
+    change("kvstore_client/_links/link.py")
+    measured = Result({"benchmark": "test_lookup", "commit": rig.commit(measured_by("test_lookup"))})
+    shutil.rmtree(tmp_path / ".git")
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    change("README.md")
+    assert age(measured) == f"`{measured.commit}`"
+    change("kvstore/wire/messages.py")
+    assert age(measured) == f"`{measured.commit}`, **stale**"
 
 
 def test_the_age_of_what_cannot_be_told_is_not_known(change: Callable[[str], str]) -> None:
