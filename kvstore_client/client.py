@@ -178,7 +178,7 @@ class KVStoreClient:
             replicas,
             shared_memory,
             connections,
-            Transport.of(transport) if transport is not None else None,
+            Transport.of(transport),
             Credentials(token),
             keeps_copies,
         )

@@ -103,7 +103,7 @@ class Shard:
         self._disk: DiskTier | None = None
         if config.disk is not None:
             self._disk = DiskTier(self._store, config.disk, self._poll)
-        self._transport = Transport.of(config.transport) if config.transport else None
+        self._transport = Transport.of(config.transport)
         if self._transport is not None:
             self._store.arena.withdraw = self._transport.sharing.withdraw
         self._answers = Answers(

@@ -126,9 +126,11 @@ class Transport(NamedTuple):
     sharing: Sharing  # what this process uses
 
     @classmethod
-    def of(cls, name: str) -> Transport:
-        """-> the transport of this name. Raises `ValueError` if there is none, `ImportError` if it cannot be used."""
-        return cls(name, TRANSPORTS.find(name)())
+    def of(cls, name: str | None) -> Transport | None:
+        """-> the transport of this name; None: without a name, or it does not work here. Raises `ValueError` if there
+        is none of the name, `ImportError` if something has to be installed first."""
+        sharing = TRANSPORTS.find(name)() if name else None
+        return None if not name or sharing is None else cls(name, sharing)
 
 
 class Touched:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,6 +84,37 @@ def test_over_tcp_the_server_helps(start_server: StartServer) -> None:
     assert done.returncode == 0, done.stderr
 
 
+CRASHES = """
+import os, signal, sys
+if "kvstore.wire.transports.nixl" in sys.orig_argv:
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+def test_a_library_that_crashes_takes_neither_server_nor_client_down(
+    start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CRASHES)
+    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    server, sound = start_server("--nixl", PYTHONPATH=paths), start_server("--nixl")
+    keys, namespace = make_keys(20), new_namespace(BLOCK)
+    with KVStoreClient(server.endpoint, namespace, nixl=True) as client:
+        client.set(keys, blocks_of(keys, BLOCK))
+        assert client.get(keys).blocks == blocks_of(keys, BLOCK)
+    assert "nixl is not used: a process that tried it crashed (SIGSEGV)" in server.log.read_text()
+    for each in (server, sound):
+        done = subprocess.run(
+            [sys.executable, "-c", READS.replace('"nixl"', '"tcp"'), each.endpoint, "crashes"],
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("nixl is not used: a process that tried it crashed (SIGSEGV)") == 1, done.stderr
+
+
 def test_memory_that_changes_its_namespace_is_registered_anew(start_server: StartServer) -> None:
     """Each namespace takes segments that the other one had, whose keys the client has loaded."""
     server = start_server("--nixl", "--policy", "lru", memory="8MiB", segment="1MiB")
@@ -113,9 +145,10 @@ def test_memory_that_cannot_be_reached_is_read_in_band(
         raise RuntimeError("NIXL_ERR_BACKEND")
 
     server = start_server("--nixl", memory="64MiB")
-    keys = make_keys(20)
+    keys, used = make_keys(20), sharing()
+    assert used is not None
     with KVStoreClient(server.endpoint, new_namespace(BLOCK), nixl=True) as client:
-        monkeypatch.setattr(type(sharing().agent), "add_remote_agent", unreachable)
+        monkeypatch.setattr(type(used.agent), "add_remote_agent", unreachable)
         client.set(keys, blocks_of(keys, BLOCK))
         assert client.get(keys).blocks == blocks_of(keys, BLOCK) and client.stats.path == "tcp"
 

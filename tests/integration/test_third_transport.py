@@ -20,11 +20,12 @@ from kvstore.node.children import StartError
 from kvstore.node.fitting import transport_misfits
 from kvstore.node.supervisor import Supervisor
 from kvstore.node.tls import NodeTLS
+from kvstore.plugins import TRANSPORTS
 from kvstore.shard.loop import Shard
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.turns import SLOW_TURN_S
 from kvstore.wire import ShardAddress
-from kvstore.wire.remote_memory import DESCRIPTORS, Sharing, Transport
+from kvstore.wire.remote_memory import DESCRIPTORS, Sharing
 from kvstore_client import ConnectionLost, KVStoreClient, KVStoreError
 from kvstore_client._links.connector import Connector
 from kvstore_client.memory import host_memory
@@ -105,7 +106,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabri
     """A package of somebody else's is installed, with two transports: `fabric`, and one that cannot be used here."""
     points = {"kvstore.transports/fabric": "sharing", "kvstore.transports/no-card": "missing"}
     install(monkeypatch, tmp_path / "site", "fabric_of_others", PLUGIN, points)
-    fabric = Transport.of("fabric").sharing
+    fabric = TRANSPORTS.find("fabric")()
     assert isinstance(fabric, Fabric)
     yield fabric
     fabric.close()

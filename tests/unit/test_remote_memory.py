@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore.wire.remote_memory import DESCRIPTORS, Handle, RemoteMemory, RemoteMemoryError, Sharing, Transport
+from kvstore.plugins import TRANSPORTS
+from kvstore.wire.remote_memory import DESCRIPTORS, Handle, RemoteMemory, RemoteMemoryError, Sharing
 from kvstore.wire.transports.nixl import Nixl, nixl_package
 from tests.support.fabric import Fabric
 
@@ -49,7 +50,7 @@ def sharing(request: pytest.FixtureRequest) -> Iterator[Sharing]:
     if request.param == "nixl":
         if not nixl_package():
             pytest.skip("NIXL is not installed")
-        yield Transport.of("nixl").sharing
+        yield TRANSPORTS.find("nixl")()
         return
     fabric = Fabric()
     try:
