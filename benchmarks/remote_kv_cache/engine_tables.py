@@ -20,7 +20,7 @@ from benchmarks.remote_kv_cache.test_long_prefill import MODES, ROWS
 from benchmarks.remote_kv_cache.test_proxy_links import FIGURES as OF_STREAM
 from benchmarks.remote_kv_cache.test_proxy_links import WAYS as OF_LINKS
 from benchmarks.remote_kv_cache.test_request_time import FIRST, PARTS, WAY
-from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
+from benchmarks.remote_kv_cache.test_transfer_in import CACHES, FILL, READ
 from benchmarks.remote_kv_cache.test_transfer_out import AGAIN, ANSWERED, BATCH_SIZES, PREFILL, STORED, SWAPPED
 from benchmarks.render.cells import Cell, Row, at, cases, operations, text
 from benchmarks.render.tables import Column, Each, Part, Section, Table, markdown, matrix, names_of, paragraph, section
@@ -246,9 +246,12 @@ ENGINE_TABLES: Final[dict[str, Section]] = {
         _and_checked(_SCALE, BATCH_SIZES, PREFILL),
     ),
     "transfer_in": section("test_transfer_in",
-        Table(cases(),
-            ("prompts/s at prefix hit rate", "{case}"), Each((WITHOUT, FILL, READ), _prompts_per_s),
-            ("read ÷ fill", lambda row: f"{row.at(FILL).times(READ):.2f}"),
+        *(
+            Table(cases(group),
+                ("prompts/s at prefix hit rate", "{case}"), Each((WITHOUT, FILL, READ), _prompts_per_s),
+                ("read ÷ fill", lambda row: f"{row.at(FILL).times(READ):.2f}"),
+            )
+            for group in CACHES
         ),
         _and_checked("{run[prompts]} prompts, {run[model][name]} model"),
     ),

@@ -31,7 +31,6 @@ from benchmarks.remote_kv_cache.engine_process import (
     Times,
 )
 from benchmarks.remote_kv_cache.processes import environment
-from kvstore.wire import NamespaceInfo
 from kvstore_client import KVStoreClient, Namespace
 
 WITHOUT: Final = "without the connector"  # what an engine is compared with, in every benchmark of engines
@@ -184,14 +183,18 @@ class Store:
 
     def created(self) -> int:
         """How many blocks have ever become readable. Raises RuntimeError if some were evicted since."""
-        namespaces = self._namespaces()
-        if evicted := sum(namespace.evicted for namespace in namespaces):
+        shards = self._client.info().shards
+        if evicted := sum(shard.evicted for shard in shards):
             raise RuntimeError(f"the server evicted {evicted} blocks: it is too small for this benchmark")
-        return sum(namespace.created for namespace in namespaces)
+        return sum(shard.created for shard in shards)
 
     def read(self) -> int:
         """How many blocks have ever been sent to a reader."""
-        return sum(namespace.hits for namespace in self._namespaces())
+        return sum(shard.hits for shard in self._client.info().shards)
+
+    def purge(self) -> None:
+        """Remove all blocks, also those that engines hold."""
+        self._client.purge(all_namespaces=True, timeout_s=_STORED_S)
 
     def wait_created(self, blocks: int, within_s: float = _STORED_S) -> float:
         """Wait until so many blocks were created. -> when, on the clock of `time.perf_counter`. Raises RuntimeError
@@ -218,6 +221,3 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
-
-    def _namespaces(self) -> list[NamespaceInfo]:
-        return [namespace for shard in self._client.info().shards for namespace in shard.namespaces]

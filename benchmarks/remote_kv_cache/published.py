@@ -16,6 +16,7 @@ from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.shapes import HEADLINE, MODELS
 from benchmarks.remote_kv_cache.test_long_prefill import COMPUTE, MODES, OUTPUTS, ROWS, Mode
 from benchmarks.remote_kv_cache.test_server import NOT_DEFERRED
+from benchmarks.remote_kv_cache.test_transfer_in import CACHES, FILL, READ
 from benchmarks.remote_kv_cache.test_transfer_out import ANSWERED, BATCH_SIZES, SWAPPED
 from benchmarks.remote_kv_cache.transfers import MEMCPY
 from benchmarks.render.tables import NOTHING, markdown
@@ -206,6 +207,23 @@ def long_prefill(result: Result) -> str:
     return markdown(("prompts/s, of computing", "", *(f"{n} tokens" for n in OUTPUTS)), rows)
 
 
+def reading(result: Result) -> str:
+    """What reading gains, by the share that prompts have in common."""
+    found = {(case.parameters["hit_rate_percent"], case.parameters.get("group")): case for case in result.cases}
+    rows = [["0 %", "published", "20", "50 - 60", "2.5 - 3.0 x", "more", "more", ""]]
+    for percent in sorted({percent for percent, _ in found}):
+        row = [f"{percent} %", "ours"]
+        for group in reversed(CACHES):
+            case = found.get((percent, group))
+            prompts = 0 if case is None else case.parameters["prompts"]
+            rates = [] if case is None else [f"{prompts / case.seconds(name).median:.3g}" for name in (FILL, READ)]
+            row += ["", "", ""] if case is None else [*rates, f"{case.ratio(FILL, READ):.1f} x"]
+        rows.append(row)
+    states = (group.removeprefix("engine's ") for group in reversed(CACHES))
+    headings = [f"{state}: {what}" for state in states for what in (FILL, READ, "read ÷ fill")]
+    return markdown(("in common", "", *headings), rows)
+
+
 def persistence(result: Result) -> str:
     """Blocks on disk."""
     case = _case(result, HEADLINE.name)
@@ -226,5 +244,6 @@ PUBLISHED_TABLES: Final = {
     "published_calls": _section("test_server", calls),
     "published_persistence": _section("test_placement", persistence),
     "published_sending": _section("test_transfer_out", sending),
+    "published_reading": _section("test_transfer_in", reading),
     "published_long_prefill": _section("test_long_prefill", long_prefill),
 }

@@ -186,10 +186,10 @@ def _cpu_times() -> tuple[int, int]:
 
 
 def commit(paths: Sequence[str] = ()) -> dict[str, Any] | None:
-    """The commit that is measured, with git's ids of these paths in it: they tell in any history, rewritten or shallow,
-    whether the paths are the same. Without ids, and marked, if the checkout differs in these paths, or anywhere if there
-    are none. Outside of a git checkout, such as a copy of it on another machine, what KVSTORE_COMMIT says; None without
-    that."""
+    """The commit that is measured, with git's ids of these paths in it: they tell in any history, rewritten or
+    shallow, whether the paths are the same. Without ids, and marked, if the checkout differs in these paths, or anywhere
+    if there are none. Outside of a git checkout, such as a copy of it on another machine, what KVSTORE_COMMIT says; None
+    without that."""
     head = _git("rev-parse", "--short=10", "HEAD")
     if head is None:
         told = os.environ.get("KVSTORE_COMMIT", "")[:10]
@@ -200,7 +200,7 @@ def commit(paths: Sequence[str] = ()) -> dict[str, Any] | None:
 
 
 def changed_since(measured: Mapping[str, Any], paths: Sequence[str]) -> bool | None:
-    """Whether any of these paths differs from what was measured, as `commit` told it. None if that cannot be told here."""
+    """Whether any of these paths differs from what was measured, as `commit` told it. None if that cannot be told."""
     if not paths:
         return None
     objects = measured.get("objects")

@@ -3,9 +3,11 @@
 All prompts of 1000 tokens are given at once and continued by 24. At a hit rate of 30 % their first 300 tokens are the
 same. One engine fills the store; another, which has never seen them, reads them: all but the last block's remainder
 comes from the store, or, where several prompts share it, from what an earlier request loaded. A third engine, without
-the connector, says what the tokens should be, and what a fill costs. The engines' own prefix cache is on.
+the connector, says what the tokens should be, and what a fill costs. All of it with the engines' own prefix cache on,
+and with it off. Before each turn the store is purged, and with it the engines.
 
-Prompts: 1000 divided by the scale. Needs vLLM; without it nothing is measured.
+Prompts: 1000 divided by the scale. An engine's own cache holds at most 256 of them, and its CPU tier 128. Needs vLLM;
+without it nothing is measured.
 """
 
 from __future__ import annotations
@@ -39,22 +41,27 @@ _PROMPTS: Final = 1000
 _PROMPT_TOKENS: Final = 1000
 _OUTPUT_TOKENS: Final = 24
 _WARM_UP: Final = 8  # prompts, of an uncounted run
+_CACHED: Final = 256  # prompts, of which an engine's own cache has room for all blocks, at most
+CACHES: Final = {"engine's cache on": True, "engine's cache off": False}
 
 
 class Engines:
     """The three engines on one server, and their seconds, for all hit rates."""
 
-    def __init__(self, stack: ExitStack, model: EngineModel, prompts: int, rounds: int, cpu_bytes: int) -> None:
+    def __init__(
+        self, stack: ExitStack, model: EngineModel, prompts: int, prefix_cache: bool, cpu_bytes: int, checks: Checks
+    ) -> None:
         """The engines end when the stack is closed."""
         self.model = model
-        self.checks = Checks()
+        self.checks = checks
+        self._prefix_cache = prefix_cache
         prompt_bytes = (full_blocks(_PROMPT_TOKENS + _OUTPUT_TOKENS) + 1) * model.block_bytes
-        memory = prompt_bytes * (prompts * len(RATES) * rounds + _WARM_UP)
-        endpoint = stack.enter_context(kvstore_server(memory))
+        endpoint = stack.enter_context(kvstore_server(prompt_bytes * (prompts + _WARM_UP)))
         self.store = stack.enter_context(Store(endpoint))
         arguments = {
             "max_model_len": _PROMPT_TOKENS + 2 * _OUTPUT_TOKENS,
-            "kv_cache_memory_bytes": 2 * prompts * prompt_bytes + (64 << 20),
+            "enable_prefix_caching": prefix_cache,
+            "kv_cache_memory_bytes": min(2 * prompts, _CACHED) * prompt_bytes + (64 << 20),
         }
         connector = {"endpoint": endpoint, "cpu_bytes": cpu_bytes}
         self._plain = stack.enter_context(Engine(model, None, **arguments))
@@ -70,6 +77,7 @@ class Engines:
         questions = model.prompts(seed, prompts, _PROMPT_TOKENS, shared_tokens)
         common = full_blocks(shared_tokens)
         different = common + (full_blocks(_PROMPT_TOKENS) - common) * (prompts if rate < 100 else 1)
+        self.store.purge()
         before = self.store.settle()
         read_before = self.store.read()
         plain = self._plain.generate(questions, _OUTPUT_TOKENS)
@@ -82,7 +90,7 @@ class Engines:
             checks.tokens(f"{what}, {name}", questions, run.answers, plain.answers, self._plain)
         # Requests that start together do not find in the cache what they are all about to compute.
         in_common = common * BLOCK_TOKENS
-        checks.cached(f"{what}, {WITHOUT}", plain.answers, 0, in_common)
+        checks.cached(f"{what}, {WITHOUT}", plain.answers, 0, in_common if self._prefix_cache else 0)
         checks.cached(f"{what}, {FILL}", fill.answers, 0, in_common)
         checks.cached(f"{what}, {READ}", read.answers, everything, everything)
         came = self.store.read() - read_before
@@ -103,6 +111,7 @@ def show(cases: list[Case]) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_engine_model_option(parser)
     parser.add_argument("--scale", type=int, help="1000 / SCALE prompts; default: 25; --quick: 125")
+    parser.add_argument("--rates", type=int, nargs="+", choices=RATES, help="some of the hit rates, in percent")
     add_cpu_bytes_option(parser)
 
 
@@ -113,27 +122,38 @@ def main() -> int:
     options = benchmark.options
     scale = options.scale or (125 if benchmark.quick else 25)
     model, prompts = ENGINE_MODELS[options.model or "tiny"], _PROMPTS // scale
-    rates = RATES[::5] if benchmark.quick else RATES
+    rates = options.rates or (RATES[::5] if benchmark.quick else RATES)
     cpu_bytes = options.cpu_bytes
     if cpu_bytes is None:
-        cpu_bytes = 2 * prompts * _PROMPT_TOKENS * model.token_bytes
-    seconds: dict[int, dict[str, list[float]]] = {rate: {WITHOUT: [], FILL: [], READ: []} for rate in rates}
-    with ExitStack() as stack, benchmark.steps("starting three engines", benchmark.rounds * len(rates)) as step:
-        engines = Engines(stack, model, prompts, benchmark.rounds, cpu_bytes)
-        engines.take_turns(0, _WARM_UP, 0)
-        seeds = iter(range(1, benchmark.rounds * len(rates) + 1))
-        for number in range(benchmark.rounds):
-            for rate in random.Random(number).sample(rates, len(rates)):
-                step(f"round {number + 1}: {rate} % in common", 0)
-                for name, value in engines.take_turns(next(seeds), prompts, rate).items():
-                    seconds[rate][name].append(value)
-                step()
+        cpu_bytes = min(2 * prompts, _CACHED // 2) * _PROMPT_TOKENS * model.token_bytes
+    checks = Checks()
     parameters = {"prompts": prompts, "prompt_tokens": _PROMPT_TOKENS, "output_tokens": _OUTPUT_TOKENS}
-    for rate in rates:
-        benchmark.add(f"{rate} %", seconds[rate], references=(READ,), hit_rate_percent=rate, **parameters)
+    with benchmark.steps("", len(CACHES) * benchmark.rounds * len(rates)) as step:
+        for group, prefix_cache in CACHES.items():
+            step(f"{group}: starting three engines", 0)
+            seconds: dict[int, dict[str, list[float]]] = {rate: {WITHOUT: [], FILL: [], READ: []} for rate in rates}
+            with ExitStack() as stack:
+                engines = Engines(stack, model, prompts, prefix_cache, cpu_bytes, checks)
+                engines.take_turns(0, _WARM_UP, 0)
+                seeds = iter(range(1, benchmark.rounds * len(rates) + 1))
+                for number in range(benchmark.rounds):
+                    for rate in random.Random(number).sample(rates, len(rates)):
+                        step(f"{group}, round {number + 1}: {rate} % in common", 0)
+                        for name, value in engines.take_turns(next(seeds), prompts, rate).items():
+                            seconds[rate][name].append(value)
+                        step()
+            for rate in rates:
+                benchmark.add(
+                    f"{rate} %, {group}",
+                    seconds[rate],
+                    references=(READ,),
+                    group=group,
+                    hit_rate_percent=rate,
+                    **parameters,
+                )
     show(benchmark.cases)
     scaled = _PROMPTS / prompts
-    return conclude(benchmark, engines.checks, model=model.to_json(), scale=scaled, cpu_bytes=cpu_bytes, **parameters)
+    return conclude(benchmark, checks, model=model.to_json(), scale=scaled, cpu_bytes=cpu_bytes, **parameters)
 
 
 if __name__ == "__main__":
