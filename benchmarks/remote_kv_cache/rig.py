@@ -186,9 +186,9 @@ def _cpu_times() -> tuple[int, int]:
 
 
 def commit(paths: Sequence[str] = ()) -> dict[str, Any] | None:
-    """The commit that is measured, with git's ids of these paths in it: they tell in any history, rewritten or
-    shallow, whether the paths are the same. Without ids, and marked, if the checkout differs in these paths, or anywhere
-    if there are none. Outside of a git checkout, such as a copy of it on another machine, what KVSTORE_COMMIT says; None
+    """The commit that is measured, with git's ids of these paths in it, which tell in any history, rewritten or cut,
+    whether the paths are the same. Without ids, and marked, if the checkout differs in these paths, or anywhere if
+    there are none. Outside of a git checkout, such as a copy on another machine, what KVSTORE_COMMIT says; None
     without that."""
     head = _git("rev-parse", "--short=10", "HEAD")
     if head is None:
