@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore_client import Namespace
-from tests.support import programs, scheduling
+from tests.support import programs, progress, scheduling
 from tests.support.clock import Clock
 from tests.support.disk import BLOCK
 from tests.support.harness import MakeNamespace, Server, StartServer, make_namespace
@@ -35,6 +35,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(programs)
     config.pluginmanager.register(scheduling)
+    config.pluginmanager.register(progress)
     config.addinivalue_line("markers", "soak: its length is KVSTORE_SOAK_S seconds")
 
 

@@ -140,7 +140,7 @@ def test_a_shard_never_takes_more_memory_than_its_limit_and_a_fixed_overhead(sta
                 thread.start()
             end = time.monotonic() + min(SOAK_S, 12)
             while time.monotonic() < end and not failures:
-                time.sleep(0.1)
+                time.sleep(0.05)
             stop.set()
             for thread in threads:
                 thread.join(60)

@@ -31,6 +31,7 @@ from tests.support.disk import (
     open_client,
     read,
     unmount,
+    wait_until_durable,
     wait_until_off,
     wait_until_on,
     wait_until_written,
@@ -271,8 +272,7 @@ def test_blocks_deleted_while_the_tier_is_off_do_not_come_back(
     with open_client(server, namespace) as client:
         wait_until_on(client)
         fill(client, keys, BLOCK)
-        wait_until_written(client)
-        time.sleep(0.5)
+        wait_until_durable(client)
         trigger.write_text("all")
         fill(client, make_keys(10, first=5000), BLOCK)
         wait_until_off(client)
@@ -423,11 +423,11 @@ def test_a_keeper_killed_while_it_reads_the_old_index_is_replaced(
     with open_client(server, namespace) as client:
         fill(client, keys, 64)
     assert server.stop() == 0
-    for _ in range(10):  # until it is killed in time: the later, the more it had told
+    for number in range(1, 11):  # until it is killed in time: the later, the more it had told
         server.restart()
         (shard,) = server.shards()
         keeper = wait_until(lambda shard=shard: next(iter(shard.children()), None))
-        time.sleep(0.15)
+        time.sleep(0.2 / number)
         keeper.kill()
         with open_client(server, namespace) as client:
             if wait_until(lambda: (state := disk_info(client).state) != "recovering" and state) == "on":
@@ -455,8 +455,7 @@ def test_deletes_acknowledged_around_the_death_of_the_keeper_hold(
     with open_client(server, namespace) as client:
         wait_until_on(client)
         fill(client, keys, BLOCK)
-        wait_until_written(client)
-        time.sleep(0.5)
+        wait_until_durable(client)
         (shard,) = server.shards()
         deleted: list[bytes] = []
 

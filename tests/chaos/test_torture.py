@@ -44,6 +44,7 @@ from tests.support.disk import (
     open_client,
     read,
     segment_files,
+    wait_until_durable,
     wait_until_on,
     wait_until_written,
 )
@@ -394,7 +395,8 @@ def test_a_changed_byte_of_the_index_costs_no_more_than_blocks(
         if rng.random() < 0.5:
             assert victim.server.stop() == 0
         else:
-            time.sleep(0.4)  # what is written is in the index
+            for client, _, _ in victim.clients():
+                wait_until_durable(client)
             victim.server.kill()
     print(f"{len(missing)} bytes of the index changed: misses {sorted(missing)}")
 

@@ -18,10 +18,12 @@ from kvstore_client import KVStoreClient
 from kvstore_client.engine.shared_rows import Offer, share_rows
 from tests.engine.shared_ranks import BLOCK_BYTES, Ranks, Spec
 from tests.support.harness import Server, block_of, blocks_of, make_keys, make_namespace, wait_until
+from tests.support.standing_clock import StandingClock
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
+    from kvstore_client.engine.paged import shared_pool
     from kvstore_client.engine.paged.plan import Load, SavedBlock, Saves, WorkerReport
     from kvstore_client.engine.paged.shared_pool import PASSAGES, WAITING_PASSAGES, Passages
 
@@ -270,13 +272,15 @@ def test_ranks_that_cannot_open_the_memory_all_do_without(spoil: str) -> None:
         assert list(threads.map(share, range(2))) == [None, None]
 
 
-def test_loads_wait_for_a_passage_and_their_time_runs_meanwhile() -> None:
+def test_loads_wait_for_a_passage_and_their_time_runs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StandingClock(monkeypatch, shared_pool)
     passages = Passages(there=True)
     loads = [Load(f"{at}", keys=[b"k"], block_ids=[1], within_s=0.2) for at in range(PASSAGES + 2)]
     going, waiting = passages.admit(loads)
     assert [load.number for load in going] == list(range(1, PASSAGES + 1))
     assert len({load.passage for load in going}) == PASSAGES
     passages.left("1")
+    clock.now += 0.1
     going, waiting = passages.admit(waiting)
     [load] = going
     assert (load.passage, load.request_id) == (loads[1].passage, str(PASSAGES)) and load.within_s < 0.2
@@ -285,7 +289,7 @@ def test_loads_wait_for_a_passage_and_their_time_runs_meanwhile() -> None:
     promised = [Load(f"p{at}", keys=[b"k"], within_s=9.0, waits=True) for at in range(WAITING_PASSAGES + 1)]
     going, _ = passages.admit([slotted, *promised])
     assert [load.passage is None for load in going] == [True, *[False] * WAITING_PASSAGES, True], "nobody waited"
-    time.sleep(0.21)
+    clock.now += 0.11
     [late], waiting = passages.admit(waiting)
     assert (late.within_s, late.passage, waiting) == (0.0, None, [])
     for load in [*loads, *promised]:

@@ -288,11 +288,13 @@ def test_resetting_the_cpu_tier_waits_for_what_is_under_way(server: Server, star
     engine.rows[:] = -1  # the memory is the engine's again: nothing is sent from it, nothing arrives in it
     assert not engine.manager.has_pending_work()
     engine.finish(asking)
-    time.sleep(0.2)  # for what must not come
+
+    def ended() -> bool:
+        return bool(client.contains(keys).sum() + engine.counted().get("dropped_blocks_total", 0) == len(keys))
+
+    with engine.store_client() as client:
+        wait_until(ended, what="what was on the wire arrived, the rest was given up")
     assert (engine.rows == -1).all()
-    counted = engine.counted()
-    with engine.store_client() as client:  # what was on the wire arrived, the rest was given up
-        assert client.contains(keys).sum() + counted.get("dropped_blocks_total", 0) == len(keys)
 
 
 def test_a_reset_of_an_engine_whose_weights_have_a_name_drops_what_it_believes_and_sends_nothing_older(

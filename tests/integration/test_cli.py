@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -493,7 +493,7 @@ def test_purge_waits_until_clients_with_copies_have_heard_and_names_those_that_h
         listener = engine._core._listener
         assert listener is not None
         listener.stop()  # as if its process stood still
-        time.sleep(0.3)
+        wait_until(lambda: all(thread.name != "kvstore-listen" for thread in threading.enumerate()))
         silent = answer("purge", *at, status=1)
         assert len(silent["clients"]["silent"]) == 2, "its connections to both shards"
         assert silent["clients"]["silent"][0] in silent["error"]["message"]

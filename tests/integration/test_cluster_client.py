@@ -156,7 +156,7 @@ def test_blocks_whose_checksum_nobody_checked_are_not_repaired(cluster: Cluster,
         cluster.start_listed("b", state="joining")
         wait_until(lambda: nodes_of(client) == {"a", "b"})
         assert client.get(KEYS).hit == COUNT
-        time.sleep(0.3)
+        wait_until(lambda: not client._repairs._running)
         assert not holders(cluster, namespace)["b"].any()
 
 

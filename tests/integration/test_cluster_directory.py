@@ -84,7 +84,7 @@ def test_a_lease_that_is_kept_alive_holds_and_one_that_is_not_ends(directory: Et
     end = time.monotonic() + 3.5
     while time.monotonic() < end:
         assert directory.keep_alive(kept)
-        time.sleep(0.3)
+        time.sleep(0.05)
     assert states_of(directory.membership()) == {"kept": "serving"}
 
 
@@ -305,7 +305,8 @@ def test_closing_a_follower_is_quick_and_nothing_is_told_after_it(url: str, dire
     assert not following.follower._thread.is_alive()
     told = len(following.views)
     directory.register(member("b"), directory.grant(60))
-    time.sleep(0.3)
+    with Following(url) as another:
+        another.wait_for({"a": "serving", "b": "serving"})
     assert len(following.views) == told
 
 

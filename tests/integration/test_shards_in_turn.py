@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_client import KVStoreClient
 from kvstore_client._links import in_turn
-from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys
+from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
 
 MiB = 1 << 20
 BLOCK, COUNT = MiB, 48
@@ -112,7 +112,7 @@ def test_a_call_does_not_wait_for_the_shard_of_another_call(server: Server, clie
     with KVStoreClient(server.endpoint, client.namespace) as other, other.promise([promised], ttl_s=60):
         waiting = threading.Thread(target=client.get_into, args=([promised], out), kwargs={"wait_s": 3.0})
         waiting.start()
-        time.sleep(0.3)  # it waits now
+        wait_until(lambda: sum(each.awaited for shard in other.info().shards for each in shard.namespaces))
         began = time.monotonic()
         for _ in range(100):
             assert client.contains(KEYS[:1]).all()

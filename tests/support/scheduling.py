@@ -45,7 +45,7 @@ SECOND_ENGINES: Final = frozenset(
         "windowed_models",
     ]
 )
-ROOMS: Final = ("engine", "chaos", "attack", "integration", "unit")  # the longest start first
+ROOMS: Final = ("unit", "integration", "engine", "attack", "chaos")  # what is quick tells of a mistake first
 SLOW_WEIGHT: Final = 8  # a test of tests/slow.txt takes as long as so many others
 SLOW: Final = Path(__file__).parents[1] / "slow.txt"
 _LIST: Final = "exclusive_tests"  # the name in a worker's input for the file of exclusive tests
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     weights: Counter[Path] = Counter()
     for item in items:
         weights[item.path] += SLOW_WEIGHT if name_of(item.nodeid) in slow else 1
-    # The longest files start first, so that no worker is left alone with one at the end.
+    # Of a folder, the longest files start first, so that no worker is left alone with one at the end.
     items.sort(key=lambda item: (_room(item), -weights[item.path], item.path.as_posix()))
     for item in items:
         if name_of(item.nodeid) in slow:
@@ -109,7 +109,7 @@ def _exclusive_unit(nodeid: str) -> str:
 
 
 def _room(item: pytest.Item) -> int:
-    return next((number for number, room in enumerate(ROOMS) if f"/tests/{room}/" in item.path.as_posix()), 0)
+    return next((number for number, room in enumerate(ROOMS) if f"/tests/{room}/" in item.path.as_posix()), len(ROOMS))
 
 
 @pytest.hookimpl(optionalhook=True)

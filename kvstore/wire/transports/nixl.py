@@ -17,10 +17,6 @@ import functools
 import importlib.util
 import logging
 import os
-import resource
-import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -43,13 +39,13 @@ from kvstore.wire.remote_memory import (
     Touched,
     places_inside,
 )
+from kvstore.wire.transports._nixl_trial import trial
 
 GROUP_BYTES: Final = 8 << 20  # read at a time, or one block: the next ones arrive while these are copied
 SPARE_LANDINGS: Final = 4  # kept registered for the next reads
 READ_TIMEOUT_S: Final = 1.0  # for a group; an owner that is gone may never answer, and the call waits for so long
 SPINS: Final = 200  # looks at a read that is under way, before the thread sleeps between them
 NAP_S: Final = 50e-6
-TRIAL_S: Final = 30.0  # for the process that tries the library; it takes about a second
 
 _PACKAGES: Final = ("nixl_cu12", "nixl_cu13", "nixl_rocm")  # by the version of CUDA; without a GPU each of them works
 
@@ -268,57 +264,11 @@ def sharing() -> Nixl | None:
     installed. Takes a second."""
     if not nixl_package():
         raise ImportError("NIXL is not installed; expected pip install llm-kvstore[nixl]")
-    problem = _trial()
+    problem = trial()
     if problem:
         log.warning("nixl is not used: %s", problem)
         return None
     return Nixl()
-
-
-def _trial() -> str:
-    """Have a process of its own read memory with NIXL: if it crashes, this one does not. -> why NIXL cannot be used;
-    empty: it can."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", __name__]
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=TRIAL_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"a process that tried it did not end: {error}"
-    if not done.returncode:
-        return ""
-    if done.returncode < 0:
-        what = f"crashed ({signal.Signals(-done.returncode).name})"
-    else:
-        what = "failed: " + next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
-    return f"a process that tried it {what}"
-
-
-def _try_out() -> None:
-    """Read some memory of one agent with another. Raises what goes wrong."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    owner, reader = Nixl(), Nixl()
-    blocks = np.arange(4 * 4096, dtype=np.uint64).view(np.uint8).reshape(-1, 4096)
-    handle = owner.offer(blocks.reshape(-1).data, lambda: -1)
-    memory = reader.remote(must_stay=False)
-    memory.attach(1, blocks.nbytes, handle.data)
-    numbers, offsets = np.ones(len(blocks), np.uint64), np.arange(len(blocks), dtype=np.uint64) * 4096
-    found, out, ended = memory.blocks(numbers, offsets, 4096), np.zeros_like(blocks), threading.Event()
-
-    def help_reader() -> None:
-        while not ended.wait(0.001):
-            owner.progress()
-
-    helper = threading.Thread(target=help_reader)
-    helper.start()
-    try:
-        found.read(out, np.arange(len(blocks), dtype=np.int64))
-    finally:
-        ended.set()
-        helper.join()
-    if not (out == blocks).all():
-        raise RemoteMemoryError("other bytes were read than were there")
 
 
 def _register(agent: Any, address: int, nbytes: int) -> Any:
@@ -423,7 +373,3 @@ class _NixlMemory:
 
     def close(self) -> None:
         self._pieces.clear()
-
-
-if __name__ == "__main__":
-    _try_out()
