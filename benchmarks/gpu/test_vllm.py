@@ -56,7 +56,7 @@ GRAPHS_STORE: Final = "from the store, CUDA graphs"
 TIER_FILLED: Final = "computed and filled in, offloading tier"
 TIER_STORE: Final = "from the store, offloading tier, after a restart"
 
-_CONTROL_TOKENS: Final = 64  # at the end of two prompts that have nothing else in common
+_CONTROL_TOKENS: Final = 64  # at the end of prompts that have nothing else in common
 _SPARE_BYTES: Final = 256 << 20
 _STORED_S: Final = 20.0  # after the answer
 
@@ -76,12 +76,14 @@ def store_options(endpoint: str) -> dict[str, Any]:
 
 
 def check_control(machine: Machine, plain: Engine) -> None:
-    """Two prompts with the same end must have different answers, or equal answers would prove nothing."""
+    """Prompts with the same end must have different answers, or equal answers would prove nothing. Of several, because
+    two may have the same by chance."""
     tokens = min(machine.sizes.rounds)
-    one, other = machine.prompt(tokens), machine.prompt(tokens, seed=9)
-    other[-_CONTROL_TOKENS:] = one[-_CONTROL_TOKENS:]
-    answers = [plain.generate([prompt], OUTPUT_TOKENS).answers[0].token_ids for prompt in (one, other)]
-    machine.checks.that(answers[0] != answers[1], f"prompts with the same end have the same answer {answers[0]}")
+    prompts = [machine.prompt(tokens), *(machine.prompt(tokens, seed=seed) for seed in range(9, 13))]
+    for other in prompts[1:]:
+        other[-_CONTROL_TOKENS:] = prompts[0][-_CONTROL_TOKENS:]
+    answers = {tuple(plain.generate([prompt], OUTPUT_TOKENS).answers[0].token_ids) for prompt in prompts}
+    machine.checks.that(len(answers) > 1, f"prompts with the same end have the same answer {answers}")
 
 
 def fill(machine: Machine, store: Store, asking: Asking, name: str, engine: Engine, prompt: list[int]) -> float | None:

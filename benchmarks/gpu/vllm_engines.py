@@ -89,7 +89,7 @@ class Machine:
         return Engine(
             model,
             connector,
-            weights=False,
+            weights=not self.on_gpu,  # vLLM packs weights for CPUs before others can be made up
             enable_prefix_caching=False,
             max_model_len=max(longest, WARM_UP_TOKENS) + 2 * OUTPUT_TOKENS,
             max_num_seqs=8,

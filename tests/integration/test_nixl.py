@@ -86,7 +86,7 @@ def test_over_tcp_the_server_helps(start_server: StartServer) -> None:
 
 CRASHES = """
 import os, signal, sys
-if "kvstore.wire.transports._nixl_trial" in sys.orig_argv:
+if "kvstore.wire.transports.nixl" in sys.orig_argv:
     os.kill(os.getpid(), signal.SIGSEGV)
 """
 

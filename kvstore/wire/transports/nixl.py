@@ -17,6 +17,7 @@ import functools
 import importlib.util
 import logging
 import os
+import resource
 import threading
 import time
 import uuid
@@ -39,7 +40,7 @@ from kvstore.wire.remote_memory import (
     Touched,
     places_inside,
 )
-from kvstore.wire.transports._nixl_trial import trial
+from kvstore.wire.transports._trial import trial
 
 GROUP_BYTES: Final = 8 << 20  # read at a time, or one block: the next ones arrive while these are copied
 SPARE_LANDINGS: Final = 4  # kept registered for the next reads
@@ -264,7 +265,7 @@ def sharing() -> Nixl | None:
     installed. Takes a second."""
     if not nixl_package():
         raise ImportError("NIXL is not installed; expected pip install llm-kvstore[nixl]")
-    problem = trial()
+    problem = trial(__name__)
     if problem:
         log.warning("nixl is not used: %s", problem)
         return None
@@ -373,3 +374,26 @@ class _NixlMemory:
 
     def close(self) -> None:
         self._pieces.clear()
+
+
+def _try_out() -> None:
+    """Read some memory of one agent with another. Raises what goes wrong."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    owner, reader = Nixl(), Nixl()
+    blocks = np.arange(4 * 4096, dtype=np.uint64).view(np.uint8).reshape(-1, 4096)
+    handle = owner.offer(blocks.reshape(-1).data, lambda: -1)
+    memory = reader.remote(must_stay=False)
+    memory.attach(1, blocks.nbytes, handle.data)
+    numbers, offsets = np.ones(len(blocks), np.uint64), np.arange(len(blocks), dtype=np.uint64) * 4096
+    found, out = memory.blocks(numbers, offsets, 4096), np.zeros_like(blocks)
+    reading = threading.Thread(target=found.read, args=(out, np.arange(len(blocks), dtype=np.int64)))
+    reading.start()
+    while reading.is_alive():
+        owner.progress()
+        reading.join(0.001)
+    if not (out == blocks).all():
+        raise RuntimeError("what was read is not what was there")
+
+
+if __name__ == "__main__":
+    _try_out()
