@@ -60,6 +60,7 @@ cdef class Receiver:
     cdef int fd_count
     cdef int errno_
     cdef int low_water
+    cdef int looking_pays  # above 0: of late, what was waited for came while one looks rather than sleeps
     cdef Py_ssize_t coming  # bytes that were certain to come when `arm` was called, less those that have come since
     # The frame that is arriving:
     cdef bint in_frame, more, is_command
@@ -335,12 +336,24 @@ cdef class Receiver:
         cdef double left_s = until - kv_now() if until else 0.0
         cdef Py_ssize_t coming = self.left if self.in_frame else 0
         cdef int ready
+        cdef bint looks
+        cdef double began
         if left_s <= 0:
             return DRAINED
         if self.following_is_known:
             coming += self.following
         self._set_low_water(fd, max(coming, self.coming))
-        ready = kv_await(fd, wake_fd, <int>(left_s * 1000) + 1)
+        if coming or self.coming:  # it is woken when much has come
+            ready = kv_await(fd, wake_fd, <int>(left_s * 1000) + 1, 0)
+        else:
+            looks = self.looking_pays > 0
+            began = kv_now()
+            ready = kv_await(fd, wake_fd, <int>(left_s * 1000) + 1, KV_LOOKING_S if looks else 0)
+            # A thread that slept was woken later than it would have seen the bytes.
+            if kv_now() - began < (KV_LOOKING_S if looks else 2 * KV_LOOKING_S):
+                self.looking_pays = min(8, self.looking_pays + 1)
+            else:
+                self.looking_pays = max(-8, self.looking_pays - 1)
         if ready < 0:
             return INTERRUPTED
         return ARRIVED if ready else DRAINED

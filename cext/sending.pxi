@@ -31,13 +31,17 @@ def send_views(sock, views):
 cdef class BlockFrames:
     """The payload of a SET: ``blocks``, ``per_frame`` of them to a ZMTP frame, and a last frame of their checksums.
 
-    ``sums``: uint64, the checksums, one a block; None: the blocks are hashed. ``head``: bytes that go before. ``sent``: bytes that were sent so far. Keeps the blocks exported; they must not
-    change before all is sent. Raises ValueError when a block has another size than ``block_bytes``. One thread at a time.
+    ``numbers``: int64, then ``blocks`` is one buffer of rows of ``block_bytes``, and these rows are the blocks; None:
+    ``blocks`` are buffers of one block each. ``sums``: uint64, the checksums, one a block; None: the blocks are hashed.
+    ``head``: bytes that go before. ``sent``: bytes that were sent so far. Keeps the blocks exported; they must not
+    change before all is sent. Raises ValueError when a block has another size than ``block_bytes``, IndexError for a
+    row that is not there. One thread at a time.
     """
 
     cdef _Buffers held
     cdef bytes before
     cdef Py_ssize_t count, block_bytes, per_frame
+    cdef uint8_t **where  # the blocks
     cdef uint64_t *sums
     cdef Py_ssize_t at  # the block that is sent next, and how many bytes of it are sent
     cdef Py_ssize_t into
@@ -48,21 +52,24 @@ cdef class BlockFrames:
     cdef bint ending  # the last frame has begun
     cdef readonly uint64_t sent  # bytes so far
 
-    def __cinit__(self, bytes head not None, blocks, Py_ssize_t block_bytes, Py_ssize_t per_frame, sums=None):
-        cdef list given = list(blocks)
+    def __cinit__(
+        self, bytes head not None, blocks, Py_ssize_t block_bytes, Py_ssize_t per_frame, sums=None, numbers=None
+    ):
+        cdef list given = list(blocks) if numbers is None else []
         cdef _Buffers made
-        cdef Py_ssize_t i
-        if not given or block_bytes < 1 or per_frame < 1:
-            raise ValueError(f"{len(given)} blocks of {block_bytes} bytes, {per_frame} a frame: expected 1 at least")
-        self.count, self.block_bytes, self.per_frame = len(given), block_bytes, per_frame
-        self.held = _Buffers(self.count)
-        for i in range(self.count):
-            if self.held.take(given[i], PyBUF_SIMPLE, "a block").len != block_bytes:
-                raise ValueError(f"block {i} holds {self.held.views[i].len} bytes: expected {block_bytes}")
+        self.count = len(given) if numbers is None else len(numbers)
+        if self.count < 1 or block_bytes < 1 or per_frame < 1:
+            raise ValueError(f"{self.count} blocks of {block_bytes} bytes, {per_frame} a frame: expected 1 at least")
+        self.block_bytes, self.per_frame = block_bytes, per_frame
+        self.where = <uint8_t **>malloc(self.count * sizeof(uint8_t *))
         self.sums = <uint64_t *>malloc(self.count * sizeof(uint64_t))
         self.head = <uint8_t *>malloc(len(head) + 16)
-        if self.sums == NULL or self.head == NULL:
+        if self.where == NULL or self.sums == NULL or self.head == NULL:
             raise MemoryError()
+        if numbers is None:
+            self._take_blocks(given)
+        else:
+            self._take_rows(blocks, numbers)
         memcpy(self.head, <const char *>head, len(head))
         self.head_size = len(head)
         if sums is not None:
@@ -70,7 +77,32 @@ cdef class BlockFrames:
             memcpy(self.sums, _sums(made, sums, self.count, False, "sums"), self.count * sizeof(uint64_t))
             self.hashed = self.count
 
+    cdef int _take_blocks(self, list given) except -1:
+        cdef Py_ssize_t i
+        cdef Py_buffer *view
+        self.held = _Buffers(self.count)
+        for i in range(self.count):
+            view = self.held.take(given[i], PyBUF_SIMPLE, "a block")
+            if view.len != self.block_bytes:
+                raise ValueError(f"block {i} holds {view.len} bytes: expected {self.block_bytes}")
+            self.where[i] = <uint8_t *>view.buf
+        return 0
+
+    cdef int _take_rows(self, object rows, object numbers) except -1:
+        cdef _Buffers given = _Buffers(1)
+        cdef Py_buffer *view = _int64s(given, numbers, "numbers", True)
+        cdef int64_t *number = <int64_t *>view.buf
+        cdef Py_ssize_t i
+        self.held = _Buffers(1)
+        view = self.held.take(rows, PyBUF_SIMPLE, "blocks")
+        for i in range(self.count):
+            if number[i] < 0 or number[i] >= view.len // self.block_bytes:
+                raise IndexError(f"row {number[i]}: expected one of {view.len // self.block_bytes}")
+            self.where[i] = <uint8_t *>view.buf + number[i] * self.block_bytes
+        return 0
+
     def __dealloc__(self):
+        free(self.where)
         free(self.sums)
         free(self.head)
 
@@ -110,9 +142,9 @@ cdef class BlockFrames:
                 at, into, total = self.at, self.into, 0
                 while at < self.frame_end and n < KV_IOV and total < PIECE_BYTES:
                     if at == self.hashed:
-                        self.sums[at] = xxh3_64(<uint8_t *>self.held.views[at].buf, self.block_bytes, 0, _best)
+                        self.sums[at] = xxh3_64(self.where[at], self.block_bytes, 0, _best)
                         self.hashed += 1
-                    pieces[n].iov_base = <char *>self.held.views[at].buf + into
+                    pieces[n].iov_base = self.where[at] + into
                     pieces[n].iov_len = self.block_bytes - into
                     total += self.block_bytes - into
                     into = 0

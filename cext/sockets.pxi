@@ -11,6 +11,7 @@ cdef extern from *:
     """
     #include <errno.h>
     #include <poll.h>
+    #include <sched.h>
     #include <sys/socket.h>
     #include <sys/uio.h>
     #include <time.h>
@@ -18,6 +19,7 @@ cdef extern from *:
 
     #define KV_IOV 512
     #define KV_MOST_DESCRIPTORS 253
+    #define KV_LOOKING_S 100e-6
 
     static double kv_now(void) {
         struct timespec t;
@@ -59,11 +61,14 @@ cdef extern from *:
         return got;
     }
 
-    /* Waits until fd can be read, or wake_fd (an eventfd, which is reset), or for ms. -> whether fd can be read; -1
-     * when a signal came. */
-    static int kv_await(int fd, int wake_fd, int ms) {
+    /* Waits until fd can be read, or wake_fd (an eventfd, which is reset), or for ms. Looks for `looking_s` before it
+     * sleeps: to be woken takes longer than that. -> whether fd can be read; -1 when a signal came. */
+    static int kv_await(int fd, int wake_fd, int ms, double looking_s) {
         struct pollfd polled[2] = {{fd, POLLIN, 0}, {wake_fd, POLLIN, 0}};
-        int n = poll(polled, wake_fd < 0 ? 1 : 2, ms);
+        int n = 0, count = wake_fd < 0 ? 1 : 2;
+        for (double until = looking_s > 0 ? kv_now() + looking_s : 0; n == 0 && kv_now() < until; sched_yield())
+            n = poll(polled, count, 0);
+        if (n == 0) n = poll(polled, count, ms);
         if (n < 0) return -1;
         if (wake_fd >= 0 && polled[1].revents != 0) {
             uint64_t count;
@@ -76,10 +81,11 @@ cdef extern from *:
     struct iovec:
         void *iov_base
         size_t iov_len
+    double KV_LOOKING_S
     int KV_IOV, EAGAIN, EBADF, EINTR, SOL_SOCKET, SO_RCVLOWAT
     double kv_now() nogil
     Py_ssize_t kv_receive(int fd, iovec *pieces, int count, int *fds, int *fd_count) nogil
-    int kv_await(int fd, int wake_fd, int ms) nogil
+    int kv_await(int fd, int wake_fd, int ms, double looking_s) nogil
     int kv_close "close"(int fd) nogil
     int setsockopt(int fd, int level, int name, const void *value, unsigned int size) nogil
 

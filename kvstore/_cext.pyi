@@ -144,10 +144,11 @@ class BlockFrames:
     def __init__(
         self,
         head: bytes,
-        blocks: Iterable[_Buffer],
+        blocks: Iterable[_Buffer] | _Buffer,
         block_bytes: int,
         per_frame: int,
         sums: npt.NDArray[np.uint64] | None = None,
+        numbers: npt.NDArray[np.int64] | None = None,
     ) -> None: ...
     def send(self, sock: socket, wait_s: float = 0.0) -> bool: ...
 

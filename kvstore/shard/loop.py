@@ -39,6 +39,7 @@ from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.tenants import Tenants
 from kvstore.shard.turns import Line
+from kvstore.shard.waiting import Waiting
 from kvstore.store.arena import Arena
 from kvstore.store.namespaces import Store
 from kvstore.tls.handing import Handed
@@ -124,9 +125,9 @@ class Shard:
         for fd in (self._neighbours.fd, logins.fd if logins is not None else -1):
             if fd >= 0:
                 poll.register(fd, select.EPOLLIN)
-        housekeeping = 0.0
+        housekeeping, waiting = 0.0, Waiting(poll)
         while self._drain_until is None or not self._drained():
-            events = poll.poll(self._patience_s())
+            events = waiting.events(self._patience_s())
             state.now = now = time.monotonic()
             turns.begin(now)
             for fd, event in events:

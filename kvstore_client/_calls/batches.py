@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore._cext import BlockFrames, first_of_each
+from kvstore._cext import first_of_each
 from kvstore.wire.zmtp import frame, frame_head
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.call import Call, Message
@@ -87,6 +87,8 @@ def set_message(
     block_bytes = source.block_bytes
     data = keys.tobytes()
     head = frame(wire.encode(request), True) + frame_head(len(data), True) + data
-    numbers = positions.tolist()
-    sums = None if macs is None else macs.of(numbers, map(source.view, numbers))
-    yield BlockFrames(head, map(source.view, numbers), block_bytes, wire.frame_blocks(block_bytes), sums)
+    sums = None
+    if macs is not None:
+        numbers = positions.tolist()
+        sums = macs.of(numbers, map(source.view, numbers))
+    yield source.frames(head, positions, wire.frame_blocks(block_bytes), sums)

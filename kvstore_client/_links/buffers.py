@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import ReusableMemory
+from kvstore._cext import BlockFrames, ReusableMemory
 from kvstore_client.errors import BlockSizeMismatch
 from kvstore_client.memory import SharedRegion, any_regions, region_of
 
@@ -164,6 +164,14 @@ class BlockSource:
         if self._flat is None:
             return self._views[number]
         return self._flat[number * self.block_bytes : (number + 1) * self.block_bytes]
+
+    def frames(
+        self, head: bytes, numbers: npt.NDArray[np.int64], per_frame: int, sums: npt.NDArray[np.uint64] | None
+    ) -> BlockFrames:
+        """These blocks, to be sent: see `BlockFrames`."""
+        if self._flat is not None:
+            return BlockFrames(head, self._flat, self.block_bytes, per_frame, sums, numbers)
+        return BlockFrames(head, map(self._views.__getitem__, numbers.tolist()), self.block_bytes, per_frame, sums)
 
     def views(self, numbers: Sequence[int]) -> list[memoryview]:
         """These blocks in this order: a view of each, or a single view if they adjoin in one array."""

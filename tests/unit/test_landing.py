@@ -380,9 +380,10 @@ def test_places_and_rows_are_checked() -> None:
     block_bytes=st.sampled_from([1, 31, 255, 256, 5000]),
     per_frame=st.integers(1, 50),
     head=st.binary(max_size=300),
+    as_rows=st.booleans(),
 )
 def test_blocks_are_sent_in_frames_and_then_their_checksums(
-    count: int, block_bytes: int, per_frame: int, head: bytes
+    count: int, block_bytes: int, per_frame: int, head: bytes, as_rows: bool
 ) -> None:
     blocks = [bytes((number + at) % 256 for at in range(block_bytes)) for number in range(count)]
     expected = head
@@ -394,7 +395,13 @@ def test_blocks_are_sent_in_frames_and_then_their_checksums(
     with ours, theirs:
         ours.setblocking(False)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
-        frames = BlockFrames(head, blocks, block_bytes, per_frame)
+        if as_rows:  # in another order, in memory that has more
+            order = np.random.default_rng(count).permutation(count + 3)[:count].astype(np.int64)
+            rows = np.zeros((count + 3, block_bytes), dtype=np.uint8)
+            rows[order] = np.frombuffer(b"".join(blocks), dtype=np.uint8).reshape(count, block_bytes)
+            frames = BlockFrames(head, rows, block_bytes, per_frame, None, order)
+        else:
+            frames = BlockFrames(head, blocks, block_bytes, per_frame)
         received = b""
         while not frames.send(ours):
             received += theirs.recv(1000)
@@ -430,6 +437,14 @@ def test_blocks_of_another_size_are_refused() -> None:
         BlockFrames(b"", [bytes(4), bytes(5)], 4, 1)
     with pytest.raises(ValueError, match="expected 1 at least"):
         BlockFrames(b"", [], 4, 1)
+    rows = np.zeros((3, 4), dtype=np.uint8)
+    for number in (-1, 3, 1 << 62):
+        with pytest.raises(IndexError, match="expected one of 3"):
+            BlockFrames(b"", rows, 4, 1, None, np.array([0, number]))
+    with pytest.raises(ValueError, match="expected 1 at least"):
+        BlockFrames(b"", rows, 4, 1, None, np.zeros(0, dtype=np.int64))
+    with pytest.raises(TypeError, match="numbers"):
+        BlockFrames(b"", rows, 4, 1, None, np.zeros(1, dtype=np.int32))
 
 
 def test_views_are_sent_as_far_as_there_is_room() -> None:

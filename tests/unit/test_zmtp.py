@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -372,3 +373,16 @@ def test_advance_keeps_what_was_not_sent(views: list[bytes], sent: int) -> None:
     sent = min(sent, len(whole))
     assert b"".join(zmtp.advance(views, sent)) == whole[sent:]
     assert bool(b"".join(zmtp.advance(views, sent))) == (sent < len(whole))
+
+
+def test_who_waits_for_what_comes_late_uses_no_processor_time() -> None:
+    """It looks before it sleeps only while what it waits for comes at once."""
+    sink = Sink()
+    with connected(sink) as (sender, receiver):
+        for _ in range(20):  # closely, so that it looks
+            sender.sendall(zmtp.frame(b"x", False))
+            receiver.receive(BUDGET, -1, 0.05)
+        used = time.thread_time()
+        for _ in range(10):
+            receiver.receive(BUDGET, -1, 0.05)
+        assert time.thread_time() - used < 0.1, "of 0.5 s"
