@@ -45,6 +45,11 @@ _CACHED: Final = 256  # prompts, of which an engine's own cache has room for all
 CACHES: Final = {"engine's cache on": True, "engine's cache off": False}
 
 
+def _prompt_bytes(model: EngineModel) -> int:
+    """Of one prompt and its answer, in any memory."""
+    return (full_blocks(_PROMPT_TOKENS + _OUTPUT_TOKENS) + 1) * model.block_bytes
+
+
 class Engines:
     """The three engines on one server, and their seconds, for all hit rates."""
 
@@ -55,7 +60,7 @@ class Engines:
         self.model = model
         self.checks = checks
         self._prefix_cache = prefix_cache
-        prompt_bytes = (full_blocks(_PROMPT_TOKENS + _OUTPUT_TOKENS) + 1) * model.block_bytes
+        prompt_bytes = _prompt_bytes(model)
         endpoint = stack.enter_context(kvstore_server(prompt_bytes * (prompts + _WARM_UP)))
         self.store = stack.enter_context(Store(endpoint))
         arguments = {
@@ -125,7 +130,7 @@ def main() -> int:
     rates = options.rates or (RATES[::5] if benchmark.quick else RATES)
     cpu_bytes = options.cpu_bytes
     if cpu_bytes is None:
-        cpu_bytes = min(2 * prompts, _CACHED // 2) * _PROMPT_TOKENS * model.token_bytes
+        cpu_bytes = min(4 * prompts, _CACHED // 2) * _prompt_bytes(model)  # half of it may wait to be sent
     checks = Checks()
     parameters = {"prompts": prompts, "prompt_tokens": _PROMPT_TOKENS, "output_tokens": _OUTPUT_TOKENS}
     with benchmark.steps("", len(CACHES) * benchmark.rounds * len(rates)) as step:
