@@ -7,7 +7,11 @@ They are listed for Cython in ``cext/policies/all.pxi``, and for the settings in
 supervisor does not load the extension.
 """
 
+import os
 import re
+import shutil
+import sys
+import sysconfig
 from glob import glob
 from pathlib import Path
 
@@ -34,7 +38,19 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
 
 
+def check_compiler() -> None:
+    """End with one line, rather than with the output of a build that fails, where the extension cannot be compiled."""
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    if shutil.which(compiler) is None and shutil.which("cc") is None:
+        sys.exit(f"kvstore needs a C compiler: there is no {compiler}; on Debian: apt-get install gcc python3-dev")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if not headers.exists():
+        sys.exit(f"kvstore needs Python's headers: there is no {headers}; on Debian: apt-get install python3-dev")
+
+
 list_policies()
+if {"egg_info", "dist_info", "sdist"}.isdisjoint(sys.argv):  # these compile nothing
+    check_compiler()
 setup(
     ext_modules=cythonize(
         [

@@ -1,0 +1,53 @@
+"""What a build says where it cannot compile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.harness import ROOT
+
+pytest.importorskip("Cython")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """As much of a checkout as the first lines of setup.py need."""
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    shutil.copytree(ROOT / "cext" / "policies", tmp_path / "cext" / "policies")
+    (tmp_path / "kvstore").mkdir()
+    return tmp_path
+
+
+def test_without_a_compiler_one_line_says_what_is_needed(sources: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "bdist_wheel"],
+        cwd=sources,
+        env={**os.environ, "PATH": str(sources), "CC": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "kvstore needs a C compiler: there is no no-such-compiler; on Debian: apt-get install gcc python3-dev"
+    ]
+
+
+def test_what_compiles_nothing_needs_no_compiler(sources: Path) -> None:
+    """As the metadata that pip asks for before it builds. The sources are not there, so that is what it fails for."""
+    done = subprocess.run(
+        [sys.executable, "setup.py", "egg_info"],
+        cwd=sources,
+        env={**os.environ, "PATH": str(sources), "CC": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "C compiler" not in done.stdout + done.stderr
+    assert "_cext.pyx" in done.stdout + done.stderr
