@@ -44,12 +44,14 @@ MOST_THREADS: Final = 16
 class PrefixLookup:
     """The lookup of one request. ``stored``: how many leading blocks of ``keys`` the store has; None until known. If
     not ``certain``, the store did not answer in full in time, and it may have more than ``stored``. ``states``: behind
-    how many leading blocks the store has the states, of those that were found."""
+    how many leading blocks the store has the states, of those that were found. ``skipped``: the store was not asked,
+    because too many questions were under way; ask again."""
 
     keys: Sequence[bytes]
     deadline: float
     stored: int | None = None
     certain: bool = True
+    skipped: bool = False
     asked_at: float = 0.0
     known: int = 0  # leading blocks found so far
     states: list[int] = field(default_factory=list)
@@ -149,7 +151,7 @@ class PrefixLookups:
         elif lookup.keys[lookup.known] not in self._questions:
             if len(self._questions) >= MOST_QUESTIONS:
                 self._counters.add("skipped_lookups")
-                lookup.stored, lookup.certain = lookup.known, False
+                lookup.stored, lookup.certain, lookup.skipped = lookup.known, False, True
             else:
                 self._send(lookup.keys[lookup.known :])
         return lookup.stored

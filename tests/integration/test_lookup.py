@@ -270,6 +270,7 @@ def test_beyond_a_bound_of_questions_the_store_is_not_asked(
         assert lookups.pending == 5
         assert [lookup.stored for lookup in asked] == [None] * 5 + [0] * 3
         assert not any(lookup.certain for lookup in asked[5:])
+        assert [lookup.skipped for lookup in asked] == [False] * 5 + [True] * 3
     assert counters.take()["skipped_lookups"] == 3
 
 
