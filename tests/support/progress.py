@@ -39,7 +39,7 @@ def repeat_command(nodeid: str) -> str:
 
 def estimate(done_s: float, all_s: float, elapsed_s: float) -> str:
     """How far a run is: `done_s` of `all_s` expected seconds took `elapsed_s`."""
-    left_s = elapsed_s * (all_s - done_s) / done_s if done_s else 0.0
+    left_s = max(0.0, elapsed_s * (all_s - done_s) / done_s) if done_s else 0.0
     left = f"about {left_s / 60:.0f} min left" if left_s >= 90 else f"about {left_s:.0f} s left"
     return f"{done_s / all_s:.0%} of the work in {elapsed_s / 60:.1f} min, {left}" if all_s else ""
 
