@@ -105,7 +105,7 @@ class Machine:
         self.benchmark.say(f"{time.monotonic() - self._begun:6.1f} s  {what}")
 
     def needs(self, seconds: float) -> None:
-        """Raise OutOfTimeError if so many seconds are not left."""
+        """Raise OutOfTimeError if fewer seconds than these are left."""
         left = self._until - time.monotonic()
         if self.on_gpu and seconds > left:
             raise OutOfTimeError(f"it takes about {seconds:.0f} s, and {max(0.0, left):.0f} s of --within are left")

@@ -84,7 +84,7 @@ def _work(pipe: Connection, endpoint: str, port: int, count: int, seed: int, sha
                     getattr(operations[name], step)()
                     pipe.send((begin, time.perf_counter()))
     except Exception:
-        with contextlib.suppress(OSError):  # nobody waits for it any more
+        with contextlib.suppress(OSError):  # its parent has ended
             pipe.send(traceback.format_exc())
 
 

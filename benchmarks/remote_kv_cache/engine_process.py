@@ -336,7 +336,7 @@ def _make_engine(setup: Setup) -> Any:
 
 
 def _change_weights(worker: Any) -> None:
-    """Runs in a worker. A connector of ours there has seen other weights when it started, so it is told."""
+    """Runs in a worker. Our connector took its fingerprint of the weights before, so it is given their new name."""
     widen_weights(worker.get_model())
     if (name_weights := getattr(worker, "kvstore_new_weights", None)) is not None:
         name_weights("wide")
