@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from kvstore_serving.planning.profiling import BESIDE_START_S
 from tests.integration.test_plan import QUICK, document, plan
 from tests.support.endpoint import Behaviour, Endpoint
 from tests.support.harness import Server
@@ -42,15 +42,25 @@ def test_profile_measures_what_an_engine_takes_from_another(tmp_path: Path) -> N
     output = tmp_path / "engine.json"
     what = ["--model", "m", "--kv-bytes-per-token", "1000", "--kv-tokens", "5000", "--output", str(output)]
     sweep = ["--lengths", "16,64", "--prefill-batches", "1,2", "--decode-batches", "1,2", "--rounds", "1"]
-    # Whether the other one works is seen `BESIDE_START_S` after it began: in a request of it, not between two.
-    with Endpoint(lambda number: Behaviour(first_s=3 * BESIDE_START_S, gap_s=0.02)) as other:
+    endpoint: Endpoint
 
-        def behave(number: int) -> Behaviour:
-            return Behaviour(first_s=0.2, gap_s=0.1) if other.running else Behaviour(first_s=0.1, gap_s=0.05)
+    def busy(number: int) -> Behaviour:
+        """Answer the first request at once, and each later one when the measured engine has answered one meanwhile, or
+        when none comes any more."""
+        before, until_s = endpoint.answered, time.monotonic() + 5.0
 
-        with Endpoint(behave) as endpoint:
-            urls = ["--url", endpoint.url, "--beside", other.url]
-            found = document("profile", *urls, *what, *sweep, "--decode-tokens", "8")
+        def held() -> bool:
+            waiting = endpoint.running or time.monotonic() < until_s
+            return number > 0 and endpoint.answered == before and bool(waiting)
+
+        return Behaviour(gap_s=0.02, held=held)
+
+    def behave(number: int) -> Behaviour:
+        return Behaviour(first_s=0.2, gap_s=0.1) if other.running else Behaviour(first_s=0.1, gap_s=0.05)
+
+    with Endpoint(busy) as other, Endpoint(behave) as endpoint:
+        urls = ["--url", endpoint.url, "--beside", other.url]
+        found = document("profile", *urls, *what, *sweep, "--decode-tokens", "8")
     assert 1.5 < found["contention"]["prefill"] < 3.0 and 1.5 < found["contention"]["decode"] < 3.0
     wrong = document("profile", "--distserve", str(output), "--beside", "http://x", *what, status=2)
     assert "expected no --distserve" in wrong["error"]["message"]

@@ -134,7 +134,8 @@ def test_every_line_of_a_json_log_is_an_object(start_server: StartServer, tmp_pa
     server = start_server("--log-format", "json", "--log-level", "debug", *disk)
     shard = server.shards()[0]
     keeper = wait_until(lambda: next(iter(shard.children()), None), what="the shard has its keeper")
-    assert keeper.cmdline()[-3:] == ["debug", "shard=0 keeper", "json"]
+    settings = ["debug", "shard=0 keeper", "json"]
+    wait_until(lambda: keeper.cmdline()[-3:] == settings, what="the keeper runs its program, as its shard logs")
     pid = shard.pid
     shard.send_signal(signal.SIGKILL)
     wait_until(lambda: "is serving again" in server.log_text(), what="another shard serves")

@@ -40,6 +40,7 @@ class Behaviour:
     body: Any = None
     usage: bool = True
     reason_chunk: bool = False  # an empty chunk with the reason to end, as OpenAI sends it
+    held: Callable[[], bool] = lambda: False  # after `first_s`, as long as this is true
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Endpoint:
         self._behave = behave
         self.asked: list[Asked] = []
         self.running = 0  # answers that are being given
+        self.answered = 0
         self._released = asyncio.Event()
         paths = ("/v1/completions", "/v1/chat/completions")
         routes = [Route(path, self._answer, methods=["POST"]) for path in paths]
@@ -102,6 +104,7 @@ class Endpoint:
                 yield part
         finally:
             self.running -= 1
+            self.answered += 1
 
     async def _stream(self, asked: Asked, behaviour: Behaviour) -> AsyncIterator[str]:
         total = asked.body["max_tokens"]
@@ -111,6 +114,8 @@ class Endpoint:
         sent = chunks = 0
         while sent < total and chunks != behaviour.stop_after:
             await asyncio.sleep(behaviour.gap_s if chunks else behaviour.first_s)
+            while not chunks and behaviour.held():
+                await asyncio.sleep(0.01)
             count = min(behaviour.tokens_a_chunk, total - sent)
             sent, chunks = sent + count, chunks + 1
             text = " word" * count
