@@ -34,7 +34,7 @@ FOUND_VALID_S: Final = 1.0
 MISSING_VALID_S: Final = 0.1
 # How long found blocks are pinned: longer than an answer is valid, and longer than a load waits for its turn.
 PIN_S: Final = 10.0
-# Most questions under way. With more, the store does not keep up, and further answers would come too late.
+# Most questions under way. Further ones wait in line, so that each is answered soon after it is asked.
 MOST_QUESTIONS: Final = 256
 # Two threads per rank, up to this many: while one prepares a question, the other waits for an answer.
 MOST_THREADS: Final = 16
@@ -44,26 +44,27 @@ MOST_THREADS: Final = 16
 class PrefixLookup:
     """The lookup of one request. ``stored``: how many leading blocks of ``keys`` the store has; None until known. If
     not ``certain``, the store did not answer in full in time, and it may have more than ``stored``. ``states``: behind
-    how many leading blocks the store has the states, of those that were found. ``skipped``: the store was not asked,
-    because too many questions were under way; ask again."""
+    how many leading blocks the store has the states, of those that were found. ``asked_at``: when its last question
+    was asked; until then, when it came."""
 
     keys: Sequence[bytes]
-    deadline: float
+    asked_at: float
     stored: int | None = None
     certain: bool = True
-    skipped: bool = False
-    asked_at: float = 0.0
     known: int = 0  # leading blocks found so far
     states: list[int] = field(default_factory=list)
+    question: _Question | None = None  # that is under way and will tell more, perhaps asked for another request
 
 
 @dataclass
 class _Question:
     keys: Sequence[bytes]
+    deadline: float
     unanswered: int  # ranks that have not answered yet
     length: int  # leading keys that every rank has, among the ranks that answered
     states: set[int]  # and of these, the keys of which every rank has the states, by their indices
     certain: bool = True  # every shard of those ranks answered
+    lookups: list[PrefixLookup] = field(default_factory=list)  # that wait for it
 
 
 class _Answer(NamedTuple):
@@ -100,7 +101,8 @@ class PrefixLookups:
         self._counters = counters
         self._closed = False
         self._answers: deque[tuple[_Question, _Answer]] = deque()
-        self._questions: dict[bytes, _Question] = {}  # under way, by their first key
+        self._questions: dict[bytes, _Question] = {}  # under way, by their first key, the oldest first
+        self._line: deque[PrefixLookup] = deque()  # wait until fewer questions are under way
         self._facts: dict[bytes, _Fact] = {}
         self._expiring: deque[tuple[float, Sequence[bytes]]] = deque()
         # SimpleQueue: its put neither blocks nor releases the GIL, so it costs the scheduler next to nothing.
@@ -120,40 +122,25 @@ class PrefixLookups:
     def ask(self, keys: Sequence[bytes]) -> PrefixLookup:
         """Start a lookup; `poll` returns its result. If other requests have asked for the keys, it is known at once."""
         now = time.monotonic()
-        lookup = PrefixLookup(keys, now + self._timeout_s, asked_at=now)
+        lookup = PrefixLookup(keys, now)
         self._counters.add("lookups")
-        self.poll(lookup)
+        self._take_answers(now)
+        self._go_on(lookup, now)
         return lookup
 
     def poll(self, lookup: PrefixLookup) -> int | None:
-        """Return ``lookup.stored``, None while it is not known. Never blocks. After the deadline, the blocks found so
-        far are the result."""
+        """Return ``lookup.stored``, None while it is not known. Never blocks. If the question under way is not answered
+        in time, the blocks found so far are the result; so they are of a lookup that waits in line, when not even the
+        oldest question is answered in time."""
         if lookup.stored is not None:
             return lookup.stored
         now = time.monotonic()
         self._take_answers(now)
-        while lookup.known < len(lookup.keys):
-            fact = self._facts.get(lookup.keys[lookup.known])
-            if fact is None or fact.valid_until < now:
-                break
-            if not fact.there:
-                lookup.stored, lookup.certain = lookup.known, fact.there is not None
-                return lookup.stored
-            lookup.known += 1
-            if fact.state:
-                lookup.states.append(lookup.known)
-        else:
-            lookup.stored = lookup.known
-            return lookup.stored
-        if now >= lookup.deadline:
-            self._counters.add("lookup_timeouts")
-            lookup.stored, lookup.certain = lookup.known, False
-        elif lookup.keys[lookup.known] not in self._questions:
-            if len(self._questions) >= MOST_QUESTIONS:
-                self._counters.add("skipped_lookups")
-                lookup.stored, lookup.certain, lookup.skipped = lookup.known, False, True
-            else:
-                self._send(lookup.keys[lookup.known :])
+        if lookup.stored is None:
+            question = lookup.question or next(iter(self._questions.values()))
+            if now >= question.deadline:
+                self._counters.add("lookup_timeouts" if lookup.question else "skipped_lookups")
+                lookup.stored, lookup.certain = lookup.known, False
         return lookup.stored
 
     def came(self, key: bytes) -> None:
@@ -173,13 +160,37 @@ class PrefixLookups:
         for _ in self._threads:
             self._asked.put(None)
 
-    def _send(self, keys: Sequence[bytes]) -> None:
-        question = _Question(
-            keys, len(self._guards), len(keys), set(range(len(keys))) if self._groups is not None else set()
-        )
+    def _go_on(self, lookup: PrefixLookup, now: float) -> None:
+        """Learn from what is known; then wait for a question under way, or ask one, or stand in line."""
+        while lookup.known < len(lookup.keys):
+            fact = self._facts.get(lookup.keys[lookup.known])
+            if fact is None or fact.valid_until < now:
+                break
+            if not fact.there:
+                lookup.stored, lookup.certain = lookup.known, fact.there is not None
+                return
+            lookup.known += 1
+            if fact.state:
+                lookup.states.append(lookup.known)
+        else:
+            lookup.stored = lookup.known
+            return
+        question = self._questions.get(lookup.keys[lookup.known])
+        if question is None:
+            if len(self._questions) >= MOST_QUESTIONS:
+                self._line.append(lookup)
+                return
+            question = self._send(lookup.keys[lookup.known :], now)
+        question.lookups.append(lookup)
+        lookup.question, lookup.asked_at = question, now
+
+    def _send(self, keys: Sequence[bytes], now: float) -> _Question:
+        states = set(range(len(keys))) if self._groups is not None else set()
+        question = _Question(keys, now + self._timeout_s, len(self._guards), len(keys), states)
         self._questions[keys[0]] = question
         for guard in self._guards:
             self._asked.put((guard, question))
+        return question
 
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None and not self._closed:
@@ -207,6 +218,13 @@ class PrefixLookups:
             for key in question.keys[question.length : question.length + 1]:
                 self._facts[key] = _Fact(now + MISSING_VALID_S, False if question.certain else None)
             self._expiring.append((now + FOUND_VALID_S, question.keys[: question.length + 1]))
+            for lookup in question.lookups:
+                lookup.question = None
+                if lookup.stored is None:
+                    self._go_on(lookup, now)
+        while self._line and len(self._questions) < MOST_QUESTIONS:
+            if (lookup := self._line.popleft()).stored is None:
+                self._go_on(lookup, now)
 
 
 def _match_prefix(keys: Sequence[bytes], timeout_s: float, groups: GroupParts | None, client: Store) -> _Answer:

@@ -68,16 +68,12 @@ class FakeLookups:
         self.held = held
         self.groups = groups
         self.answering = self.certain = True
-        self.full = False  # it skips questions
         self.asked: list[Sequence[bytes]] = []
         self.asked_at = math.inf  # the end of time: an answer never grows too old by the machine's clock
         self.forgotten = 0
 
     def ask(self, keys: Sequence[bytes]) -> PrefixLookup:
-        lookup = PrefixLookup(list(keys), deadline=math.inf, asked_at=self.asked_at)
-        if self.full:
-            lookup.stored, lookup.certain, lookup.skipped = 0, False, True
-            return lookup
+        lookup = PrefixLookup(list(keys), self.asked_at)
         self.asked.append(lookup.keys)
         self.poll(lookup)
         return lookup

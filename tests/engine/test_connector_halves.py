@@ -92,17 +92,6 @@ def test_the_store_is_asked_as_soon_as_a_request_comes(start: StartEngine) -> No
     engine.abort(request)
 
 
-def test_a_question_that_was_skipped_when_many_requests_came_at_once_is_asked_later(start: StartEngine) -> None:
-    engine = start()
-    store(engine, PROMPT, 3)
-    engine.lookups.full = True
-    request = engine.add(PROMPT)
-    assert engine.half.loads.matched_tokens(request, 0) == 0, "nobody waits for room for a question"
-    engine.lookups.full = False
-    assert engine.half.loads.matched_tokens(request, 0) == 3 * BLOCK_TOKENS
-    engine.abort(request)
-
-
 def test_an_old_answer_holds_until_the_new_one_is_there(start: StartEngine) -> None:
     engine = start()
     store(engine, PROMPT, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -255,23 +256,69 @@ def test_nothing_is_believed_any_more_after_a_read_has_shown_it_wrong(
     assert answer(lookups, lookups.ask(keys)) == 0
 
 
-def test_beyond_a_bound_of_questions_the_store_is_not_asked(
+def test_beyond_a_bound_of_questions_lookups_wait_in_line_and_are_all_answered(
     start_server: StartServer,
     new_namespace: MakeNamespace,
     start_lookups: StartLookups,
-    counters: Counters,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Whoever polls moves all of them on: a request far back in the engine's queue is not polled for long."""
     monkeypatch.setattr(lookup_module, "MOST_QUESTIONS", 5)
-    server = start_server()
-    lookups = start_lookups(server.endpoint, new_namespace(BLOCK_BYTES))
+    server, namespace = start_server(), new_namespace(BLOCK_BYTES)
+    shared = make_keys(2)
+    prompts = [[*shared, *make_keys(3, first=10 * number)] for number in range(1, 41)]
+    others = [make_keys(2, first=1000 + 10 * number) for number in range(40)]
+    for number, keys in enumerate([*prompts, *others]):
+        put(server, namespace, keys[: number % 3 + 2])
+    lookups = start_lookups(server.endpoint, namespace, timeout_s=30)
     with server.stopped():
+        asked = [lookups.ask(keys) for keys in [*prompts, *others]]
+        assert lookups.pending == 5 and all(lookups.poll(each) is None for each in asked)
+    most = set()
+
+    def move_on() -> None:
+        """As a request does that has nothing to do with the others."""
+        lookups.ask(make_keys(1, first=9999))
+        most.add(lookups.pending)
+
+    wait_until(lambda: move_on() or all(each.stored is not None for each in asked))
+    assert max(most) <= 5
+    assert [each.stored for each in asked] == [*(number % 3 + 2 for number in range(40)), *[2] * 40]
+    assert all(each.certain for each in asked)
+
+
+def test_an_answer_stays_with_its_lookup_however_late_that_is_polled(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a request whose turn comes long after its question was answered."""
+    monkeypatch.setattr(lookup_module, "FOUND_VALID_S", 0.01)
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(4)
+    put(server, namespace, keys[:3])
+    lookups = start_lookups(server.endpoint, namespace, timeout_s=0.5)
+    late = lookups.ask(keys)
+    deadline = time.monotonic() + 0.5
+    wait_until(lambda: lookups.ask(make_keys(1, first=20)) and not late.question)
+    lookups.forget()
+    wait_until(lambda: time.monotonic() > deadline)
+    assert (lookups.poll(late), late.certain) == (3, True)
+
+
+def test_in_line_nobody_waits_longer_than_for_the_oldest_question(
+    start_lookups: StartLookups, new_namespace: MakeNamespace, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup_module, "MOST_QUESTIONS", 5)
+    lookups = start_lookups("tcp://127.0.0.1:1", new_namespace(BLOCK_BYTES), timeout_s=0.5)
+    answering = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(CountingGuard, "call", lambda self, operation, miss: answering.wait(30) and miss)
         asked = [lookups.ask(make_keys(1, first=number)) for number in range(8)]
-        assert lookups.pending == 5
-        assert [lookup.stored for lookup in asked] == [None] * 5 + [0] * 3
-        assert not any(lookup.certain for lookup in asked[5:])
-        assert [lookup.skipped for lookup in asked] == [False] * 5 + [True] * 3
-    assert counters.take()["skipped_lookups"] == 3
+        started = time.monotonic()
+        assert [answer(lookups, each) for each in reversed(asked)] == [0] * 8
+        assert time.monotonic() - started < 0.5 + SLACK_S and not any(each.certain for each in asked)
+        answering.set()
+    counted = counters.take()
+    assert (counted["lookup_timeouts"], counted["skipped_lookups"]) == (5, 3)
 
 
 def test_what_was_told_is_forgotten_in_the_end(

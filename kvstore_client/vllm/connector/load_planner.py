@@ -131,7 +131,7 @@ class LoadPlanner:
             waiting.lookup = waiting.next_lookup = None
             return []
         # Ask for the whole chain, also for blocks the engine has: in the store, its head must not age before its tail.
-        if waiting.lookup is None or waiting.lookup.skipped:  # there may be room for the question by now
+        if waiting.lookup is None:
             waiting.lookup = books.lookups.ask(keys[:usable])
         elif waiting.next_lookup is None and time.monotonic() - waiting.lookup.asked_at > RENEW_S:
             waiting.next_lookup = books.lookups.ask(keys[:usable])

@@ -88,7 +88,11 @@ COUNTERS: Final[Mapping[str, Sample]] = {
     "lookup_timeouts": Sample(
         Metric("lookup_timeouts_total", "Lookups not answered in lookup_timeout_s, which count as nothing found.")
     ),
-    "skipped_lookups": Sample(Metric("skipped_lookups_total", "Lookups not made because too many were under way.")),
+    "skipped_lookups": Sample(
+        Metric(
+            "skipped_lookups_total", "Lookups given up because too many were under way and none was answered in time."
+        )
+    ),
     "failed_loads": Sample(Metric("failed_loads_total", "Requests that computed what a load should have brought.")),
     "declined_tokens": Sample(
         Metric("declined_tokens_total", "Prompt tokens computed although the store had them: it would have been later.")
