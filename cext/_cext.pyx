@@ -1,12 +1,12 @@
-"""kvstore._cext: the code for which, by profile, Python is too slow.
+"""kvstore._cext: the code for which, by profile, Python is too slow, but for the index of blocks (`kvstore._index`).
 
-One extension module. ``arguments.pxi``: takes and checks the arguments of callers. ``hashing.pxi``: xxh3 checksums
-and prefix hash chains. ``copying.pxi``: gather and scatter of blocks. ``sharing.pxi``: blocks between processes of one
+``buffers.pxi``, ``arguments.pxi``: take and check the arguments of callers. ``hashing.pxi``: xxh3 checksums and
+prefix hash chains. ``copying.pxi``: gather and scatter of blocks. ``sharing.pxi``: blocks between processes of one
 host. ``reusable.pxi``: memory for what is read. ``sockets.pxi``, ``landing.pxi``, ``receiving.pxi``, ``sending.pxi``,
-``streaming.pxi``: blocks from and to sockets. ``disk.pxi``: blocks to and from a segment file. ``placement.pxi``: which shard owns a key. ``index/``: a
-namespace's index, key -> slot; ``policies/``: which blocks are evicted first. Every loop over block bytes runs with the
-GIL released.
+``streaming.pxi``: blocks from and to sockets. ``disk.pxi``: blocks to and from a segment file. ``placement.pxi``:
+which shard owns a key. Every loop over block bytes runs with the GIL released.
 """
+include "buffers.pxi"
 include "arguments.pxi"
 include "hashing.pxi"
 include "copying.pxi"
@@ -19,17 +19,3 @@ include "sending.pxi"
 include "streaming.pxi"
 include "disk.pxi"
 include "placement.pxi"
-include "index/records.pxi"
-include "policies/policy.pxi"
-include "index/links.pxi"
-include "index/table.pxi"
-include "index/blocks.pxi"
-include "index/segments.pxi"
-include "index/batch.pxi"
-include "index/looking_up.pxi"
-include "index/writing.pxi"
-include "index/removing.pxi"
-include "index/by_slot.pxi"
-include "index/linking.pxi"
-include "index/lifting.pxi"
-include "index/index.pxi"

@@ -119,10 +119,12 @@ def distinct_files(numbers):
 
     ``numbers``: n numbers, uint64. Meant for a few distinct values: it compares each number with all of them.
     """
-    cdef const uint64_t[::1] given = np.ascontiguousarray(numbers, dtype=np.uint64)
-    cdef Py_ssize_t i, j = 0, count = given.shape[0]
+    cdef _Buffers held = _Buffers(2)
+    cdef Py_buffer *view = _vector(held, np.ascontiguousarray(numbers, dtype=np.uint64), 8, b"LQ", "numbers")
+    cdef const uint64_t *given = <const uint64_t *>view.buf
+    cdef Py_ssize_t i, j = 0, count = view.shape[0]
     found = np.empty(count, dtype=np.int64)
-    cdef int64_t[::1] places = found
+    cdef int64_t *places = <int64_t *>_vector(held, found, 8, b"lq", "places", True).buf
     cdef list distinct = []
     for i in range(count):
         if not distinct or given[i] != <uint64_t>distinct[j]:
@@ -141,8 +143,10 @@ def outcomes_of(slots, bytes codes):
 
     ``slots``: contiguous int32. Raises IndexError for a verdict that has no code.
     """
-    cdef const int32_t[::1] given = slots
-    cdef Py_ssize_t i, count = given.shape[0], known = len(codes)
+    cdef _Buffers held = _Buffers(1)
+    cdef Py_buffer *view = _vector(held, slots, 4, b"i", "slots")
+    cdef const int32_t *given = <const int32_t *>view.buf
+    cdef Py_ssize_t i, count = view.shape[0], known = len(codes)
     cdef const char *code = codes
     cdef bytes outcomes = PyBytes_FromStringAndSize(NULL, count)
     cdef char *out = PyBytes_AS_STRING(outcomes)
@@ -159,15 +163,18 @@ def slot_offsets(slots, starts, Py_ssize_t slots_per_segment, Py_ssize_t block_b
 
     ``slots``: int32, ``starts``: int64, both contiguous. Raises IndexError for a slot outside the segments.
     """
-    cdef const int32_t[::1] given = slots
-    cdef const int64_t[::1] begins = starts
-    cdef Py_ssize_t i, segment, count = given.shape[0]
+    cdef _Buffers held = _Buffers(3)
+    cdef Py_buffer *view = _vector(held, slots, 4, b"i", "slots")
+    cdef Py_buffer *segments = _vector(held, starts, 8, b"lq", "starts")
+    cdef const int32_t *given = <const int32_t *>view.buf
+    cdef const int64_t *begins = <const int64_t *>segments.buf
+    cdef Py_ssize_t i, segment, count = view.shape[0]
     found = np.empty(count, dtype=np.int64)
-    cdef int64_t[::1] offsets = found
+    cdef int64_t *offsets = <int64_t *>_vector(held, found, 8, b"lq", "offsets", True).buf
     for i in range(count):
         segment = given[i] // slots_per_segment
-        if given[i] < 0 or segment >= begins.shape[0]:
-            raise IndexError(f"slots[{i}] is {given[i]}: expected one of {begins.shape[0]} segments")
+        if given[i] < 0 or segment >= segments.shape[0]:
+            raise IndexError(f"slots[{i}] is {given[i]}: expected one of {segments.shape[0]} segments")
         offsets[i] = begins[segment] + (given[i] - segment * slots_per_segment) * block_bytes
     return found
 
@@ -179,37 +186,42 @@ def references_to(offsets, Py_ssize_t segment_bytes, numbers, told):
     ``offsets``: int64; ``numbers``, ``told``: uint64, by segment; all contiguous. A reference is the segment's number and
     the offset in it: (n, 2) uint64. Raises IndexError for an offset outside the segments.
     """
-    cdef const int64_t[::1] given = offsets
-    cdef const uint64_t[::1] number = numbers
-    cdef const uint64_t[::1] known = told
-    cdef Py_ssize_t i, segment, last = -1, count = given.shape[0], segments = min(number.shape[0], known.shape[0])
+    cdef _Buffers held = _Buffers(4)
+    cdef Py_buffer *view = _vector(held, offsets, 8, b"lq", "offsets")
+    cdef Py_buffer *every = _vector(held, numbers, 8, b"LQ", "numbers")
+    cdef Py_buffer *before = _vector(held, told, 8, b"LQ", "told")
+    cdef const int64_t *given = <const int64_t *>view.buf
+    cdef const uint64_t *number = <const uint64_t *>every.buf
+    cdef const uint64_t *known = <const uint64_t *>before.buf
+    cdef Py_ssize_t i, segment, last = -1, count = view.shape[0], segments = min(every.shape[0], before.shape[0])
     cdef list strange = []
-    found = np.empty((count, 2), dtype=np.uint64)
-    cdef uint64_t[:, ::1] references = found
+    found = np.empty(2 * count, dtype=np.uint64)
+    cdef uint64_t *references = <uint64_t *>_vector(held, found, 8, b"LQ", "references", True).buf
     for i in range(count):
         segment = given[i] // segment_bytes
         if given[i] < 0 or segment >= segments:
             raise IndexError(f"offsets[{i}] is {given[i]}: expected one in {segments} segments of {segment_bytes} bytes")
-        references[i, 0] = number[segment]
-        references[i, 1] = <uint64_t>(given[i] - segment * segment_bytes)
+        references[2 * i] = number[segment]
+        references[2 * i + 1] = <uint64_t>(given[i] - segment * segment_bytes)
         if segment != last and (number[segment] == 0 or known[segment] != number[segment]) and segment not in strange:
             strange.append(segment)
         last = segment
-    return found, strange
+    return found.reshape(count, 2), strange
 
 
 def all_inside(offsets, int64_t size, which, pieces) -> bool:
     """Whether all blocks of ``size`` bytes at these offsets lie within their pieces: block i in the one number
     ``which[i]``, which has ``pieces[which[i]]`` bytes. All contiguous int64; IndexError if there is no such piece."""
-    cdef const int64_t[::1] offset = offsets
-    cdef const int64_t[::1] piece = which
-    cdef const int64_t[::1] nbytes = pieces
-    cdef Py_ssize_t i
-    if piece.shape[0] != offset.shape[0]:
-        raise ValueError(f"{offset.shape[0]} offsets in {piece.shape[0]} pieces: expected as many")
-    for i in range(offset.shape[0]):
-        if not 0 <= piece[i] < nbytes.shape[0]:
-            raise IndexError(f"which[{i}] is {piece[i]}, but there are {nbytes.shape[0]} pieces")
+    cdef _Buffers held = _Buffers(3)
+    cdef Py_buffer *view = _vector(held, offsets, 8, b"lq", "offsets")
+    cdef Py_buffer *sizes = _vector(held, pieces, 8, b"lq", "pieces")
+    cdef Py_ssize_t i, count = view.shape[0], piece_count = sizes.shape[0]
+    cdef const int64_t *offset = <const int64_t *>view.buf
+    cdef const int64_t *piece = <const int64_t *>_column(held, which, count, b"lq", "which")
+    cdef const int64_t *nbytes = <const int64_t *>sizes.buf
+    for i in range(count):
+        if not 0 <= piece[i] < piece_count:
+            raise IndexError(f"which[{i}] is {piece[i]}, but there are {piece_count} pieces")
         if not 0 <= offset[i] <= nbytes[piece[i]] - size:
             return False
     return True

@@ -12,7 +12,7 @@ echo "install: building the wheel and trying it in a scratch environment"
 scripts/install.sh "$scratch/venv"
 mkdir "$scratch/empty"
 cd "$scratch/empty"
-"$scratch/venv/bin/python" -c 'import kvstore_client, kvstore._cext'
+"$scratch/venv/bin/python" -c 'import kvstore_client, kvstore._index'
 for command in kvstore-server kvstore; do
     "$scratch/venv/bin/$command" --help >"$scratch/help" 2>&1 || {
         cat "$scratch/help"

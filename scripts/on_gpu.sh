@@ -48,8 +48,8 @@ fi
 export PYTHONPATH=$root:$site:$cache/vllm/site HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1
 PATH=$(dirname "$python"):$PATH
 if ! (cd "$root" && flock setup.py "$python" setup.py -q build_ext --inplace >&2); then
-    "$python" -c 'import kvstore._cext' || fail "the extension cannot be built with $python, and there is none that was built before"
-    echo "on-gpu: the extension cannot be built here; using the one that was brought" >&2
+    "$python" -c 'import kvstore._cext, kvstore._index' || fail "the extensions cannot be built with $python, and there is none that was built before"
+    echo "on-gpu: the extensions cannot be built here; using those that were brought" >&2
 fi
 ulimit -n 65536 2>/dev/null || true # a server lends its memory through descriptors
 exec "$python" -W ignore -m benchmarks.gpu "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run.sh full|test COMMAND...: runs a command on this checkout, inside the shared environment of that kind.
 #
-# The extension is built in place (kvstore/_cext*.so) and the checkout is put on PYTHONPATH, so the sources are used as
+# The extension is built in place (kvstore/_*.so) and the checkout is put on PYTHONPATH, so the sources are used as
 # they stand. kvstore's console scripts are not installed there: use `python -m kvstore_cli`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -7,7 +7,7 @@ stamp=.venv/.installed
 
 changed() {
     [[ ! -e $stamp ]] || [[ -n $(find pyproject.toml setup.py requirements cext kvstore kvstore_client kvstore_serving kvstore_cli -type f \
-        -newer "$stamp" ! -name '*.so' ! -name '*.pyc' ! -name _cext.c -print -quit) ]]
+        -newer "$stamp" ! -name '*.so' ! -name '*.pyc' ! -name '_*.c' -print -quit) ]]
 }
 
 if changed; then

@@ -14,6 +14,6 @@ fi
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 cp -r pyproject.toml setup.py README.md LICENSE cext kvstore kvstore_client kvstore_serving kvstore_cli "$copy"
-rm -f "$copy"/kvstore/*.so "$copy"/cext/_cext.c
+rm -f "$copy"/kvstore/*.so "$copy"/cext/_*.c
 "${PYTHON:-python3}" -m pip wheel -q --no-deps -w "$folder" "$copy" \
     2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.eviction.traces import KEY_BYTES, Chain, Keys
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore.cluster.members import State
 from kvstore.cluster.placement import Placement
 

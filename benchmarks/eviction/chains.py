@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks.remote_kv_cache.harness import Benchmark
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.report import console
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore_client import KVStoreClient, Namespace
 from kvstore_client.keys import KeyArray
 

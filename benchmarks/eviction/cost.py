@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.eviction.traces import KEY_BYTES
 from benchmarks.remote_kv_cache.harness import Operation
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 
 BLOCKS: Final = 1_000_000
 QUICK_BLOCKS: Final = 50_000

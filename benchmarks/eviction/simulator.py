@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 from benchmarks.eviction.traces import KEY_BYTES, Chain, Keys, Trace
 from kvstore import wire
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore.shard.account import Share
 from kvstore.shard.answers import Answers
 from kvstore.shard.outbox import Outbox

@@ -19,13 +19,19 @@ def lift_ticks(slots, before, ticks) -> None:
     scratch memory. ``ticks``: uint64, with room for a chain's length between any two. O(n log n), 8 bytes a block,
     without the GIL.
     """
-    cdef int32_t[::1] slot = slots, above = before
-    cdef uint64_t[::1] tick = ticks
-    cdef Py_ssize_t n = slot.shape[0], i, row, taken = 0, end = 0
+    cdef _Buffers held = _Buffers(3)
+    cdef Py_buffer *slot_view = _vector(held, slots, 4, b"i", "slots")
+    cdef Py_buffer *above_view = _vector(held, before, 4, b"i", "before", True)
+    cdef Py_buffer *tick_view = _vector(held, ticks, 8, b"LQ", "ticks", True)
+    cdef const int32_t *slot = <const int32_t *>slot_view.buf
+    cdef int32_t *above = <int32_t *>above_view.buf
+    cdef uint64_t *tick = <uint64_t *>tick_view.buf
+    cdef Py_ssize_t n = slot_view.shape[0], i, row, taken = 0, end = 0
     cdef int32_t *followers
     cdef int32_t *leaves
-    if above.shape[0] != n or tick.shape[0] != n:
-        raise ValueError(f"{n} slots with {above.shape[0]} before them and {tick.shape[0]} ticks, expected as many")
+    if above_view.shape[0] != n or tick_view.shape[0] != n:
+        raise ValueError(f"{n} slots with {above_view.shape[0]} before them and {tick_view.shape[0]} ticks, "
+                         "expected as many")
     if n == 0:
         return
     followers = <int32_t *>calloc(2 * n, sizeof(int32_t))
@@ -34,7 +40,7 @@ def lift_ticks(slots, before, ticks) -> None:
     leaves = followers + n
     with nogil:
         for i in range(n):
-            row = row_of(&slot[0], n, above[i]) if above[i] >= 0 else -1
+            row = row_of(slot, n, above[i]) if above[i] >= 0 else -1
             above[i] = <int32_t>row
             if row >= 0:
                 followers[row] += 1

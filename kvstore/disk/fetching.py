@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore.disk.segments import CORRUPT
 from kvstore.disk.volume import Volume
 from kvstore.disk.writing import Writing

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore.disk.fetching import Answers, Fetching
 from kvstore.disk.segments import CORRUPT
 from kvstore.disk.volume import Volume

@@ -15,7 +15,7 @@ import select
 import time
 from typing import TYPE_CHECKING, Final
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore.disk.fetching import Fetching
 from kvstore.disk.messages import Committed, Event, IndexedNamespace, KeeperFailed, Recovered, RecoveryDone
 from kvstore.disk.recovery import Recovery, WarmStart

@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore.disk.config import DiskConfig
 from kvstore.disk.entries import ENTRY, Entries
 from kvstore.disk.format import INDEX, DiskFormatError, lock_shard

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore.disk.tier import DiskTier
 from kvstore.store.expected import WAITER_BYTES
 from kvstore.store.namespace import NamespaceStore

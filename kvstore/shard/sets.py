@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore._cext import BlockIndex, Payload, outcomes_of
+from kvstore._cext import Payload, outcomes_of
+from kvstore._index import BlockIndex
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import REMOVALS
 from kvstore.shard.leases import Lending

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore.store.tier import NamespaceTier, Offsets, Slots, Space
 from kvstore.wire import decode_namespace, namespace_id
 

@@ -18,7 +18,7 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import BlockIndex, lift_ticks
+from kvstore._index import BlockIndex, lift_ticks
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import NamespaceTier, Slots, keys_before
 

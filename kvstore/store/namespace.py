@@ -19,7 +19,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import BlockIndex, checksum
+from kvstore._cext import checksum
+from kvstore._index import BlockIndex
 from kvstore.store.arena import Arena
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.expected import Promises, Waiters, split

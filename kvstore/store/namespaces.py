@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore.store.arena import Arena
 from kvstore.store.chains import Chains
 from kvstore.store.disk_blocks import DiskBlocks

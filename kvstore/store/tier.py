@@ -20,7 +20,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import BlockIndex, slot_offsets
+from kvstore._cext import slot_offsets
+from kvstore._index import BlockIndex
 from kvstore.store.quotas import Quotas
 
 Slots = npt.NDArray[np.int32]

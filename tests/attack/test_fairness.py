@@ -95,7 +95,7 @@ def test_an_address_that_comes_again_may_hold_as_much_as_before(start_server: St
             with crowd(server, CONNECTIONS, "127.0.0.2", NAMESPACE) as raws:
                 hold_memory(raws)
                 assert free_bytes(operator) > 16 << 20
-            wait_until(lambda: shard_info(operator).connections == 2, 10)
+            wait_until(lambda: shard_info(operator).connections == 2)
 
 
 def test_the_jobs_of_one_address_leave_room_for_others(start_server: StartServer) -> None:

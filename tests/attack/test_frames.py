@@ -180,8 +180,8 @@ def test_no_frames_end_the_server(start_server: StartServer, new_namespace: Make
                 reader.join(20)
                 assert not reader.is_alive()
             assert client.get(good).blocks == blocks_of(good, 64)
-        wait_until(lambda: shard_info(client).streams == 0, 20)
-        wait_until(lambda: shard_info(client).connections == 1, 20)
+        wait_until(lambda: shard_info(client).streams == 0)
+        wait_until(lambda: shard_info(client).connections == 1)
         assert not any(each.writing for each in shard_info(client).namespaces)
         assert client.set(make_keys(5, first=10**7), blocks_of(make_keys(5, first=10**7), 64)).created == 5
         assert shard_info(client).errors > FRAMES // 10
@@ -199,4 +199,4 @@ def test_no_bytes_instead_of_a_handshake_end_the_server(start_server: StartServe
         with RawClient(server) as raw:
             raw.hello()
             connections = lambda: msgspec.msgpack.decode(raw.ask(pack(INFO, 1, 1000))[2])["connections"]  # noqa: E731
-            wait_until(lambda: connections() == 1, 10)
+            wait_until(lambda: connections() == 1)

@@ -213,7 +213,7 @@ def test_every_load_ends_once_in_time_and_right(
             )
             return transfer.drain(10.0) and all(came) and [bytes(row) for row in rows] == list(map(BLOCKS.get, KEYS))
 
-        wait_until(all_come, 20, "the store is as before")
+        wait_until(all_come, what="the store is as before")
         assert not counters.take().get("defects")
     finally:
         transfer.close()

@@ -162,7 +162,7 @@ def lists_that_nobody_reads(server: Server) -> None:
                     raw.send(pack(HOTTEST, request_id, 60_000, 0, 1 << 20))
         assert answers(server)
         with KVStoreClient(server.endpoint, NAMESPACE) as client:  # the lists are made one after the other
-            wait_until(lambda: shard_info(client).errors > 0, 30, "a list that does not fit is refused")
+            wait_until(lambda: shard_info(client).errors > 0, what="a list that does not fit is refused")
 
 
 def all_of_it_at_random(server: Server) -> None:

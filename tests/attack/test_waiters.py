@@ -59,7 +59,7 @@ def test_many_waiters_and_promises_disturb_nobody(start_server: StartServer) -> 
             for request_id in range(GETS):
                 key = keys[number * GETS + request_id]
                 raw.send(pack(GET, request_id, 600_000, 1, 16, 0, True, False, False, False, 600_000), key)
-        wait_until(lambda: namespace_info(other).awaited == count, 30, f"{count} GETs wait")
+        wait_until(lambda: namespace_info(other).awaited == count, what=f"{count} GETs wait")
         assert shard_info(other).streams == count and namespace_info(other).promised == PROMISES
 
         with Pinger(server) as pinger:
@@ -104,7 +104,7 @@ def test_reads_of_many_promised_blocks_are_woken_in_short_turns(start_server: St
         assert producer.ask(pack(PROMISE, 1, 1000, 8192, 16, 600_000), packed)[0] == PROMISE_REPLY
         for request_id in range(READS):
             waiting.send(pack(GET, request_id, 600_000, 8192, 16, 0, True, False, False, False, 600_000), packed)
-        wait_until(lambda: shard_info(other).streams == READS, 30)
+        wait_until(lambda: shard_info(other).streams == READS)
         with Pinger(server) as pinger:
             for key in keys[:40]:
                 assert producer.ask(pack(WITHDRAW, 1, 1000, 1, 16), key) == [WITHDRAW_REPLY, 1, 1]
@@ -157,7 +157,7 @@ def test_waiters_beyond_what_memory_there_is_are_refused(start_server: StartServ
             with contextlib.suppress(OSError):
                 for request_id in range(64):
                     raw.send(pack(GET, request_id, 600_000, 8192, 16, 0, True, False, False, False, 600_000), packed)
-        info = wait_until(lambda: (info := shard_info(other)).refused["memory_of_address"] and info, 30)
+        info = wait_until(lambda: (info := shard_info(other)).refused["memory_of_address"] and info)
         assert sum(info.held_bytes.values()) <= info.held_limit_bytes
         assert other.lookup(keys[:100]).promised == 100, "others are served"
         promise.withdraw()

@@ -101,9 +101,9 @@ def test_a_killed_shard_is_restarted_and_its_blocks_are_misses(
         victim = server.shards()[1]
         victim.kill()
         wait_until(lambda: f"(pid {victim.pid}) died: signal 9" in server.log_text())
-        wait_until(lambda: "shard 1 is serving again" in server.log_text(), 20)
+        wait_until(lambda: "shard 1 is serving again" in server.log_text())
         load.wait_for_hits()
-        wait_until(lambda: len(load.client.info().shards) == 2, 20)
+        wait_until(lambda: len(load.client.info().shards) == 2)
         assert load.client.stats.reconnects >= 1
     log = server.log_text()
     assert "its blocks in memory are gone and count as misses; restarting" in log and "Traceback" not in log
@@ -117,7 +117,7 @@ def test_blocks_of_the_shards_that_live_stay(start_server: StartServer, new_name
         client.set(keys, blocks_of(keys, 4 * KiB))
         there = [ns.blocks for shard in client.info().shards for ns in shard.namespaces]
         server.shards()[0].kill()
-        wait_until(lambda: "shard 0 is serving again" in server.log_text(), 20)
+        wait_until(lambda: "shard 0 is serving again" in server.log_text())
         got = client.get(keys)
         assert got.hit == there[1]
         assert all(
@@ -132,7 +132,7 @@ def test_a_shard_that_dies_again_and_again_is_restarted_less_often(
     for number in range(3):
         (victim,) = wait_until(server.shards)
         victim.kill()
-        wait_until(lambda number=number: server.log_text().count("is serving again") == number + 1, 20)
+        wait_until(lambda number=number: server.log_text().count("is serving again") == number + 1)
     log = server.log_text()
     assert all(f"restarting in {delay}" in log for delay in ("0.1", "0.2", "0.4"))
     with KVStoreClient(server.endpoint, new_namespace()) as client:
@@ -169,7 +169,7 @@ def test_one_node_of_two_is_gone_and_the_other_still_serves(
         assert result.existed == full[1] and result.error == full[0]
         assert client.contains(keys).sum() == full[1] == len(dict(client.stream_get(keys)))
         nodes[0].restart()
-        wait_until(lambda: client.set(keys, blocks_of(keys, 4 * KiB)).error == 0, 20)
+        wait_until(lambda: client.set(keys, blocks_of(keys, 4 * KiB)).error == 0)
         assert client.get(keys).hit == 200
 
 

@@ -247,7 +247,7 @@ def test_a_server_killed_at_any_instant_serves_nothing_wrong(
             stderr=subprocess.DEVNULL,
         )
         try:
-            wait_until(lambda: journal.stat().st_size > model.read_bytes, 20, "the writer writes")
+            wait_until(lambda: journal.stat().st_size > model.read_bytes, what="the writer writes")
             time.sleep(rng.choice([0.02, 0.3, 1.0, 2.5]) * rng.random())
             clean = rng.random() < 0.25
             if clean:

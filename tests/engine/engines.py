@@ -364,4 +364,4 @@ def until_it_hits(engine: Engine, question: list[int]) -> None:
         missed = after["failed_loads"] - before["failed_loads"]
         return answer.cached_tokens == full_blocks(len(question)) and not missed
 
-    wait_until(hit, 30, "the engine uses the store")
+    wait_until(hit, what="the engine uses the store")

@@ -75,7 +75,7 @@ class Fleet:
             engine.start(layer_parts=parts)
         for engine in (self.p, self.d):
             engine.await_health()
-        wait_until(lambda: all_well(self.proxy), 30, "the proxy sends requests to both again")
+        wait_until(lambda: all_well(self.proxy), what="the proxy sends requests to both again")
 
     def stop(self) -> None:
         self.proxy.stop()

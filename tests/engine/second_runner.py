@@ -182,7 +182,7 @@ class SecondRunnerEngine:
             self.step()
             return not self._outcomes and not self.scheduler.requests and not any(half.under_way.values())
 
-        wait_until(idle, 30, f"{half.under_way}")
+        wait_until(idle, what=f"{half.under_way}")
 
     def close(self) -> None:
         kv_transfer_state.ensure_kv_transfer_shutdown()

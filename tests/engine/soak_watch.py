@@ -89,7 +89,7 @@ class Watch:
             else:
                 engine.generate([0], max_tokens=1)  # tells what has happened since the last step
         for server in self._servers():
-            wait_until(lambda server=server: not _held_by(server), 30, f"nobody holds anything of {server.endpoint}")
+            wait_until(lambda server=server: not _held_by(server), what=f"nobody holds anything of {server.endpoint}")
 
 
 def _held_by(server: Server) -> dict[str, int]:

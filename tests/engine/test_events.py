@@ -101,7 +101,7 @@ def test_an_index_made_of_the_events_is_exact(server: Server, start_engine: Star
                 router.listen()
                 return router.blocks["CPU"].keys() == wanted
 
-            wait_until(knows, 20, "the index is that of the tier")
+            wait_until(knows, what="the index is that of the tier")
             assert 0 < len(wanted) <= TIER_BLOCKS
             assert router.blocks["GPU"], "the engine's own events come the same way"
 
@@ -136,6 +136,6 @@ def test_an_index_made_of_the_events_is_exact(server: Server, start_engine: Star
                                 return False
                     return routes.index.blocks == len(set().union(*have.values()))
 
-                wait_until(agrees, 10, "the index of the routes is that of the events")
+                wait_until(agrees, what="the index of the routes is that of the events")
         finally:
             router.close()

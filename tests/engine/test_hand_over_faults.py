@@ -93,7 +93,9 @@ class Pair:
     def have_store(self) -> None:
         """Wait until both engines have the store again: they try now and then."""
         for side, engine in self.engines.items():
-            wait_until(lambda engine=engine: saves_a_block(engine, self.server), 30, f"the {side} engine has the store")
+            wait_until(
+                lambda engine=engine: saves_a_block(engine, self.server), what=f"the {side} engine has the store"
+            )
 
     def reach(self, phase: str, prefill: Ask) -> str:
         """Order the prefill, and wait until the hand-over is in this phase, or in a later one -> that."""
@@ -195,7 +197,7 @@ def test_the_decode_side_uses_what_came_before_the_prefill_side_was_gone(
         decoder = start_engine(server.endpoint, options=parts, **CHUNKS)
         decoder.generate(prompt(99, 40))
         for came in (1, blocks // 2, blocks - 1):
-            wait_until(lambda: saves_a_block(prefiller, server), 30, "the prefill engine has the store")
+            wait_until(lambda: saves_a_block(prefiller, server), what="the prefill engine has the store")
             question = prompt(160 + came, blocks * BLOCK + 7)
             books, before = Ledger(decoder), created_blocks(server)
             prefiller.begin(Ask(question, 1, side=PREFILL))

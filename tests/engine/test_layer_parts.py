@@ -81,7 +81,7 @@ class Rank:
     def load(self, **how: float | bool) -> set[int]:
         """Load all into blocks 3, 4, 5. -> those that are missing."""
         self.worker.loads.load(Load("it", keys=KEYS, block_ids=[3, 4, 5], within_s=5.0, **how))  # type: ignore[arg-type]
-        wait_until(self.worker.loads.take_loaded, 10)
+        wait_until(self.worker.loads.take_loaded)
         return self.worker.loads.take_failed_block_ids()
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ def test_a_part_that_never_comes_leaves_nothing_behind(rank: Rank, client: KVSto
     clock.advance(PART_TTL_S - 1)
     assert there(client) == [[True, True, True, False]] * 3
     clock.advance(1.5)
-    wait_until(lambda: not client.info().shards[0].namespaces, 10, "the store is empty")
+    wait_until(lambda: not client.info().shards[0].namespaces, what="the store is empty")
 
 
 def test_a_whole_block_stays(rank: Rank, client: KVStoreClient, clock: Clock) -> None:
@@ -185,10 +185,10 @@ def test_parts_are_loaded_as_they_come_and_a_block_counts_when_all_have(rank: Ra
     with client.promise(part_keys(KEYS, range(OF))):
         rank.worker.loads.load(Load("it", keys=KEYS, block_ids=[3, 4, 5], within_s=30.0, waits=True))
         tensors = list(rank.tensors.values())
-        wait_until(lambda: equal(tensors[5][3:6], wanted[5]), 10, "the first parts are there")
+        wait_until(lambda: equal(tensors[5][3:6], wanted[5]), what="the first parts are there")
         assert not rank.worker.loads.take_loaded() and not equal(tensors[6][3:6], wanted[6])
         rank.compute(*range(6, LAYERS))
-        wait_until(rank.worker.loads.take_loaded, 10)
+        wait_until(rank.worker.loads.take_loaded)
     assert not rank.worker.loads.take_failed_block_ids()
     assert all(equal(tensor[3:6], want) for tensor, want in zip(tensors, wanted, strict=True))
     assert rank.counters.take()["transfer_in_blocks"] == 3

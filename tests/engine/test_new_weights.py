@@ -52,7 +52,7 @@ def test_weights_that_change_in_place_are_noticed_without_a_reset_of_the_connect
     engine = start_engine(server.endpoint, options=options)
     check(engine, question, old, 0)
     # On a busy machine the check that the blocks wait for may need another step.
-    wait_until(lambda: stored_blocks(server) or engine.generate(question) is None, 30, "the blocks are stored")
+    wait_until(lambda: stored_blocks(server) or engine.generate(question) is None, what="the blocks are stored")
     before = stored_blocks(server)
     engine.change_weights(1)
     engine.reset_prefix_cache()
@@ -169,7 +169,7 @@ def test_all_ranks_must_have_been_told_a_name_and_must_agree(
         return answer.token_ids, answer.cached_tokens
 
     assert ask(question) == (expected(question)[0], 0)
-    wait_until(lambda: ask([1]) and stored_blocks(server) >= parts, 30, "both ranks have saved")
+    wait_until(lambda: ask([1]) and stored_blocks(server) >= parts, what="both ranks have saved")
     before = stored_blocks(server)
     engine.change_rank(1)
     engine.reset_prefix_cache()
@@ -179,13 +179,13 @@ def test_all_ranks_must_have_been_told_a_name_and_must_agree(
     assert STOPPED in engine.log_text()
     assert stored_blocks(server) == before
     engine.restore_rank(1)
-    wait_until(lambda: ask([3]) and "blocks are shared again" in engine.log_text(), 30, "the ranks agree again")
+    wait_until(lambda: ask([3]) and "blocks are shared again" in engine.log_text(), what="the ranks agree again")
     engine.reset_prefix_cache()
     assert ask(question) == (expected(question)[0], CACHED)
     engine.name_weights("step-1")
     engine.reset_prefix_cache()
     assert ask(question) == (expected(question)[0], 0)
-    wait_until(lambda: ask([4]) and stored_blocks(server) >= before + parts, 30, "saved under the new name")
+    wait_until(lambda: ask([4]) and stored_blocks(server) >= before + parts, what="saved under the new name")
 
 
 def test_a_reset_that_vllm_calls_failed_ends_no_sharing(
@@ -239,10 +239,10 @@ def test_an_operator_names_the_weights_over_http(
         def forget() -> None:
             assert post(engine.url, "/reset_prefix_cache?reset_external=true", {}, **key)[1]["success"]
 
-        wait_until(lambda: cached() == CACHED, 30, "the prompt is cached")
+        wait_until(lambda: cached() == CACHED, what="the prompt is cached")
         forget()
-        wait_until(lambda: stored_blocks(server) >= CACHED // 32, 30, "it is stored")
+        wait_until(lambda: stored_blocks(server) >= CACHED // 32, what="it is stored")
         assert post(engine.url, "/kvstore/weights", {"version": "step-1"}, **key) == (200, {"version": "step-1"})
         assert cached() == 0, "what is stored has another name"
         forget()
-        wait_until(lambda: cached() == CACHED, 30, "it is stored under the new name")
+        wait_until(lambda: cached() == CACHED, what="it is stored under the new name")

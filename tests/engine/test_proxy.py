@@ -47,7 +47,7 @@ def test_decode_finds_in_the_store_what_prefill_has_saved(fleet: Fleet) -> None:
         usage = post(fleet.d.url, COMPLETIONS, {**body, "max_tokens": 1})[1]["usage"]
         return int((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
-    wait_until(lambda: cached() >= 192, 20, "the prompt is in the store")
+    wait_until(lambda: cached() >= 192, what="the prompt is in the store")
     post(fleet.proxy.url, COMPLETIONS, body, **{"x-request-id": "cached"})
     record = fleet.proxy.record("cached")
     assert (record["decision"], record["prompt_tokens"], record["cached_tokens"]) == ("split", 200, 192)
@@ -108,7 +108,7 @@ def test_what_an_engine_has_computed_for_others_is_known_by_its_events(fleet: Fl
                 return bool(proxy.record(name)["why"] == why)
 
             if more:
-                wait_until(decided, 10, "the events are heard")
+                wait_until(decided, what="the events are heard")
             else:
                 assert decided(), "the proxy itself has sent nothing"
 
@@ -118,9 +118,9 @@ def test_what_an_engine_has_computed_for_others_is_known_by_its_events(fleet: Fl
 def test_a_user_who_leaves_frees_both_engines(fleet: Fleet, stream: bool) -> None:
     body = ask(COMPLETIONS, 70 + stream, max_tokens=1800, ignore_eos=True, **GREEDY)
     with (Reading if stream else Asking)(fleet.proxy.url, COMPLETIONS, body):
-        wait_until(lambda: fleet.d.metric("vllm:num_requests_running"), 30, "the decode engine answers")
+        wait_until(lambda: fleet.d.metric("vllm:num_requests_running"), what="the decode engine answers")
     for engine in (fleet.p, fleet.d):
-        wait_until(lambda engine=engine: not engine.metric("vllm:num_requests_running"), 10, "the engine is free")
+        wait_until(lambda engine=engine: not engine.metric("vllm:num_requests_running"), what="the engine is free")
 
 
 @pytest.mark.timeout(400)
@@ -130,7 +130,7 @@ def test_sigterm_lets_streams_finish_and_takes_no_new_requests(fleet: Fleet, tmp
     with Reading(proxy.url, COMPLETIONS, body) as reading:
         chunks = [next(iter(reading))]
         proxy.process.terminate()
-        wait_until(lambda: proxy.status()["draining"], 5, "the proxy drains")
+        wait_until(lambda: proxy.status()["draining"], what="the proxy drains")
         assert post(proxy.url, COMPLETIONS, body)[0] == 503
         chunks += reading
     assert reading.done
@@ -176,8 +176,8 @@ def test_engines_exchange_their_roles_while_streams_run(fleet: Fleet, tmp_path: 
         streams = [begin(0)]
         for group, pair in enumerate([(fleet.d, fleet.p), (fleet.p, fleet.d)], 1):
             write(*pair)
-            wait_until(lambda pair=pair: exchanged(proxy, *pair), 10, "the roles are exchanged")
-            wait_until(lambda pair=pair: works(pair[0]), 10, "a stream still runs: else nothing is shown")
+            wait_until(lambda pair=pair: exchanged(proxy, *pair), what="the roles are exchanged")
+            wait_until(lambda pair=pair: works(pair[0]), what="a stream still runs: else nothing is shown")
             streams.append(begin(group))
         with ThreadPoolExecutor(len(streams)) as users:
             answers = list(users.map(lambda stream: answer_of(list(stream[2])), streams))

@@ -104,7 +104,7 @@ class Round:
         wait_s = self._choose.uniform(0.05, LONGEST_FAULT_S)
         engine = {"prefill": self.fleet.p, "decode": self.fleet.d}.get(who)
         if kind == "user left":
-            wait_until(lambda: self._reading, 10, "the answer has begun")
+            wait_until(lambda: self._reading, what="the answer has begun")
             assert self._reading is not None
             self._reading.leave()
         elif kind == "store killed":
@@ -120,7 +120,7 @@ class Round:
             link = self._links[who]
             self._choose.choice((link.cut, link.hold))()  # told, and not told
             if who == "store":
-                wait_until(lambda: not self._store_answers, 10, "the proxy misses the store")
+                wait_until(lambda: not self._store_answers, what="the proxy misses the store")
                 self.meanwhile = self.again()
             else:
                 time.sleep(wait_s)
@@ -205,12 +205,12 @@ def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
             assert this.meanwhile.done and this.meanwhile.tokens == right, told
         for engine in (fleet.p, fleet.d):
             if engine.running:
-                wait_until(lambda engine=engine: not engine.metric("vllm:num_requests_running"), 10, f"{told}: free")
+                wait_until(lambda engine=engine: not engine.metric("vllm:num_requests_running"), what=f"{told}: free")
         frozen_s = fault_s if kind == "decode frozen" else 0.0
         nothing_left(fleet.store)
         assert not sum(each.writing for each in namespaces(fleet.store)), told
         fleet.mend()
-        wait_until(lambda proxy=proxy: all_well(proxy), 30, f"{told}: both engines take requests")
+        wait_until(lambda proxy=proxy: all_well(proxy), what=f"{told}: both engines take requests")
         time.sleep(WRITTEN_S)
         for each in waited(fleet.files[2], since):
             waits += 1

@@ -37,7 +37,7 @@ def test_a_decode_engine_that_is_killed_does_not_change_the_answers(fleet: Fleet
     assert [text_of(chunks + rest) for chunks, rest in zip(begun, rests, strict=True)] == right
     metrics = fleet.proxy.metrics()
     assert metrics['kvstore_proxy_retries_total{when="in the stream"}'] == 4
-    wait_until(lambda: not fleet.proxy.status()["pools"]["decode"][0]["healthy"], 10, "the decode engine is down")
+    wait_until(lambda: not fleet.proxy.status()["pools"]["decode"][0]["healthy"], what="the decode engine is down")
     path, body = asks[0]
     assert post(fleet.proxy.url, path, body, **{"x-request-id": "alone"})[1]["choices"][0]["text"] == right[0]
     assert fleet.proxy.record("alone")["why"] == "no decode engine"

@@ -126,7 +126,7 @@ def test_an_engine_that_was_cut_off_during_a_purge_drops_what_it_holds_when_it_i
         )
         report = json.loads(done.stdout)
         assert done.returncode == 1 and report["clients"]["silent"], "it says that an engine has not heard of it"
-    wait_until(lambda: purge(server)["clients"]["silent"] == [], 20, "it has heard of it")
+    wait_until(lambda: purge(server)["clients"]["silent"] == [], what="it has heard of it")
     [answer] = engine.generate(question)
     assert ([answer.token_ids], answer.cached_tokens) == (expected(question), 0)
 

@@ -43,7 +43,7 @@ def test_an_engine_is_in_the_directory_while_it_runs(
         renamed = msgspec.structs.replace(record, weights="step-1")
         wait_until(lambda: heard[-1] == {"127.0.0.1-8000": renamed}, what="its weights have another name")
         assert engine.stop() == 0
-        wait_until(lambda: not heard[-1], 20, what="it has left")
+        wait_until(lambda: not heard[-1], what="it has left")
         engines.close()
 
 
@@ -80,7 +80,7 @@ def test_an_engine_that_is_killed_leaves_the_proxy_by_its_lease_and_the_others_g
             pools = proxy.status()["pools"]
             return [{each["url"] for each in pools[role] if each["healthy"]} for role in ("prefill", "decode")]
 
-        wait_until(lambda: listed() == [{prefill.url, api.url}, {decode.url, api.url}], 20, "all are in the pools")
+        wait_until(lambda: listed() == [{prefill.url, api.url}, {decode.url, api.url}], what="all are in the pools")
         over = threading.Event()
 
         def use(user: int) -> int:
@@ -96,14 +96,14 @@ def test_an_engine_that_is_killed_leaves_the_proxy_by_its_lease_and_the_others_g
         with ThreadPoolExecutor(4) as pool:
             users = [pool.submit(use, user) for user in range(4)]
             try:
-                wait_until(lambda: api.seen()["running"], 20, "the engine answers")
+                wait_until(lambda: api.seen()["running"], what="the engine answers")
                 engine.kill()
                 api.kill()
                 wait_until(lambda: api.url not in str(proxy.status()["pools"]), TTL_S + 10, "it has left")
             finally:
                 over.set()
             assert all(user.result() for user in users)
-        wait_until(lambda: listed() == [{prefill.url}, {decode.url}], 20, "the others are in the pools")
+        wait_until(lambda: listed() == [{prefill.url}, {decode.url}], what="the others are in the pools")
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ class Loop:
             self.engines[1].reset(False, True)
             return self.ask(1, 0) == CACHED
 
-        wait_until(shared, 30, f"sharing goes on after {self.said}")
+        wait_until(shared, what=f"sharing goes on after {self.said}")
 
     def _say(self, what: str) -> None:
         self.said.append(what)

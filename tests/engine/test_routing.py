@@ -109,7 +109,7 @@ PROMPT = list(range(20))
 
 
 def until(routes: Routes, expected: dict[str, dict[str, int]], prompt: list[int] = PROMPT) -> None:
-    wait_until(lambda: routes.find(prompt).engines == expected, 10, f"{expected}, not {routes.find(prompt)}")
+    wait_until(lambda: routes.find(prompt).engines == expected, what=f"{expected}, not {routes.find(prompt)}")
 
 
 def test_the_engine_with_the_longest_run_in_its_own_tiers_is_the_best(engines: list[Engine], routes: Routes) -> None:
@@ -237,7 +237,7 @@ def test_what_nobody_has_any_more_makes_the_rest_uncertain_so_it_is_forgotten(tm
     wait_until(lambda: engine.newest == 5)
     with Routes() as routes:
         routes.add("a", engine.live, engine.replay)
-        wait_until(lambda: routes.find([5] * 8).tokens == 8, 10)
+        wait_until(lambda: routes.find([5] * 8).tokens == 8)
         assert routes.find([4] * 8).tokens == 8 and routes.find([3] * 8).tokens == 0
     engine.stop()
 
@@ -255,7 +255,7 @@ def test_an_engine_that_was_restarted_has_nothing_of_before(engines: list[Engine
         engine.say(stored(other))  # said again until the connection is there anew
         return routes.find(other).tokens == 20
 
-    wait_until(is_heard, 20, "the new process is heard")
+    wait_until(is_heard, what="the new process is heard")
     assert routes.find(PROMPT).tokens == 0
 
 
@@ -280,7 +280,7 @@ def test_an_engine_that_was_restarted_while_nobody_heard_it_has_nothing_of_befor
         engine.say(stored(other))
         return routes.find(other).tokens == 20
 
-    wait_until(is_heard, 20, "the new process is heard")
+    wait_until(is_heard, what="the new process is heard")
     assert routes.find(PROMPT).tokens == 0
 
 
@@ -300,9 +300,9 @@ def test_batches_that_come_again_after_a_gap_are_not_taken_for_a_restart(tmp_pat
                 engine.say(stored([token] * SIZE))
             wait_until(lambda: engine.newest == 3)
             assert live.poll(5000)
-        wait_until(lambda: routes.find([7] * SIZE).tokens == SIZE, 10, "it has asked")
+        wait_until(lambda: routes.find([7] * SIZE).tokens == SIZE, what="it has asked")
         engine.say(stored([10] * SIZE))
-        wait_until(lambda: routes.find([10] * SIZE).tokens == SIZE, 10, "it has heard all")
+        wait_until(lambda: routes.find([10] * SIZE).tokens == SIZE, what="it has heard all")
         assert routes.find(PROMPT).tokens == 20
     engine.stop()
 
@@ -312,7 +312,7 @@ def test_who_knows_of_a_restart_says_so(engines: list[Engine], routes: Routes) -
     until(routes, {"a": {"GPU": 20, "any": 20}})
     engines[0]._publisher._buffer.clear()  # as in a new process
     routes.restarted("a")
-    wait_until(lambda: not routes.find(PROMPT).engines.get("a"), 10, "it has nothing")
+    wait_until(lambda: not routes.find(PROMPT).engines.get("a"), what="it has nothing")
     routes.restarted("unknown")
 
 

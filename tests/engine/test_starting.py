@@ -70,7 +70,7 @@ def test_nobody_waits_for_a_half_that_takes_long(maker: Maker, monkeypatch: pyte
     start = SchedulerStart(1, maker)
     start.take([STORE])
     assert start.is_coming()
-    wait_until(lambda: not start.is_coming(), 5)
+    wait_until(lambda: not start.is_coming())
     maker.may_end.set()
     wait_until(lambda: start.half is not None)
     start.close()

@@ -61,7 +61,7 @@ def test_the_cpu_tier_answers_without_the_store_and_gives_it_back_what_it_lost(
         engine.settle()
         return stored_blocks(server) >= blocks(500)
 
-    wait_until(stored_again, 30, "what the CPU tier has is sent to a store that lost it")
+    wait_until(stored_again, what="what the CPU tier has is sent to a store that lost it")
     engine.stop()
     restarted = start_engine(server.endpoint, options={"cpu_bytes": "64MiB"})
     check_answers(restarted, expected, question, cached=full_blocks(500))

@@ -48,7 +48,7 @@ def timeline(fleet: Fleet, request: str) -> list[dict[str, Any]]:
             each["ended"] = each["began"] + each.get("dur", 0) / 1e6
         return timed if {"set", "decode"} <= {each["name"] for each in timed if each["row"] != "proxy to D"} else None
 
-    return list(wait_until(complete, 30, f"P and D have told of {request}"))
+    return list(wait_until(complete, what=f"P and D have told of {request}"))
 
 
 def one(events: list[dict[str, Any]], row: str, name: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_spans_of_the_proxy_and_of_vllm_are_in_the_trace_of_the_user(fleet: Flee
     def services() -> set[str]:
         return {each["resource"]["service.name"] for each in receiver.of(TRACE)}
 
-    wait_until(lambda: len(services()) == 2, 30, "the spans of the proxy and of P")
+    wait_until(lambda: len(services()) == 2, what="the spans of the proxy and of P")
     spans = {each["name"]: each for each in receiver.of(TRACE) if each["resource"]["service.name"] == "kvstore-proxy"}
     assert spans[f"POST {COMPLETIONS}"]["parent"] == USER
     engine = [each for each in receiver.of(TRACE) if each["resource"]["service.name"] != "kvstore-proxy"]
@@ -121,7 +121,7 @@ def test_an_engine_without_a_proxy_writes_its_requests_and_leaves_out_what_nobod
     assert post(fleet.proxy.url, COMPLETIONS, body(4), **header)[0] == 200
     assert post(fleet.d.url, COMPLETIONS, body(5), **{"x-request-id": "alone"})[0] == 200
     path = fleet.files[2]
-    wait_until(lambda: "alone" in path.read_text(), 10, "it is written")
+    wait_until(lambda: "alone" in path.read_text(), what="it is written")
     assert [each.name for each in read_trace(path) if "alone" in each.request_id] == ["queue", "decode"]
     assert not any(unwanted in file.read_text() for file in fleet.files)
     assert not fleet.receiver.of(unwanted)

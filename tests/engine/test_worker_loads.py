@@ -48,7 +48,7 @@ def test_blocks_in_host_memory_do_not_wait_for_the_network(server: Server) -> No
         wait_until(lambda: loaded.update(worker.loads.take_loaded()) or "host" in loaded, 1.0)
         assert loaded == {"host"} and not worker.loads.take_failed_block_ids()
     assert (swapped_out(layout, 2) == swapped_out(layout, 0)).all()
-    wait_until(lambda: loaded.update(worker.loads.take_loaded()) or len(loaded) == len(keys), 10)
+    wait_until(lambda: loaded.update(worker.loads.take_loaded()) or len(loaded) == len(keys))
     worker.close()
     guard.close()
 
@@ -150,11 +150,11 @@ def test_many_loads_take_no_thread_each_and_end_when_their_requests_do(server: S
         assert len(set(threading.enumerate()) - before) == 2
         worker.begin_step(StepPlan(cancelled=["3", "5", "no such request"]))
         loaded: set[str] = set()
-        wait_until(lambda: loaded.update(worker.loads.take_loaded()) or len(loaded) == 2, 5.0)
+        wait_until(lambda: loaded.update(worker.loads.take_loaded()) or len(loaded) == 2)
         assert loaded == {"3", "5"} and worker.loads.take_failed_block_ids() == {4}
         wait_until(lambda: namespace_info(producer).awaited == len(keys) - 2, what="the store was told")
         worker.begin_step(StepPlan(cancelled=list(map(str, range(len(keys))))))
-        wait_until(lambda: loaded.update(worker.loads.take_loaded()) or len(loaded) == len(keys), 5.0)
+        wait_until(lambda: loaded.update(worker.loads.take_loaded()) or len(loaded) == len(keys))
     assert not counters.take().get("defects")
     worker.close()
     guard.close()

@@ -103,7 +103,7 @@ def test_requests_behind_a_hello_wait_until_the_token_is_checked(guarded: Guarde
             assert tags == [harness.WELCOME, *[harness.CONTAINS_REPLY] * 3]
             return True
 
-    wait_until(answered, 15.0)
+    wait_until(answered)
 
 
 def test_the_command_line_logs_in_with_a_file_and_purges_its_tenants_namespace(
@@ -192,8 +192,8 @@ def test_a_revoked_token_ends_its_connections_and_a_new_one_in_the_file_is_used(
         client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
         token.write_text(rotate(guarded.file, "other", end_old=True))
         # The file is looked at within a second or so; then the old connection ends, and the client logs in again.
-        wait_until(lambda: "has other rights now" in guarded.server.log_text(), 15.0)
-        assert wait_until(lambda: hits(client) == 2, 15.0)
+        wait_until(lambda: "has other rights now" in guarded.server.log_text())
+        assert wait_until(lambda: hits(client) == 2)
 
 
 def hits(client: KVStoreClient) -> int:
@@ -207,7 +207,7 @@ def test_a_bad_file_is_refused_and_the_last_good_policy_stays(guarded: Guarded) 
     good = guarded.file.read_text()
     try:
         guarded.file.write_text(good.replace('verbs = ["read"]', 'verbs = ["reed"]'))
-        wait_until(lambda: "verb 'reed': expected one of read" in guarded.server.log_text(), 15.0)
+        wait_until(lambda: "verb 'reed': expected one of read" in guarded.server.log_text())
         with KVStoreClient(
             guarded.server.endpoint, make_namespace(BLOCK_BYTES, "m"), token=guarded.tokens["read"]
         ) as client:
@@ -271,7 +271,7 @@ def test_a_namespace_that_only_half_decodes_costs_its_sender_an_error(guarded: G
                     reply = log_in(raw, canonical, token)
                     return reply[0] == ERROR and reply[2] == 1  # PROTOCOL, and not NOT_AUTHORIZED
 
-            wait_until(answered, 15.0)
+            wait_until(answered)
 
 
 def test_a_connection_that_does_not_log_in_is_closed(silent: Future[float]) -> None:

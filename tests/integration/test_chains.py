@@ -118,7 +118,7 @@ def test_shards_agree_where_a_chain_longer_than_their_memory_ends(
     with KVStoreClient(server.endpoint, new_namespace(BLOCK), timeout_s=20) as client:
         for shard in server.shards()[1:3]:  # the pipes outlive the processes
             shard.kill()
-        wait_until(lambda: len(server.shards()) == 4 and client.info() and not client.contains(keys[:100]).any(), 10)
+        wait_until(lambda: len(server.shards()) == 4 and client.info() and not client.contains(keys[:100]).any())
         refused, _ = set_chain([client], keys)
         present, usable = present_and_usable(client, keys)
         assert usable >= 0.95 * present and usable >= 0.8 * SLOTS
@@ -139,7 +139,7 @@ def test_shards_agree_where_a_chain_longer_than_their_memory_ends(
                 client.set(rest, rows(len(rest)), deferred=False, parent=keys[there - 1], position=there)
             return client.match_prefix(keys) >= SLOTS - 150
 
-        wait_until(whole_again, 10, "what was lost is there again")
+        wait_until(whole_again, what="what was lost is there again")
 
 
 def test_what_is_behind_a_gap_is_stored_where_there_is_room(

@@ -372,7 +372,7 @@ def test_bench_that_is_interrupted_removes_its_blocks(server: Server, number: in
         env=environment(),
     )
     try:
-        wait_until(lambda: bench_blocks(server), 30, "the benchmark has set blocks")
+        wait_until(lambda: bench_blocks(server), what="the benchmark has set blocks")
         process.send_signal(number)
         _, stderr = process.communicate(timeout=30)
     finally:

@@ -340,11 +340,11 @@ def test_while_etcd_is_away_the_last_view_stays_and_its_changes_are_caught_up_wi
     with Following(url) as following:
         following.wait_for({"a": "serving"})
         own_etcd.kill()
-        wait_until(lambda: following.follower.lost, 5, "it says that etcd is lost")
+        wait_until(lambda: following.follower.lost, what="it says that etcd is lost")
         assert "connection refused" in following.follower.lost
         assert [states_of(view) for view in following.views] == [{"a": "serving"}]
         own_etcd.restart()
-        wait_until(lambda: not following.follower.lost, 5, "it says that etcd is back")
+        wait_until(lambda: not following.follower.lost, what="it says that etcd is back")
         directory.register(member("a", "draining"), lease)
         following.wait_for({"a": "draining"})
     said = [record.getMessage() for record in caplog.records if "cluster" in record.name]
@@ -361,9 +361,9 @@ def test_an_etcd_that_hangs_is_lost_too(own_etcd: Etcd) -> None:
     with Following(own_etcd.url("n")) as following:
         following.wait_for({"a": "serving"})
         own_etcd.signal(signal.SIGSTOP)
-        wait_until(lambda: following.follower.lost, 12, "it says that etcd is lost")
+        wait_until(lambda: following.follower.lost, what="it says that etcd is lost")
         own_etcd.signal(signal.SIGCONT)
-        wait_until(lambda: not following.follower.lost, 5, "it says that etcd is back")
+        wait_until(lambda: not following.follower.lost, what="it says that etcd is back")
     directory.close()
 
 
@@ -376,7 +376,7 @@ def test_an_etcd_that_lost_its_data_takes_no_member_away(own_etcd: Etcd, caplog:
         following.wait_for({"a": "serving", "b": "serving"})
         own_etcd.kill()
         own_etcd.restart(empty=True)
-        wait_until(lambda: "lists no members any more; keeping the last 2" in caplog.text, 10, "it says so")
+        wait_until(lambda: "lists no members any more; keeping the last 2" in caplog.text, what="it says so")
         directory.register(member("a"), directory.grant(600))
         time.sleep(1.0)
         directory.register(member("b"), directory.grant(600))
@@ -395,7 +395,7 @@ def test_who_does_not_come_back_after_that_is_gone_in_the_end(own_etcd: Etcd) ->
     with Following(url) as following:
         following.wait_for({"a": "serving", "b": "serving"})
         directory.withdraw("a", lease)
-        wait_until(lambda: following.follower._refilled_at, 5)
+        wait_until(lambda: following.follower._refilled_at)
         directory.register(member("b"), directory.grant(600))
         following.wait_for({"b": "serving"}, 10)
     directory.close()

@@ -93,10 +93,10 @@ def test_a_later_address_joins_and_then_serves(name: Name, following: Following)
     with following:
         following.follower.wait(5)
         name.addresses = ["127.0.0.1", "127.0.0.2"]
-        wait_until(lambda: following.states() == {"a": "serving", "b": "joining"}, 5)
-        wait_until(lambda: following.states() == {"a": "serving", "b": "serving"}, 5)
+        wait_until(lambda: following.states() == {"a": "serving", "b": "joining"})
+        wait_until(lambda: following.states() == {"a": "serving", "b": "serving"})
         name.addresses = ["127.0.0.2"]
-        wait_until(lambda: following.states() == {"b": "serving"}, 5)
+        wait_until(lambda: following.states() == {"b": "serving"})
         epochs = [view.epoch for view in following.views]
         assert epochs == sorted(set(epochs))
 
@@ -108,9 +108,9 @@ def test_a_node_that_does_not_answer_is_left_out_and_joins_again(
     with following:
         following.follower.wait(5)
         nodes[1].kill()
-        wait_until(lambda: following.states() == {"a": "serving"}, 5)
+        wait_until(lambda: following.states() == {"a": "serving"})
         nodes[1].restart()
-        wait_until(lambda: following.states() == {"a": "serving", "b": "joining"}, 5)
+        wait_until(lambda: following.states() == {"a": "serving", "b": "joining"})
 
 
 def test_a_name_that_cannot_be_resolved_takes_nobody_away(
@@ -120,10 +120,10 @@ def test_a_name_that_cannot_be_resolved_takes_nobody_away(
     with following:
         following.follower.wait(5)
         name.addresses = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-        wait_until(lambda: "Temporary failure" in following.follower.lost, 5)
+        wait_until(lambda: "Temporary failure" in following.follower.lost)
         assert following.states() == {"a": "serving"}
         name.addresses = ["127.0.0.1"]
-        wait_until(lambda: not following.follower.lost, 5)
+        wait_until(lambda: not following.follower.lost)
         assert len(following.views) == 1
     assert caplog.text.count("cannot read the members") == 1
 
@@ -134,7 +134,7 @@ def test_nodes_that_all_fall_silent_stay_in_the_view(nodes: list[Server], name: 
         following.follower.wait(5)
         for node in nodes:
             node.kill()
-        wait_until(lambda: "none of 2 addresses answers" in following.follower.lost, 5)
+        wait_until(lambda: "none of 2 addresses answers" in following.follower.lost)
         assert len(following.states()) >= 1
 
 

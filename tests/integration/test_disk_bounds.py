@@ -166,9 +166,9 @@ def test_the_scrubber_finds_a_damaged_block(start_server: StartServer, folder: P
         fill(client, keys, BLOCK)
         wait_until_written(client)
         damage_one_block(folder, block_of(keys[7], BLOCK))
-        wait_until(lambda: disk_info(client).scrub_corrupt_blocks == 1, 20)
+        wait_until(lambda: disk_info(client).scrub_corrupt_blocks == 1)
         passes = disk_info(client).scrub_passes
-        wait_until(lambda: disk_info(client).scrub_passes >= passes + 2, 20)
+        wait_until(lambda: disk_info(client).scrub_passes >= passes + 2)
         info = disk_info(client)
         assert info.scrub_corrupt_blocks == 1 and info.corrupt_blocks == 1
         assert server.log_text().count("damaged block(s) dropped") == 1
@@ -189,7 +189,7 @@ def test_scrub_makes_one_pass_when_asked(start_server: StartServer, folder: Path
         assert before.scrub_passes == 0 and before.scrubbed_blocks == 0
         reply = raw.ask(pack(SCRUB, 5, 1000))
         assert reply[:2] == [SCRUB_REPLY, 5] and reply[2] >= 1
-        wait_until(lambda: disk_info(client).scrub_passes >= reply[2], 20)
+        wait_until(lambda: disk_info(client).scrub_passes >= reply[2])
         info = disk_info(client)
         assert info.scrubbed_blocks == 300 and info.scrub_corrupt_blocks == 5
         assert not client.contains(damaged).any() and client.contains(keys).sum() == 295

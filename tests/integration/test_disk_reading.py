@@ -241,7 +241,7 @@ def test_blocks_expire_on_disk_and_over_a_restart(
         assert client.contains(keys).all(), "not before their time"
         clock.advance(31.5)
         assert not client.contains(keys).any() and not any(read(client, keys, BLOCK))
-        wait_until(lambda: disk_info(client).blocks == 0, 10, "their space comes back")
+        wait_until(lambda: disk_info(client).blocks == 0, what="their space comes back")
         fill(client, keys, BLOCK, version=1)
         wait_until_written(client)
         assert all(read(client, keys, BLOCK, version=1))

@@ -163,7 +163,7 @@ def test_a_killed_shard_serves_its_disk_blocks_again(
     (shard,) = server.shards()
     keeper = keeper_of(shard)
     shard.kill()
-    wait_until(lambda: "shard 0 is serving again" in server.log_text(), 20)
+    wait_until(lambda: "shard 0 is serving again" in server.log_text())
     assert not alive(keeper)
     with open_client(server, namespace) as client:
         wait_until_on(client)
@@ -180,7 +180,7 @@ def test_a_server_of_several_shards_keeps_a_folder_for_each(
     assert server.stop() == 0
     server.restart()
     with open_client(server, namespace) as client:
-        wait_until(lambda: all(shard.disk and shard.disk.state == "on" for shard in client.info().shards), 30)
+        wait_until(lambda: all(shard.disk and shard.disk.state == "on" for shard in client.info().shards))
         assert all(read(client, keys, BLOCK))
     assert allocated_bytes(folder) <= 128 * MiB
 

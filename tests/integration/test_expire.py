@@ -54,7 +54,7 @@ def test_blocks_that_were_to_stay_expire_and_their_memory_is_free(client: KVStor
     assert client.expire(KEYS, ttl_s=10).all()
     clock.advance(10.5)
     assert not client.contains(KEYS).any()
-    wait_until(lambda: not any(shard.namespaces for shard in client.info().shards), 10, "their namespace is gone")
+    wait_until(lambda: not any(shard.namespaces for shard in client.info().shards), what="their namespace is gone")
 
 
 def test_no_time_means_the_rule_of_the_namespace(start_server: StartServer, own: Namespace, clock: Clock) -> None:

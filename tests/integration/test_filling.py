@@ -23,7 +23,7 @@ from tests.support.etcd import Etcd
 from tests.support.harness import MakeNamespace, Server, block_of, blocks_of, make_keys, wait_until
 
 BLOCK_BYTES = 64 << 10
-FILL_S = 30.0
+FILL_S = 60.0
 OVER = re.compile(r"filling (\S.*?) is over: to_copy=(\d+) copied=(\d+) present=(\d+) failed=(\d+) seconds=([\d.]+)")
 
 

@@ -85,7 +85,7 @@ def test_a_set_that_is_under_way_at_the_purge_is_refused(server: Server, new_nam
         header, packed, payload, sums = set_frames(7, keys, blocks)
         raw.send(header, packed, more=True)
         raw.sock.sendall(zmtp.frame_head(len(payload), True) + payload[:BLOCK])
-        wait_until(lambda: namespace_info(client).writing == 2, 5, "it is being written")
+        wait_until(lambda: namespace_info(client).writing == 2, what="it is being written")
         assert client.purge() == 0
         raw.sock.sendall(payload[BLOCK:] + zmtp.frame(sums, False))
         reply = raw.reply()[0]
@@ -129,7 +129,7 @@ def test_readers_see_no_older_block_once_a_purge_has_returned(
                 client.purge()
                 purged = client.generation
                 before = read_blocks
-                wait_until(lambda before=before: read_blocks > before, 10, "blocks of this generation are read")
+                wait_until(lambda before=before: read_blocks > before, what="blocks of this generation are read")
     finally:
         stop.set()
         for thread in threads:
@@ -166,7 +166,9 @@ def test_promises_of_an_earlier_generation_end(start_server: StartServer, new_na
             out = np.zeros((4, BLOCK), dtype=np.uint8)
             waiting = threading.Thread(target=lambda: found.append(int(reader.get_into(keys, out, wait_s=30).sum())))
             waiting.start()
-            wait_until(lambda: any(each.awaited for each in producer.info().shards[0].namespaces), 5, "somebody waits")
+            wait_until(
+                lambda: any(each.awaited for each in producer.info().shards[0].namespaces), what="somebody waits"
+            )
             with KVStoreClient(server.endpoint, namespace) as operator:
                 began = time.monotonic()
                 operator.purge()
@@ -186,7 +188,7 @@ def test_a_shard_without_blocks_learns_the_generation_after_its_restart(
         known = engine.generation
         for shard in server.shards():
             shard.kill()
-        wait_until(lambda: engine.set(keys, rows(60), generation=known).existed == 60, 15, "all is stored again")
+        wait_until(lambda: engine.set(keys, rows(60), generation=known).existed == 60, what="all is stored again")
         assert engine.set(keys, rows(60), generation=0).refused == 60
         with KVStoreClient(server.endpoint, namespace) as fresh:
             assert fresh.generation == known
@@ -205,7 +207,7 @@ def test_a_shard_that_was_away_during_a_purge_is_emptied_when_a_client_tells_it(
         with KVStoreClient(one.endpoint, namespace) as half:
             assert 0 < half.purge() < 80
             known = half.generation
-        wait_until(lambda: engine.generation == known, 5, "the engine has heard of it")
+        wait_until(lambda: engine.generation == known, what="the engine has heard of it")
         assert engine.match_prefix(keys) == 0 and not engine.contains(keys).any()
         assert engine.set(keys, rows(80), generation=known).created == 80
         with KVStoreClient(two.endpoint, namespace) as other:
@@ -226,13 +228,13 @@ def test_a_client_that_may_not_purge_treats_a_shard_that_is_behind_as_empty(
         engine.set(keys, rows(80))
         with KVStoreClient(one.endpoint, namespace, token=operator_token) as operator:
             here = operator.purge()
-        wait_until(lambda: engine.generation > 0, 5, "the engine has heard of it")
-        wait_until(lambda: not engine.contains(keys).any(), 5, "the blocks of the other shard are misses")
+        wait_until(lambda: engine.generation > 0, what="the engine has heard of it")
+        wait_until(lambda: not engine.contains(keys).any(), what="the blocks of the other shard are misses")
         with KVStoreClient(two.endpoint, namespace, token=operator_token) as operator:
             assert int(operator.contains(keys).sum()) == 80 - here, "they are still there"
         with KVStoreClient(both, namespace, token=operator_token) as operator:
             operator.purge()
-        wait_until(lambda: engine.set(keys, rows(80)).error == 0, 10, "after another purge it has all shards again")
+        wait_until(lambda: engine.set(keys, rows(80)).error == 0, what="after another purge it has all shards again")
 
 
 def test_generations_outlive_a_restart_with_a_disk_tier(
@@ -294,7 +296,7 @@ def test_a_client_with_several_connections_to_a_shard_hears_once_and_answers_on_
         KVStoreClient(server.endpoint, namespace) as operator,
     ):
         engine.set(keys, rows(20))
-        wait_until(lambda: all(lane.sock is not None for lane in engine._core.connections), 10, "all are connected")
+        wait_until(lambda: all(lane.sock is not None for lane in engine._core.connections), what="all are connected")
         [reply] = operator._shards.purge(operator._repairs, operator._options(10.0)).values()
         assert (reply.purged, reply.told, reply.silent) == (20, 3, [])
         assert engine.generation == operator.generation
@@ -312,4 +314,4 @@ def test_a_client_with_copies_that_nobody_closed_does_not_live_for_ever(
         gc.collect()
         return core() is None and not any(each.name == "kvstore-listen" for each in threading.enumerate())
 
-    wait_until(is_gone, 10, "the client is gone, and its thread")
+    wait_until(is_gone, what="the client is gone, and its thread")

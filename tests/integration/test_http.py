@@ -208,7 +208,7 @@ def test_a_node_is_ready_when_it_is_registered_and_alive_before(own_etcd: Etcd, 
     assert "not registered" in ready.document["cluster"]["reason"]
     assert ask(server, "/healthz").status == 200
     own_etcd.start()
-    answer = wait_until(lambda: (found := ask(server, "/readyz")).status == 200 and found, 30.0, "it registers")
+    answer = wait_until(lambda: (found := ask(server, "/readyz")).status == 200 and found, what="it registers")
     assert answer.document["cluster"] == {"registered": True, "state": "serving", "reason": ""}
 
 

@@ -202,7 +202,7 @@ def test_a_purge_of_the_far_one_empties_the_near_one_before_it_is_asked_again(
     store.set(keys, blocks_of(keys, BLOCK), generation=made)
     with ClientStore(far.endpoint, namespace) as operator:
         assert operator.purge() == 6
-        wait_until(lambda: store.remote.generation == operator.generation, 5, "the engine has heard of it")
+        wait_until(lambda: store.remote.generation == operator.generation, what="the engine has heard of it")
     assert store.generation > made and not store.contains(keys).any()
     with ClientStore(near.endpoint, namespace) as looks:
         assert not looks.contains(keys).any() and looks.generation == store.remote.generation
@@ -238,7 +238,7 @@ def test_a_purge_of_the_near_one_leaves_the_far_one_as_it_is(
     store.set(keys, blocks_of(keys, BLOCK), generation=made)
     with ClientStore(near.endpoint, namespace) as operator:
         assert operator.purge() == 6
-        wait_until(lambda: store.local.generation == operator.generation, 5, "the engine has heard of it")
+        wait_until(lambda: store.local.generation == operator.generation, what="the engine has heard of it")
     assert store.remote.contains(keys).all() and store.generation > made
     assert store.match_prefix(keys) == 6
 

@@ -176,7 +176,7 @@ def test_a_server_that_is_killed_while_it_is_read_is_a_miss(
         killer.join()
         assert not client.get_into(keys, out).any()
         server.restart()
-        wait_until(lambda: client.set(keys, expected).error == 0, 30)
+        wait_until(lambda: client.set(keys, expected).error == 0)
         out[:] = 0
         assert client.get_into(keys, out).all() and (out == expected).all()
 
@@ -195,10 +195,10 @@ def test_what_a_killed_reader_was_lent_is_given_back(start_server: StartServer, 
                     reader.get(keys)
             finally:
                 os._exit(1)
-        wait_until(lambda: client.info().shards[0].lent_blocks > 0, 20)
+        wait_until(lambda: client.info().shards[0].lent_blocks > 0)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        wait_until(lambda: client.info().shards[0].lent_blocks == 0, 20)
+        wait_until(lambda: client.info().shards[0].lent_blocks == 0)
         assert client.get(keys).blocks == blocks_of(keys, BLOCK)
 
 

@@ -100,7 +100,7 @@ def test_transfers_move_whole_blocks(server: Server, namespace: Namespace) -> No
         arrived=lambda _first, hits: bool(hits.all()),
         done=lambda: ended.append(True),
     )
-    wait_until(lambda: ended, 10.0)
+    wait_until(lambda: ended)
     into.close()
     guard.close()
     assert np.array_equal(rows, BLOCKS)
@@ -122,7 +122,7 @@ def test_a_server_on_the_host_has_parts_too(
     found = guard.call(lambda store: get_into(store, KEYS, rows, range(len(KEYS)), timeout_s=10.0), None)
     assert found is not None and found.all() and np.array_equal(rows, BLOCKS[:, : 2 * PART])
     with ClientStore(near.endpoint, namespace) as client:
-        wait_until(lambda: client.contains(part_keys(KEYS, range(2))).all(), 10.0, "they were promoted")
+        wait_until(lambda: client.contains(part_keys(KEYS, range(2))).all(), what="they were promoted")
         assert not client.contains(part_keys(KEYS, range(2, OF))).any()
     guard.close()
 

@@ -45,15 +45,14 @@ def test_profile_measures_what_an_engine_takes_from_another(tmp_path: Path) -> N
     endpoint: Endpoint
 
     def busy(number: int) -> Behaviour:
-        """Answer the first request at once, and each later one when the measured engine has answered one meanwhile, or
-        when none comes any more."""
-        before, until_s = endpoint.answered, time.monotonic() + 5.0
+        """Answer the first request at once, and later ones when the measured engine is not asked any more."""
+        began_s = time.monotonic()
 
         def held() -> bool:
-            waiting = endpoint.running or time.monotonic() < until_s
-            return number > 0 and endpoint.answered == before and bool(waiting)
+            idle_s = time.monotonic() - max(began_s, endpoint.idle_since_s)
+            return number > 0 and (endpoint.running > 0 or idle_s < 2.0)
 
-        return Behaviour(gap_s=0.02, held=held)
+        return Behaviour(held=held)
 
     def behave(number: int) -> Behaviour:
         return Behaviour(first_s=0.2, gap_s=0.1) if other.running else Behaviour(first_s=0.1, gap_s=0.05)

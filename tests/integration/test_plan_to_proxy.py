@@ -91,7 +91,7 @@ def test_a_plan_is_served_watched_and_shifted(profile: str, tcp_server: Server, 
         def roles() -> dict[str, int]:
             return {phase: sum(each["healthy"] for each in proxy.status()["pools"][phase]) for phase in instances}
 
-        wait_until(lambda: roles() == instances, 20, "the proxy has the engines of the plan")
+        wait_until(lambda: roles() == instances, what="the proxy has the engines of the plan")
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 10}
         with users(proxy.url, body, each_s=0.2) as answers:
             watching = f"plan watch --proxy {proxy.url} --profile {profile} --interval 1 --once --pools {pools}"
@@ -107,8 +107,8 @@ def test_a_plan_is_served_watched_and_shifted(profile: str, tcp_server: Server, 
             command = proposed[4]
             assert command == f"plan roles {pools} --prefill {best['prefill']} --decode {best['decode']}"
             kvstore(command)
-            wait_until(lambda: roles() == best, 20, "the engines have the roles that were proposed")
+            wait_until(lambda: roles() == best, what="the engines have the roles that were proposed")
             since = len(answers())
-            wait_until(lambda: len(answers()) > since + 2, 20, "users go on")
+            wait_until(lambda: len(answers()) > since + 2, what="users go on")
         texts = {json.loads(answer)["choices"][0]["text"] for answer in answers()}
         assert texts == {expected(prompt, 10)}, "no answer was lost or changed meanwhile"

@@ -569,7 +569,7 @@ def test_who_expects_promises_is_told_in_time_by_a_store_that_stands_still(
     expected = [flights.expect([key], 1, within_s=0.5) for key in make_keys(4)]
     time.sleep(0.3)
     with server.stopped():
-        wait_until(lambda: [flights.poll(each) for each in expected] == [0] * 4, 5, "all are told")
+        wait_until(lambda: [flights.poll(each) for each in expected] == [0] * 4, what="all are told")
         assert 0.5 <= time.monotonic() - began <= 0.5 + 1.5
     for each in expected:
         flights.end(each)

@@ -136,7 +136,7 @@ def test_what_an_engine_says_that_it_has_it_has_for_requests_of_the_same_kind(
                 publisher.store(tokens)  # to who listens by now
                 return ask([*tokens, next(_numbers)])[1] == "1 uncached tokens"
 
-            wait_until(heard, 10, "its events are heard")
+            wait_until(heard, what="its events are heard")
             for differs in ({"cache_salt": "tenant"}, {"model": ADAPTER}):
                 assert ask([*tokens, 7], **differs) == ("split", "641 uncached tokens")
     finally:
@@ -176,9 +176,9 @@ def test_what_the_store_has_lost_is_not_counted_on(
             client.purge(all_namespaces=loss == "purge")
         elif loss == "restart":
             store.kill()
-            wait_until(lambda: not proxy.status()["store"]["answers"], 20, "the store is away")
+            wait_until(lambda: not proxy.status()["store"]["answers"], what="the store is away")
             store.restart()
-            wait_until(lambda: proxy.status()["store"]["answers"], 20, "the store is back")
+            wait_until(lambda: proxy.status()["store"]["answers"], what="the store is back")
         elif loss == "eviction":
             batches = itertools.count(1)
 
@@ -186,13 +186,13 @@ def test_what_the_store_has_lost_is_not_counted_on(
                 fill(client, 100, 100 * next(batches))
                 return shard_info(client).evicted > 100
 
-            wait_until(evicts, 30, "others have pushed it out")
+            wait_until(evicts, what="others have pushed it out")
         elif loss == "deletion":
             client.delete(make_keys(100))
         if loss == "none":
             assert {ask(each) for each in prompts} == {("colocate", "0 uncached tokens")}
             return
-        wait_until(lambda: ask(prompts.pop()) == ("split", "640 uncached tokens"), 10, f"{proxy.status()['store']}")
+        wait_until(lambda: ask(prompts.pop()) == ("split", "640 uncached tokens"), what=f"{proxy.status()['store']}")
         assert ask(prompts[0])[0] == "split", "nor is any other prompt there"
         assert ask(prompts[0])[0] == "colocate", "it is there anew"
 
@@ -212,21 +212,21 @@ def test_after_a_restart_of_everything_nothing_is_known(
         ask.learn(tokens)
         for engine in engines.values():
             engine.kill()
-        wait_until(lambda: healthy() == {False}, 10, "the engines are away")
+        wait_until(lambda: healthy() == {False}, what="the engines are away")
         for engine in engines.values():
             engine.start()
-        wait_until(lambda: healthy() == {True}, 20, "the engines are back")
+        wait_until(lambda: healthy() == {True}, what="the engines are back")
         assert ask(tokens) == ("colocate", "0 uncached tokens"), "the store has it"
         assert ask([*tokens[:64], *prompt()])[0] == "split"
         store.kill()
-        wait_until(lambda: not proxy.status()["store"]["answers"], 20, "the store is away")
+        wait_until(lambda: not proxy.status()["store"]["answers"], what="the store is away")
         for engine in engines.values():
             engine.kill()
-        wait_until(lambda: healthy() == {False}, 10, "the engines are away")
+        wait_until(lambda: healthy() == {False}, what="the engines are away")
         for engine in engines.values():
             engine.start()
         store.restart()
-        wait_until(lambda: healthy() == {True} and proxy.status()["store"]["answers"], 20, "all are back")
+        wait_until(lambda: healthy() == {True} and proxy.status()["store"]["answers"], what="all are back")
         assert ask(tokens) == ("split", "640 uncached tokens")
 
 
@@ -273,10 +273,10 @@ def test_a_prefill_engine_whose_work_does_not_arrive_is_not_used_until_it_does(
     [pair] = ask.proxy.status()["not_arriving"]
     assert (pair["prefill"], pair["decode"]) == (engines["p"].url, engines["d"].url)
     assert "does not arrive" in ask.proxy.log.read_text()
-    wait_until(lambda: decided()[0] == "split", 20, "it is tried again")
+    wait_until(lambda: decided()[0] == "split", what="it is tried again")
     assert decided()[0] == "colocate", "once"
     engines["d"].behave(cached=639, delay_s=0.2)
-    wait_until(lambda: decided()[0] == "split", 20, "it is tried again")
+    wait_until(lambda: decided()[0] == "split", what="it is tried again")
     assert [decided()[0] for _ in range(3)] == ["split"] * 3
     assert ask.proxy.status()["not_arriving"] == []
 

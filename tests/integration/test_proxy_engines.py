@@ -37,18 +37,18 @@ def test_the_proxy_follows_engines_that_come_go_and_have_other_weights(tcp_serve
 
                 decode = EngineRecord(engines[0].url, ("decode",), weights="1")
                 with Registered(url, "d", decode, ttl_s=3):
-                    wait_until(lambda: decision() == (200, "colocate"), 10, "the decode engine is used")
+                    wait_until(lambda: decision() == (200, "colocate"), what="the decode engine is used")
                     with Registered(url, "p", EngineRecord(engines[1].url, ("prefill",), weights="2"), ttl_s=3):
-                        wait_until(lambda: proxy.status()["unpaired"], 10, "other weights are noticed")
+                        wait_until(lambda: proxy.status()["unpaired"], what="other weights are noticed")
                         assert decision() == (200, "colocate")
                         assert proxy.metrics()["kvstore_proxy_unpaired_engines"] == 1
-                    wait_until(lambda: not proxy.status()["pools"]["prefill"], 10, "the prefill engine has left")
+                    wait_until(lambda: not proxy.status()["pools"]["prefill"], what="the prefill engine has left")
                     with Registered(url, "p", EngineRecord(engines[1].url, ("prefill",), weights="1"), ttl_s=3):
-                        wait_until(lambda: decision() == (200, "split"), 10, "the pair is used")
+                        wait_until(lambda: decision() == (200, "split"), what="the pair is used")
                         etcd.kill()
                         assert decision() == (200, "split")
                         etcd.restart(empty=True)
-                        wait_until(lambda: decision() == (200, "split"), 20, "both have registered again")
+                        wait_until(lambda: decision() == (200, "split"), what="both have registered again")
         finally:
             for engine in engines:
                 engine.kill()
@@ -89,8 +89,8 @@ def test_the_proxy_follows_a_file_and_hears_the_events_that_it_names(
             both = entry(engines[0], "decode", f'events = "{publisher.live}"') + entry(engines[1], "prefill")
             new.write_text(both)
             os.replace(new, pools)
-            wait_until(lambda: proxy.status()["pools"]["prefill"], 10, "the prefill engine is there")
-            wait_until(lambda: ask(list(range(asked * 200, asked * 200 + 100)))[0] == "split", 10, "the pair is used")
+            wait_until(lambda: proxy.status()["pools"]["prefill"], what="the prefill engine is there")
+            wait_until(lambda: ask(list(range(asked * 200, asked * 200 + 100)))[0] == "split", what="the pair is used")
             # What this proxy has never seen, the decode engine says that it has.
             told = list(range(50_000, 50_096))
 
@@ -98,13 +98,13 @@ def test_the_proxy_follows_a_file_and_hears_the_events_that_it_names(
                 publisher.store(told)  # to who listens by now
                 return ask([*told, asked])[1] == "1 uncached tokens"
 
-            wait_until(heard, 10, "its events are heard")
+            wait_until(heard, what="its events are heard")
             pools.write_text("[[engines")
             log = proxy.log
-            wait_until(lambda: "stay as they are" in log.read_text(), 10, "the wrong file is told of")
+            wait_until(lambda: "stay as they are" in log.read_text(), what="the wrong file is told of")
             assert ask(list(range(60_000, 60_100)))[0] == "split"
             pools.write_text(entry(engines[1], "decode"))
-            wait_until(lambda: not proxy.status()["pools"]["prefill"], 10, "it is a decode engine now")
+            wait_until(lambda: not proxy.status()["pools"]["prefill"], what="it is a decode engine now")
             assert [each["url"] for each in proxy.status()["pools"]["decode"]] == [engines[1].url]
             assert ask([*told, 1])[0] == "colocate"
             assert log.read_text().count("stay as they are") == 1
@@ -127,7 +127,7 @@ def test_engines_of_another_model_or_version_are_never_paired(tcp_server: Server
     options = (f"--store={tcp_server.endpoint}", f"--pools={pools}", "--policy=split", "--check-seconds=0.1")
     try:
         with ProxyProcess(tmp_path / "proxy", *options) as proxy:
-            wait_until(lambda: proxy.status()["unpaired"], 10, "one has nobody to prefill for it")
+            wait_until(lambda: proxy.status()["unpaired"], what="one has nobody to prefill for it")
             (told,) = proxy.status()["unpaired"]
             assert told["decode"]["url"] == b.url and [each["url"] for each in told["prefill"]] == [p.url]
             assert told["decode"][differs] != told["prefill"][0][differs]

@@ -81,7 +81,7 @@ def proxy(engines: dict[str, StandInEngine], shared_proxy: ProxyProcess) -> Prox
         pools = shared_proxy.status()["pools"]
         return all(each["healthy"] and not each["shunned"] for pool in pools.values() for each in pool)
 
-    wait_until(well, 30, "all engines take requests")
+    wait_until(well, what="all engines take requests")
     # A success ends the memory of failures; the engine that failed last is the first choice of an idle proxy.
     assert post(shared_proxy.url, COMPLETIONS, completion())[0] == 200
     for engine in engines.values():
@@ -200,7 +200,7 @@ def test_an_answer_of_one_real_token_ends_with_the_prefill_engine(
     chunks = chunks_of(proxy.url, COMPLETIONS, completion(stream_options={"include_usage": usage}))
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]] == ["stop"]
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks if not chunk["choices"]] == [1] * usage
-    wait_until(lambda: not decoder_of(proxy, engines).seen()["running"], 5, "decode is given up")
+    wait_until(lambda: not decoder_of(proxy, engines).seen()["running"], what="decode is given up")
 
 
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -324,13 +324,13 @@ def test_a_user_who_leaves_ends_the_requests_at_both_engines(
     id = f"leaves-{stream}"
     asking = Reading if stream else Asking
     with asking(proxy.url, COMPLETIONS, completion(), **{"x-request-id": id}):
-        wait_until(lambda: engines["p"].seen()["requests"], 5, "prefill is asked")
-        wait_until(lambda: any(engines[name].seen()["requests"] for name in "ab"), 5, "decode is asked")
+        wait_until(lambda: engines["p"].seen()["requests"], what="prefill is asked")
+        wait_until(lambda: any(engines[name].seen()["requests"] for name in "ab"), what="decode is asked")
         if stream:
-            wait_until(lambda: engines["p"].seen()["running"], 5, "prefill runs")
-    wait_until(lambda: not proxy.status()["in_flight"], 5, "the proxy has ended it")
+            wait_until(lambda: engines["p"].seen()["running"], what="prefill runs")
+    wait_until(lambda: not proxy.status()["in_flight"], what="the proxy has ended it")
     for engine in engines.values():
-        wait_until(lambda engine=engine: not engine.seen()["running"], 5, "the engine has ended it")
+        wait_until(lambda engine=engine: not engine.seen()["running"], what="the engine has ended it")
     assert proxy.record(id)["outcome"] == "disconnect"
 
 
@@ -400,7 +400,7 @@ def test_a_body_that_does_not_come_further_is_refused(
         with socket.create_connection((host, int(port)), timeout=10) as sock:
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
             assert sock.recv(1000).startswith(b"HTTP/1.1 408 ")
-        wait_until(lambda: proxy.metrics()["kvstore_proxy_in_flight"] == 0, 5)
+        wait_until(lambda: proxy.metrics()["kvstore_proxy_in_flight"] == 0)
 
 
 def test_bodies_and_headers_have_bounds(proxy: ProxyProcess) -> None:
@@ -469,8 +469,8 @@ def test_without_the_store_nothing_is_handed_over(
 
         assert decision() == "split" and proxy.metrics()["kvstore_proxy_store_up"] == 1
         store.kill()
-        wait_until(lambda: not proxy.status()["store"]["answers"], 10, "it is noticed")
+        wait_until(lambda: not proxy.status()["store"]["answers"], what="it is noticed")
         assert decision() == "colocate" and proxy.metrics()["kvstore_proxy_store_up"] == 0
         store.restart()
-        wait_until(lambda: proxy.status()["store"]["answers"], 20, "it is noticed")
+        wait_until(lambda: proxy.status()["store"]["answers"], what="it is noticed")
         assert decision() == "split"

@@ -48,7 +48,7 @@ def test_more_requests_than_it_takes_at_a_time_are_refused_until_one_ends(
                 assert "error" in json.loads(refused.read())
             assert get(proxy.url, "/health")[0] == 200, "it is not ill, only full"
         engine.behave()
-        wait_until(lambda: post(proxy.url, COMPLETIONS, ask())[0] == 200, 5, "their places are free again")
+        wait_until(lambda: post(proxy.url, COMPLETIONS, ask())[0] == 200, what="their places are free again")
 
 
 def test_what_is_not_finished_when_the_drain_ends_is_cut_off_and_says_so(
@@ -64,7 +64,7 @@ def test_what_is_not_finished_when_the_drain_ends_is_cut_off_and_says_so(
     assert proxy.process.wait(15) == 0
     proxy.stop()
     assert "cut off" in proxy.log.read_text()
-    wait_until(lambda: not engine.seen()["running"], 5, "the engine is free")
+    wait_until(lambda: not engine.seen()["running"], what="the engine is free")
 
 
 def test_a_user_who_does_not_read_is_gone_after_a_while(
@@ -79,8 +79,8 @@ def test_a_user_who_does_not_read_is_gone_after_a_while(
             body = json.dumps(ask(5000, stream=True)).encode()
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             user.sendall(f"{head}Content-Length: {len(body)}\r\nx-request-id: stalled\r\n\r\n".encode() + body)
-            wait_until(lambda: engine.seen()["running"], 5, "the engine answers")
-            wait_until(lambda: not engine.seen()["running"], 15, "the engine is freed")
+            wait_until(lambda: engine.seen()["running"], what="the engine answers")
+            wait_until(lambda: not engine.seen()["running"], what="the engine is freed")
             assert proxy.record("stalled")["id"] == "stalled"
         assert post(proxy.url, COMPLETIONS, ask())[0] == 200
 

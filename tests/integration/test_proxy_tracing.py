@@ -92,7 +92,7 @@ def test_a_collector_gets_the_spans_of_a_request(
     proxy: ProxyProcess, calm: dict[str, StandInEngine], receiver: OtlpReceiver
 ) -> None:
     chunks_of(proxy.url, COMPLETIONS, completion(stream=True), **header(TRACE))
-    wait_until(lambda: len(receiver.of(TRACE)) == 4, 10, "all spans came")
+    wait_until(lambda: len(receiver.of(TRACE)) == 4, what="all spans came")
     spans = {each["name"]: each for each in receiver.of(TRACE)}
     root = spans[f"POST {COMPLETIONS}"]
     assert (root["kind"], root["parent"], root["status"]) == (SERVER, USER, 0)
@@ -129,7 +129,7 @@ def test_a_retry_and_what_failed_are_seen(
     for engine in calm.values():
         engine.behave(status=503)
     assert post(proxy.url, COMPLETIONS, completion(), **header(trace))[0] == 503
-    wait_until(lambda: len(receiver.of(trace)) == 6, 10, "the request, the decision, prefill and three decodes")
+    wait_until(lambda: len(receiver.of(trace)) == 6, what="the request, the decision, prefill and three decodes")
     spans = receiver.of(trace)
     decodes = [each for each in spans if each["name"] == "decode"]
     assert [each["status"] for each in decodes] == [ERROR] * 3
@@ -137,7 +137,7 @@ def test_a_retry_and_what_failed_are_seen(
     assert [each["attributes"].get("http.request.resend_count") for each in decodes] == [None, 1, 2]
     assert {each["name"]: each["status"] for each in spans}["prefill"] == ERROR
     assert spans[0]["status"] == ERROR and spans[0]["events"]["retry"]["error.type"] == "503"
-    written = wait_until(lambda: in_file(proxy, trace), 10, "it is written")
+    written = wait_until(lambda: in_file(proxy, trace), what="it is written")
     assert {each.name for each in written if each.ended_us is not None} == {each["name"] for each in spans}
     assert [each.name for each in written if each.ended_us is None] == ["retry", "retry"]
     assert {each.request_id for each in written} == {spans[0]["attributes"]["kvstore.request_id"]}
@@ -150,7 +150,7 @@ def test_what_its_caller_does_not_want_recorded_is_not(
     assert post(proxy.url, COMPLETIONS, completion(), **header(unwanted, "00"))[0] == 200
     assert calm["p"].seen()["requests"][0]["headers"]["traceparent"].endswith("-00")
     assert post(proxy.url, COMPLETIONS, completion(), **header(wanted))[0] == 200
-    wait_until(lambda: receiver.of(wanted) and in_file(proxy, wanted), 10, "the later one came")
+    wait_until(lambda: receiver.of(wanted) and in_file(proxy, wanted), what="the later one came")
     assert not receiver.of(unwanted) and not in_file(proxy, unwanted)
 
 

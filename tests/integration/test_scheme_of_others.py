@@ -88,7 +88,7 @@ def test_a_client_finds_its_shards_through_another_packages_directory(
         assert client.set(keys, blocks_of(keys, 64)).created == 200
         assert client.get(keys).blocks == blocks_of(keys, 64) and len(client.shards()) == 1
         list_members(first, second)
-        wait_until(lambda: len(client.shards()) == 2, 10)
+        wait_until(lambda: len(client.shards()) == 2)
         assert client.set(keys, blocks_of(keys, 64)).created > 0, "the new shard owns some of them"
 
 

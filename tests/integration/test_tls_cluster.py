@@ -88,7 +88,7 @@ def test_nodes_and_clients_of_a_cluster_with_tls_everywhere(
             at_b = cluster.nodes["b"].endpoint
             assert at_b.startswith("tls://")
             with KVStoreClient(at_b, namespace, **tls) as alone:  # type: ignore[arg-type]
-                wait_until(lambda: alone.contains(moved).all(), 20, "node a fills node b")
+                wait_until(lambda: alone.contains(moved).all(), what="node a fills node b")
             assert client.stats.path == "tls"
             wait_until(lambda: nodes_of(client) == {"a", "b"}, what="the client sees both")
             later = make_keys(100, first=1000)

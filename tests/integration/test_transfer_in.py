@@ -566,7 +566,7 @@ def test_a_slow_shard_holds_up_only_the_jobs_that_need_it(
     with servers[0].stopped():
         held_up = [Job(transfer, slow, empty_rows(6), left_s=4.0) for _ in range(12)]
         others = [Job(transfer, fast, empty_rows(6)) for _ in range(12)]
-        wait_until(lambda: all(job.done_at for job in others), 10.0)
+        wait_until(lambda: all(job.done_at for job in others))
         assert all(job.wait() == [True] * 6 for job in others)
         assert not any(job.done_at for job in held_up)
         assert [bool(job.job.began) for job in held_up] == [True] * 2 + [False] * 10

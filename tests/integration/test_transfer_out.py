@@ -192,7 +192,7 @@ def test_blocks_have_the_attributes_that_they_were_put_with(
     out.send(keys, how=[SendAs()] * 3 + [SendAs(0, 1.0)] * 3 + [SendAs(2)] * 4)
     with KVStoreClient(server.endpoint, namespace) as client:
         wait_until(lambda: out.of(keys) == [SendOutcome.STORED] * 10)
-        wait_until(lambda: client.contains(keys).tolist() == [True] * 3 + [False] * 3 + [True] * 4, 10)
+        wait_until(lambda: client.contains(keys).tolist() == [True] * 3 + [False] * 3 + [True] * 4)
 
 
 def test_what_the_store_has_is_not_sent(

@@ -60,7 +60,7 @@ class Endpoint:
         self._behave = behave
         self.asked: list[Asked] = []
         self.running = 0  # answers that are being given
-        self.answered = 0
+        self.idle_since_s = time.monotonic()  # if nothing is running
         self._released = asyncio.Event()
         paths = ("/v1/completions", "/v1/chat/completions")
         routes = [Route(path, self._answer, methods=["POST"]) for path in paths]
@@ -104,7 +104,7 @@ class Endpoint:
                 yield part
         finally:
             self.running -= 1
-            self.answered += 1
+            self.idle_since_s = time.monotonic()
 
     async def _stream(self, asked: Asked, behaviour: Behaviour) -> AsyncIterator[str]:
         total = asked.body["max_tokens"]

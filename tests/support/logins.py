@@ -91,4 +91,4 @@ def connect_when_known(guarded: Guarded, namespace: Namespace, token: str | os.P
         except NotAuthorized:
             return None
 
-    return wait_until(connected, 15.0)
+    return wait_until(connected)

@@ -71,7 +71,7 @@ class ProxyProcess:
             records = map(json.loads, whole.splitlines())
             return next((record for record in records if record["id"] == id), None)
 
-        return dict(wait_until(line, 10, f"{id} in the access log"))
+        return dict(wait_until(line, what=f"{id} in the access log"))
 
 
 class StandInEngine:

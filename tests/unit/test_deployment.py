@@ -117,7 +117,15 @@ def test_what_the_image_copies_is_there_and_reaches_the_build() -> None:
     for source in copied():
         assert (ROOT / source).exists(), source
         assert not dockerignored(source), source
-    for unwanted in ("tests", ".git", "docs", "kvstore/_cext.so", "cext/_cext.c", "kvstore/__pycache__/cli.pyc"):
+    for unwanted in (
+        "tests",
+        ".git",
+        "docs",
+        "kvstore/_cext.so",
+        "cext/_cext.c",
+        "cext/_index.c",
+        "kvstore/__pycache__/cli.pyc",
+    ):
         assert dockerignored(unwanted), unwanted
 
 

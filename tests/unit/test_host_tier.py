@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore_client.engine.paged.host_tier import HostTier
 from tests.support.harness import environment, make_keys
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from tests.support.properties import examples
 
 FREE, WRITING, READY, GONE = BlockIndex.FREE, BlockIndex.WRITING, BlockIndex.READY, BlockIndex.GONE

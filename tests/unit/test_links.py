@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from tests.support.harness import make_keys
 from tests.support.properties import examples
 from tests.unit.test_policies import Cache, every_policy, keys_of

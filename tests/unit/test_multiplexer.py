@@ -100,7 +100,7 @@ def test_every_call_ends_once_with_what_it_returns(cores: list[Core]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    wait_until(lambda: len(ended.results) == count, 10.0)
+    wait_until(lambda: len(ended.results) == count)
     assert all(ended.results[number] == [number] for number in range(count))
     multiplexer.close()
 

@@ -200,9 +200,9 @@ def test_what_does_not_fit_is_refused() -> None:
     numbers, ones = np.arange(2), np.ones(2)
     with pytest.raises(ValueError, match="fewer nodes"):
         rendezvous(KEYS, numbers.astype(np.uint64), ones, numbers, np.zeros(2, dtype=np.int64), numbers, 2)
-    with pytest.raises(ValueError, match="weights must have 2 items"):
+    with pytest.raises(ValueError, match="weights has 3 items, expected 2"):
         rendezvous(KEYS, numbers.astype(np.uint64), np.ones(3), numbers, numbers, numbers, 1)
-    with pytest.raises(ValueError, match="ranks must have"):
+    with pytest.raises(ValueError, match="ranks must be a vector"):
         rendezvous(KEYS, numbers.astype(np.uint64), ones, ones, numbers, numbers, 1)
 
 
@@ -299,5 +299,5 @@ def test_positions_by_owner_are_those_of_a_stable_sort(drawn: tuple[int, list[in
 def test_an_owner_that_cannot_be_is_refused(owners: list[int], wrong: int) -> None:
     with pytest.raises(IndexError, match=rf"owners\[1\] is {wrong}: expected 0 to 2"):
         group_by_owner(np.array(owners, dtype=np.intp), 3)
-    with pytest.raises(ValueError, match="owners must have"):
+    with pytest.raises(ValueError, match=r"owners (must be|has)"):
         group_by_owner(np.array([0.0]), 3)

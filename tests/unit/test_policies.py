@@ -19,7 +19,7 @@ import setuptools
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore._policies import POLICIES
 from tests.support.harness import ROOT
 from tests.support.properties import examples

@@ -28,8 +28,8 @@ PACKAGES = ("kvstore", "kvstore_client", "kvstore_serving", "kvstore_cli")
 # From the lowest room to the highest: a file imports from its own room and from rooms before it. A file belongs to the
 # longest name here that it starts with. `kvstore` itself is what every room may use: the version, sizes, logs.
 SERVER = [
-    *("kvstore", "kvstore._cext", "kvstore.wire", "kvstore.cluster", "kvstore.auth", "kvstore.store", "kvstore.disk"),
-    *("kvstore.shard", "kvstore.moving", "kvstore.node", "kvstore.__main__"),
+    *("kvstore", "kvstore._cext", "kvstore._index", "kvstore.wire", "kvstore.cluster", "kvstore.auth"),
+    *("kvstore.store", "kvstore.disk", "kvstore.shard", "kvstore.moving", "kvstore.node", "kvstore.__main__"),
 ]
 CLIENT = [
     *("kvstore_client.errors", "kvstore_client._arguments", "kvstore_client.endpoints", "kvstore_client.keys"),
@@ -39,7 +39,8 @@ CLIENT = [
     *("kvstore_client.vllm.tier", "kvstore_client.vllm.connector", "kvstore_client.vllm"),
 ]
 SERVING = ["kvstore_serving", "kvstore_serving.load", "kvstore_serving.proxy", "kvstore_serving.planning"]
-SHARED = ["kvstore", "kvstore._cext", "kvstore.wire", "kvstore.cluster"]  # what the client may use of the server's
+EXTENSIONS = {"kvstore._cext", "kvstore._index"}
+SHARED = ["kvstore", *EXTENSIONS, "kvstore.wire", "kvstore.cluster"]  # what the client may use of the server's
 ORDER = {
     **{room: SERVER[: at + 1] for at, room in enumerate(SERVER)},
     **{room: [*SHARED, *CLIENT[: at + 1]] for at, room in enumerate(CLIENT)},
@@ -82,7 +83,7 @@ def imported_by(nodes: Iterable[ast.AST], file: Path) -> Iterator[str]:
             assert node.level == 0 and node.module, f"{file}: relative imports hide which room is meant"
             for name in node.names:
                 full = f"{node.module}.{name.name}"
-                if full in modules() or full == "kvstore._cext":
+                if full in modules() or full in EXTENSIONS:
                     yield full
                 else:
                     yield node.module if node.module.startswith(PACKAGES) else node.module.partition(".")[0]
@@ -240,6 +241,7 @@ def test_importing_the_client_loads_little() -> None:
     )
     loaded = done.stdout.split()
     heavy = {"asyncio", "lmdb", "prometheus_client", "requests", "rich", "torch", "typer", "urllib3", "vllm"}
+    heavy.add("kvstore._index")
     assert not heavy & set(loaded), f"import kvstore_client loads {sorted(heavy & set(loaded))}"
     assert len(loaded) < 140, f"import kvstore_client loads {len(loaded)} modules besides numpy's: {loaded}"
 
@@ -250,7 +252,7 @@ def test_a_server_starts_without_what_only_its_shards_need() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=True
     )
-    heavy = {"asyncio", "kvstore._cext", "lmdb", "numpy", "prometheus_client", "requests", "rich"}
+    heavy = {"asyncio", *EXTENSIONS, "lmdb", "numpy", "prometheus_client", "requests", "rich"}
     assert not heavy & set(done.stdout.split())
 
 

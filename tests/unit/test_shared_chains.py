@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore.store.chains import CUT_S, Cut, Part
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.namespaces import Store

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore import pages, wire
-from kvstore._cext import BlockIndex, lift_ticks
+from kvstore._index import BlockIndex, lift_ticks
 from kvstore.disk.segments import SegmentFiles
 from kvstore.pages import HUGE_PAGE_BYTES
 from kvstore.store import listing as listing_module

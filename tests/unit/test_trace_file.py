@@ -71,7 +71,7 @@ def test_a_file_has_a_request_soon_and_its_lines_are_otlp(tmp_path: Path) -> Non
     sender = SpanSender("tests", "here:1", [to_file(path)])
     for number in range(3):
         send(sender, f"r{number}", one(number))
-        wait_until(lambda: numbers(path) == list(range(number + 1)), 5, "it is there")  # noqa: B023
+        wait_until(lambda: numbers(path) == list(range(number + 1)), what="it is there")  # noqa: B023
     root = Span(
         "POST", "server", "proxy", {"a": 2, "b": 0.5}, 3, 4, error="503", events=[Moment("retry", 3.5, {"c": "d"})]
     )

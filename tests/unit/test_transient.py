@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore.store.listing import Listing
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.namespaces import EMPTY_S, Store

@@ -1,6 +1,6 @@
 """The index of the host tier: which slot of the workers' host pools holds which block, and which block is evicted next.
 
-It is the server's own index (`kvstore._cext.BlockIndex`) over one segment, with its eviction policies. Without a CPU
+It is the server's own index (`kvstore._index.BlockIndex`) over one segment, with its eviction policies. Without a CPU
 tier (``keep=False``), blocks only wait in the slots until they are sent, and the slots are free again afterwards.
 
 A slot is first reserved (being written), then committed (readable). References protect a slot from eviction while
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 
 Slots = npt.NDArray[np.int32]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore._cext import BlockIndex
+from kvstore._index import BlockIndex
 from kvstore_client.engine.directory import parse_engines_url
 from kvstore_client.engine.parts import MAX_PARTS
 from kvstore_client.vllm.connector.request_options import MAX_WAIT_S

@@ -1,0 +1,20 @@
+"""kvstore._index: a namespace's index, key -> slot (``index/``), and which blocks are evicted first (``policies/``).
+
+An extension module of its own, so that both are compiled at a time.
+"""
+include "buffers.pxi"
+include "index/records.pxi"
+include "index/arguments.pxi"
+include "policies/policy.pxi"
+include "index/links.pxi"
+include "index/table.pxi"
+include "index/blocks.pxi"
+include "index/segments.pxi"
+include "index/batch.pxi"
+include "index/looking_up.pxi"
+include "index/writing.pxi"
+include "index/removing.pxi"
+include "index/by_slot.pxi"
+include "index/linking.pxi"
+include "index/lifting.pxi"
+include "index/index.pxi"
