@@ -34,11 +34,11 @@ def cluster(etcd: Etcd, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
         yield cluster
 
 
-def start_serving(cluster: Cluster, *nodes: str, memory: str = "64MiB") -> list[Server]:
+def start_serving(cluster: Cluster, *nodes: str, memory: str = "64MiB", **flags: object) -> list[Server]:
     """Nodes that have nothing to be filled with; all but the first say that they join for a long time yet."""
     servers = []
     for node in nodes:
-        servers.append(cluster.start(node, memory=memory))
+        servers.append(cluster.start(node, memory=memory, **flags))
         cluster.wait_for_members(*nodes[: len(servers)])
     return servers
 
@@ -217,7 +217,7 @@ def wait_until_filling(server: Server) -> None:
 def test_a_node_that_dies_while_it_is_filled_ends_that_and_costs_nothing(
     cluster: Cluster, new_namespace: MakeNamespace
 ) -> None:
-    (old,) = start_serving(cluster, "a", memory="512MiB")
+    (old,) = start_serving(cluster, "a", memory="512MiB", lease_seconds=60)  # it lives, however slow the machine is
     namespace = new_namespace(BLOCK_BYTES)
     keys = put(cluster, namespace, 6000)
     with cluster.client(namespace) as client, Reading(client, keys[:640]) as reading:
