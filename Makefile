@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test gpu-test coverage soak layouts torture chaos faults rl-loop upgrade attack sanitize lint format docs demo disagg bench man deb check-deb check-service check-helm build check-install clean clean-cache
+.PHONY: help serve run check test gpu-test coverage soak layouts torture chaos faults rl-loop upgrade attack sanitize lint format docs demo disagg bench man deb check-deb check-service check-helm build wheels check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -99,11 +99,14 @@ check-helm: ## lint the Helm chart, and render it, with Helm
 build: ## the wheel, into dist/
 	@exec scripts/wheel.sh dist
 
-check-install: ## install the wheel into a scratch environment and try it
+wheels: ## an sdist and manylinux wheels for each Python that is here, into dist/: PYTHONS="/path/to/python3.12 ..."
+	@exec scripts/wheels.sh dist
+
+check-install: ## install such a wheel into a scratch environment without a compiler, and try it
 	@exec scripts/check_install.sh
 
 clean: ## remove what was built in this checkout
-	rm -rf .venv build dist *.egg-info cext/_cext.c kvstore/_cext*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.*
+	rm -rf .venv build dist *.egg-info cext/_*.c kvstore/_*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-cache: ## remove the environments that all checkouts share

@@ -1,18 +1,25 @@
 #!/usr/bin/env bash
-# Installs the package into a scratch environment outside the tree and tries it from an empty folder, with a server that
-# `kvstore ping` asks. This finds a module or a file of the page that the wheel lacks, and an import that is no base
-# dependency, which a run from the checkout cannot.
+# Builds an sdist and from it a manylinux wheel, installs that into a scratch environment outside the tree, where every
+# compiler fails, and tries it from an empty folder, with a server that `kvstore ping` asks. This finds a source that the
+# sdist lacks, a module or a file of the page that the wheel lacks, and an import that is no base dependency, which a
+# run from the checkout cannot.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 unset PYTHONPATH VIRTUAL_ENV
 
-echo "install: building the wheel and trying it in a scratch environment"
-scripts/install.sh "$scratch/venv"
+echo "install: building the wheel and trying it in a scratch environment without a compiler"
+PYTHONS=$(command -v "${PYTHON:-python3}") scripts/wheels.sh "$scratch/dist"
+mkdir "$scratch/none"
+for compiler in cc gcc clang c++ g++ "$(uname -m)-linux-gnu-gcc"; do
+    printf '#!/bin/sh\necho "install: $0 was called: the wheel needs a compiler" >&2\nexit 1\n' >"$scratch/none/$compiler"
+    chmod +x "$scratch/none/$compiler"
+done
+CC=gcc PATH=$scratch/none:$PATH scripts/install.sh "$scratch/venv" "$(echo "$scratch"/dist/llm_kvstore-*-manylinux_*.whl)"
 mkdir "$scratch/empty"
 cd "$scratch/empty"
-"$scratch/venv/bin/python" -c 'import kvstore_client, kvstore._index'
+"$scratch/venv/bin/python" -c 'import kvstore_client, kvstore._cext, kvstore._index'
 for command in kvstore-server kvstore; do
     "$scratch/venv/bin/$command" --help >"$scratch/help" 2>&1 || {
         cat "$scratch/help"

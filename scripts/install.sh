@@ -1,15 +1,38 @@
 #!/usr/bin/env bash
-# install.sh VENV: installs the package as a user does, a wheel with its base dependencies, into the virtual
-# environment VENV, which is made when missing. The pins of test.txt are constraints: known-good versions, nothing more.
+# install.sh VENV [WHEEL]: installs the package as a user does, a wheel with its base dependencies, into the virtual
+# environment VENV, which is made when missing. Without WHEEL, one is built first. The pins of test.txt are constraints:
+# known-good versions, nothing more. It says what it does, and on a terminal for how long already.
 set -euo pipefail
 venv=$1
+wheel=${2:-}
 scripts=$(dirname "${BASH_SOURCE[0]}")
-
-"$venv/bin/python" -c 'import pip' 2>/dev/null || "${PYTHON:-python3}" -m venv --clear "$venv"
 wheels=$(mktemp -d)
-trap 'rm -rf "$wheels"' EXIT
-PYTHON=$venv/bin/python "$scripts/wheel.sh" "$wheels"
-"$venv/bin/python" -m pip install -q -c "$scripts/../requirements/test.txt" "$wheels"/llm_kvstore-*.whl \
-    2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
+clock=
+trap 'rm -rf "$wheels"; [[ -z $clock ]] || kill "$clock"' EXIT
+
+# TEXT COMMAND...: runs the command and says how long it took.
+step() {
+    local text=$1 started=$SECONDS
+    shift
+    if [[ -t 2 ]]; then
+        while :; do
+            printf '\rinstall: %s: %d s ' "$text" $((SECONDS - started)) >&2
+            sleep 1
+        done &
+        clock=$!
+    fi
+    "$@" 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
+    [[ -z $clock ]] || kill "$clock"
+    clock=
+    printf '%sinstall: %s: %d s\n' "$([[ ! -t 2 ]] || printf '\r')" "$text" $((SECONDS - started)) >&2
+}
+
+"$venv/bin/python" -c 'import pip' 2>/dev/null || step "making $venv" "${PYTHON:-python3}" -m venv --clear "$venv"
+if [[ -z $wheel ]]; then
+    PYTHON=$venv/bin/python step "compiling (about 15 s of processor time)" "$scripts/wheel.sh" "$wheels"
+    wheel=$(echo "$wheels"/llm_kvstore-*.whl)
+fi
+step "installing it with what it needs (mostly downloads)" \
+    "$venv/bin/python" -m pip install -q -c "$scripts/../requirements/test.txt" "$wheel"
 # pip leaves an installed package alone when only its content changed, not its version.
-"$venv/bin/python" -m pip install -q --no-deps --no-index --force-reinstall "$wheels"/llm_kvstore-*.whl
+"$venv/bin/python" -m pip install -q --no-deps --no-index --force-reinstall "$wheel"

@@ -1,19 +1,27 @@
 #!/usr/bin/env bash
 # serve.sh [ARGUMENT...]: runs kvstore-server in the foreground from the checkout's own .venv, installing the package
-# there first when it is missing or the sources are newer.
+# there first when it is missing or the sources are newer: the wheel that `make wheels` built of this commit, if it did,
+# or one that is compiled now.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 stamp=.venv/.installed
+sources="pyproject.toml setup.py MANIFEST.in requirements cext kvstore kvstore_client kvstore_serving kvstore_cli"
 
 changed() {
-    [[ ! -e $stamp ]] || [[ -n $(find pyproject.toml setup.py requirements cext kvstore kvstore_client kvstore_serving kvstore_cli -type f \
-        -newer "$stamp" ! -name '*.so' ! -name '*.pyc' ! -name '_*.c' -print -quit) ]]
+    [[ ! -e $stamp ]] || [[ -n $(find $sources -type f -newer "$stamp" ! -name '*.so' ! -name '*.pyc' ! -name '_*.c' -print -quit) ]]
+}
+
+built_wheel() {
+    if [[ -e dist/COMMIT && $(cat dist/COMMIT) == "$(git rev-parse HEAD 2>/dev/null)" && -z $(git status --porcelain -- $sources) ]]; then
+        find dist -name "llm_kvstore-*-$("${PYTHON:-python3}" -c 'import sys; print(f"cp{sys.version_info[0]}{sys.version_info[1]}")')-*_$(uname -m).whl"
+    fi
 }
 
 if changed; then
-    echo "serve: installing kvstore into .venv" >&2
+    wheel=$(built_wheel)
+    echo "serve: installing kvstore into .venv, $([[ -n $wheel ]] && echo "from $wheel" || echo "compiled here"): takes about $([[ -n $wheel ]] && echo 15 || echo 30) s" >&2
     started=$(date +%s)
-    scripts/install.sh .venv
+    scripts/install.sh .venv "$wheel"
     touch -d "@$started" "$stamp" # an edit made meanwhile is seen next time
 fi
 exec .venv/bin/kvstore-server "$@"

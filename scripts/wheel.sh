@@ -1,7 +1,5 @@
 #!/usr/bin/env bash
-# wheel.sh FOLDER: builds the wheel into FOLDER, isolated, from a copy of the sources: what lies about in a checkout
-# (extensions built in place, build/ of an older state) cannot get into it, and the checkout stays as it was.
-# PYTHON names the interpreter to build for.
+# wheel.sh FOLDER: builds the wheel for one Python into FOLDER, isolated. PYTHON names the interpreter.
 set -euo pipefail
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
@@ -13,7 +11,6 @@ if ! command -v "${CC:-gcc}" >/dev/null; then
 fi
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-cp -r pyproject.toml setup.py README.md LICENSE cext kvstore kvstore_client kvstore_serving kvstore_cli "$copy"
-rm -f "$copy"/kvstore/*.so "$copy"/cext/_*.c
+scripts/sources.sh "$copy"
 "${PYTHON:-python3}" -m pip wheel -q --no-deps -w "$folder" "$copy" \
     2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# wheels.sh [FOLDER]: builds an sdist and, from it, a wheel for each Python from 3.10 to 3.13 that this machine has, into
+# FOLDER (default: dist). The wheels install without a compiler wherever glibc is as new as their names say
+# (manylinux_2_31: glibc 2.31, as in Debian 11 and Ubuntu 20.04); auditwheel finds that out from the symbols they use.
+#
+# PYTHONS names the interpreters (default: python3.10 to python3.13 on the PATH or of pyenv). For a free-threaded Python
+# and for aarch64 nothing is built: neither was ever tested.
+set -euo pipefail
+mkdir -p "${1:-dist}"
+folder=$(cd "${1:-dist}" && pwd)
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { echo "wheels: $*" >&2; }
+pip() { "$tools/bin/python" -m pip "$@" 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2); }
+
+find_pythons() {
+    local version candidate
+    for version in 3.10 3.11 3.12 3.13; do
+        for candidate in "$(command -v "python$version" || true)" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python; do
+            if "$candidate" -c "import sys; sys.exit(sys.version_info[:2] != ($(tr . , <<<"$version")))" 2>/dev/null; then
+                echo "$candidate"
+                break
+            fi
+        done
+    done
+}
+
+pythons=${PYTHONS:-$(find_pythons)}
+if [[ -z $pythons ]]; then
+    say "no Python from 3.10 to 3.13; name some with PYTHONS='/path/to/python3.11 ...'"
+    exit 1
+fi
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+say "an sdist, and wheels for $(wc -w <<<"$pythons") Pythons: about $((10 + 15 * $(wc -w <<<"$pythons"))) s"
+tools=$scratch/tools
+"$(head -1 <<<"${pythons// /$'\n'}")" -m venv "$tools"
+pip install -q --no-deps -r requirements/wheels.txt
+
+mkdir "$scratch/sources" "$scratch/wheels"
+scripts/sources.sh "$scratch/sources"
+"$tools/bin/python" -m build --sdist --outdir "$scratch" "$scratch/sources" >"$scratch/said" 2>&1 || {
+    cat "$scratch/said" >&2
+    exit 1
+}
+for python in $pythons; do
+    started=$SECONDS
+    "$python" -m pip wheel -q --no-deps -w "$scratch/wheels" "$scratch"/llm_kvstore-*.tar.gz \
+        2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
+    PATH=$tools/bin:$PATH "$tools/bin/python" -m auditwheel repair -w "$folder" "$scratch"/wheels/*.whl >"$scratch/said" 2>&1 || {
+        cat "$scratch/said" >&2
+        exit 1
+    }
+    rm "$scratch"/wheels/*.whl
+    say "$("$python" -V): $((SECONDS - started)) s"
+done
+cp "$scratch"/llm_kvstore-*.tar.gz "$folder"
+# `make serve` installs from here while the sources are those of this commit.
+rm -f "$folder/COMMIT"
+if [[ -z $(git status --porcelain 2>&1) ]]; then
+    git rev-parse HEAD >"$folder/COMMIT"
+fi
+find "$folder" -type f -printf "wheels: %p\n" | sort >&2
