@@ -10,7 +10,6 @@ file checks the options, shows the progress, and ends with the status that `kvst
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import signal
@@ -27,6 +26,8 @@ from kvstore_cli.options import JsonOption, need_modules, takes
 from kvstore_cli.output import CommandFailed, fail, show
 
 if TYPE_CHECKING:
+    import asyncio
+
     from kvstore_serving.load.client import Bodies
     from kvstore_serving.load.records import Outcome, Planned
     from kvstore_serving.load.report import LoadReport
@@ -116,6 +117,8 @@ def load(given: LoadOptions) -> None:
     --input-tokens, --output-tokens and --requests, or --trace. Several --rate make a sweep.
     """
     need_modules("load", "aiohttp", *(["matplotlib.figure"] if given.chart else []))
+    import asyncio
+
     from kvstore_serving.load.client import BadBody, Bodies
     from kvstore_serving.load.report import Slo, make_report
     from kvstore_serving.load.sweep import make_sweep
@@ -236,6 +239,8 @@ def _replayed(given: LoadOptions, trace: Path) -> _Load:
 
 def check_reached(url: str) -> None:
     """End the command now if nobody listens at the address, rather than after a run of failures."""
+    import asyncio
+
     from kvstore_serving.load.client import REACH_S, reach
 
     try:
@@ -245,6 +250,8 @@ def check_reached(url: str) -> None:
 
 
 async def _send(each: _Load, given: LoadOptions, bodies: Bodies, on_progress: OnProgress) -> Run:
+    import asyncio
+
     gc.freeze()  # collections during the run look at what the run makes, not at the whole trace
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -268,6 +275,8 @@ async def send(
     stop: asyncio.Event | None = None,
 ) -> Run:
     """Send these requests at their times. stop: ends it early."""
+    import asyncio
+
     from kvstore_serving.load.client import Client
     from kvstore_serving.load.prompts import Prompts
     from kvstore_serving.load.run import raise_file_limit, run_load

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +159,8 @@ def compare_rates(
     given: VerifyOptions, fleet: Fleet, slo: Slo, recipe: Recipe, rates: Sequence[float]
 ) -> list[Compared]:
     """Measure and predict each rate. Ends the command if the endpoint cannot be used, or the load cannot be sent."""
+    import asyncio
+
     from kvstore_serving.load.arrivals import seed_of
     from kvstore_serving.load.client import Bodies
     from kvstore_serving.load.report import make_report

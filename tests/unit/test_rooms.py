@@ -256,6 +256,18 @@ def test_a_server_starts_without_what_only_its_shards_need() -> None:
     assert not heavy & set(done.stdout.split())
 
 
+def test_the_commands_help_loads_little() -> None:
+    """What takes long to import is imported by the command that needs it."""
+    code = "import sys, kvstore_cli.main; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = [name for name in done.stdout.split() if name.partition(".")[0] != "numpy"]
+    heavy = {"aiohttp", "asyncio", "lmdb", "matplotlib", "requests", "simpy", "starlette", "torch"}
+    assert not heavy & set(loaded), f"import kvstore_cli.main loads {sorted(heavy & set(loaded))}"
+    assert len(loaded) < 350, f"import kvstore_cli.main loads {len(loaded)} modules besides numpy's: {loaded}"
+
+
 def test_few_files_know_a_transport_by_name() -> None:
     """Its module, its options, and its fields in messages; all else takes whatever transport was chosen."""
     named = {file for file in sources() if "nixl" in file.read_text(encoding="utf-8").lower()}
