@@ -3,8 +3,9 @@
 One thread takes batches from a bounded queue, asks which blocks the store has, and sets the others. A batch costs two
 requests however small it is, which the engine's cores pay for. So blocks wait for others, for `GATHER_S` at most, until
 `GATHER_BYTES` are there; nobody waits for them so soon, or they are handed over. When the queue is
-full, the oldest unsent blocks are dropped: the newest are the likeliest to be asked for again, and an engine never
-waits for its cache. Blocks that are handed over to another engine, which waits for them, go first and are not dropped.
+full, blocks of the oldest prompt are dropped, from its end: the newest prompts are the likeliest to be asked for again,
+of a prompt only what is before the first gap is found, and an engine never waits for its cache. Blocks that are handed
+over to another engine, which waits for them, go first and are not dropped.
 
 No copy is made here: blocks go from the caller's rows to the socket. Whatever fails, ``done`` is called exactly once
 for each block, so that the caller can always release its memory.
@@ -28,6 +29,7 @@ import numpy.typing as npt
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.parts import PartialBlocks, part_keys
 from kvstore_client.engine.store import Store
+from kvstore_client.engine.waiting_blocks import WaitingBlocks
 
 Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
 
@@ -100,7 +102,7 @@ class TransferOut:
         self.chunk_blocks = max(1, CHUNK_BYTES // guard.block_bytes)
         # With little room, blocks do not wait until others are dropped for them.
         self._enough = max(1, min(self.chunk_blocks, limit // 2, GATHER_BYTES // guard.block_bytes))
-        self._queue: deque[BlockOut] = deque()
+        self._queue: WaitingBlocks[BlockOut] = WaitingBlocks(remember=limit)
         self._first: deque[BlockOut] = deque()  # those that are handed over
         self._gathering_since = 0.0  # when the oldest block of the queue came, at the latest
         self._lock = threading.Lock()
@@ -119,16 +121,21 @@ class TransferOut:
         return len(self._queue) + len(self._first) + self._sending
 
     def put(self, blocks: Iterable[BlockOut]) -> None:
-        """Queue blocks. Beyond the limit, the oldest in the queue are dropped, even if this call put them there, but
-        none that is handed over. Never blocks."""
+        """Queue blocks, each after the one before it in its chain. Beyond the limit, those at the ends of the oldest
+        chains are dropped, even if this call put them there, but none that is handed over; so is what follows a block
+        that was dropped. Never blocks."""
+        dropped: list[BlockOut] = []
         with self._lock:
             first = not self._queue
             for each in blocks:
-                (self._first if each.how.handed_over else self._queue).append(each)
+                if each.how.handed_over:
+                    self._first.append(each)
+                elif not self._queue.add(each):
+                    dropped.append(each)
             if first:
                 self._gathering_since = time.monotonic()
             surplus = len(self._queue) if self._closed else max(0, self.waiting - self._sending - self._limit)
-            dropped = [self._queue.popleft() for _ in range(min(surplus, len(self._queue)))]
+            dropped += self._queue.cut(surplus)
             if self._closed:
                 dropped += self._first
                 self._first.clear()
@@ -140,12 +147,9 @@ class TransferOut:
         """Drop the queued blocks whose tokens are unwanted. What is on the wire is not held up. Never blocks."""
         dropped: list[BlockOut] = []
         with self._lock:
-            for queue in (self._first, self._queue):
-                kept = [each for each in queue if not unwanted(each.token)]
-                if len(kept) < len(queue):
-                    dropped += [each for each in queue if unwanted(each.token)]
-                    queue.clear()
-                    queue.extend(kept)
+            dropped += [each for each in self._first if unwanted(each.token)]
+            self._first = deque(each for each in self._first if not unwanted(each.token))
+            dropped += self._queue.remove(unwanted)
             if dropped:
                 self._batch_ended.notify_all()
         self._report(dropped, SendOutcome.DROPPED)
@@ -167,9 +171,8 @@ class TransferOut:
         self.drain(timeout_s)
         with self._lock:
             self._closed = True
-            dropped = [*self._first, *self._queue]
+            dropped = [*self._first, *self._queue.take(len(self._queue))]
             self._first.clear()
-            self._queue.clear()
             self._work.notify()
             self._batch_ended.notify_all()
         self._report(dropped, SendOutcome.DROPPED)
@@ -180,12 +183,14 @@ class TransferOut:
             with self._lock:
                 self._work.wait_for(lambda: self._queue or self._first or self._closed)
                 self._work.wait_for(self._is_enough, self._gathering_since + GATHER_S - time.monotonic())
-                queue = self._first or self._queue
-                if not queue and not self._closed:  # it was discarded
+                if self._first:
+                    batch = [self._first.popleft() for _ in range(min(self.chunk_blocks, len(self._first)))]
+                else:
+                    batch = self._queue.take(self.chunk_blocks)
+                if not batch and not self._closed:  # it was discarded
                     continue
-                if not queue:
+                if not batch:
                     return
-                batch = [queue.popleft() for _ in range(min(self.chunk_blocks, len(queue)))]
                 self._sending = len(batch)
             started = time.monotonic()
             self._send(batch)

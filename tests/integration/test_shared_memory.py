@@ -430,11 +430,12 @@ def test_a_slow_consumer_of_a_stream_gets_all_blocks(client: KVStoreClient) -> N
     for at in range(0, 150, 50):
         client.set(keys[at : at + 50], blocks_of(keys[at : at + 50], BLOCK))
     seen = 0
-    for position, block in client.stream_get(keys, timeout_s=0.5):
+    timeout_s, began = 1.5, time.monotonic()
+    for position, block in client.stream_get(keys, timeout_s=timeout_s):
         assert bytes(block[:100]) == block_of(keys[position], BLOCK)[:100]
         seen += 1
-        time.sleep(0.006)
-    assert seen == 150
+        time.sleep(1.3 * timeout_s / len(keys))
+    assert seen == 150 and time.monotonic() - began > timeout_s
 
 
 def test_what_is_given_back_while_another_thread_sends_is_given_back_after_it(client: KVStoreClient) -> None:

@@ -47,12 +47,18 @@ class Out(TransferOut):
                 self.outcomes[token] = outcome
                 self.rows[token][:] = 0xEE
 
-    def send(self, keys: Sequence[bytes], block_bytes: int = BLOCK_BYTES, how: Sequence[SendAs] | None = None) -> None:
-        """Puts the keys' blocks, each of which is its own token."""
+    def send(
+        self,
+        keys: Sequence[bytes],
+        block_bytes: int = BLOCK_BYTES,
+        how: Sequence[SendAs] | None = None,
+        parent: bytes | None = None,
+    ) -> None:
+        """Puts the blocks of a chain, which goes on behind `parent`. Each key is its own token."""
         for key in keys:
             self.rows[key] = np.frombuffer(block_of(key, block_bytes), dtype=np.uint8).copy()
         how = how or [SendAs()] * len(keys)
-        self.put(map(BlockOut, keys, [self.rows[key] for key in keys], keys, [None, *keys[:-1]], how))
+        self.put(map(BlockOut, keys, [self.rows[key] for key in keys], keys, [parent, *keys[:-1]], how))
 
     def of(self, keys: Sequence[bytes]) -> list[SendOutcome | None]:
         return [self.outcomes.get(key) for key in keys]
@@ -249,7 +255,7 @@ def test_a_frozen_store_makes_nobody_wait_and_costs_the_oldest_blocks(
         assert stored_right(client, keys) == [False] * 40 + [True] * 10
 
 
-def test_of_one_put_larger_than_the_queue_the_last_blocks_survive(
+def test_of_one_prompt_larger_than_the_queue_the_first_blocks_survive(
     start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, small_chunks: int
 ) -> None:
     server = start_server()
@@ -259,7 +265,27 @@ def test_of_one_put_larger_than_the_queue_the_last_blocks_survive(
         out.send(make_keys(1, first=100))
         wait_until(lambda: not out._queue, what="the first batch is on its way")
         out.send(keys)
-        assert out.of(keys) == [DROPPED] * 5 + [None] * 3
+        assert out.of(keys) == [None] * 3 + [DROPPED] * 5
+
+
+def test_of_more_prompts_than_the_queue_holds_the_store_gets_whole_beginnings(
+    start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, counters: Counters, small_chunks: int
+) -> None:
+    """Nothing is sent that nobody finds, because a block before it was dropped."""
+    server, namespace = start_server(), new_namespace(BLOCK_BYTES)
+    out = start_out(server, namespace, limit=10, timeout_s=30)
+    prompts = [make_keys(6, first=1000 * number) for number in range(1, 6)]
+    with server.stopped():
+        out.send(make_keys(small_chunks))
+        wait_until(lambda: not out._queue, what="the first batch is on its way")
+        for half in (slice(0, 3), slice(3, 6)):
+            for keys in prompts:
+                out.send(keys[half], parent=keys[2] if half.start else None)
+    assert out.drain(10)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        stored = [client.contains(keys).tolist() for keys in prompts]
+        assert sum(client.match_prefix(keys) for keys in prompts) == sum(map(sum, stored)) >= 10
+    assert counters.take()["dropped_blocks"] == 30 - sum(map(sum, stored))
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02])
@@ -314,7 +340,7 @@ def test_what_is_handed_over_goes_first_and_is_not_dropped(
         out.send(first)
         wait_until(lambda: not out._queue, what="the first batch is on its way")
         out.send(others)
-        assert out.of(others) == [DROPPED] * 20 + [None] * 10
+        assert out.of(others) == [None] * 10 + [DROPPED] * 20
         out.send(handed_over, how=[SendAs(handed_over=True)] * 20)
         assert out.of(others) == [DROPPED] * 30 and out.of(handed_over) == [None] * 20
         out.send(late)
