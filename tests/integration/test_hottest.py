@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,9 @@ from tests.support.harness import (
     RawClient,
     Server,
     StartServer,
-    blocks_of,
     make_keys,
     pack,
+    put,
     wait_until,
 )
 
@@ -36,10 +35,6 @@ def hottest(server: Server, namespace: Namespace, skip: int = 0, limit: int = 1 
         assert (tag, request_id, before) == (HOTTEST_REPLY, 7, b"")
         assert len(keys) <= wire.MAX_HOTTEST_BYTES and len(keys) % max(1, key_bytes) == 0
         return [keys[at : at + key_bytes] for at in range(0, len(keys), key_bytes or 1)], total
-
-
-def put(client: KVStoreClient, keys: Sequence[bytes]) -> None:
-    assert client.set(keys, blocks_of(keys, client.namespace.block_bytes)).error == 0
 
 
 def test_the_most_recently_used_come_first(server: Server, new_namespace: MakeNamespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import pytest
@@ -14,7 +14,15 @@ from kvstore_client.engine import lookup as lookup_module
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookup, PrefixLookups
 from kvstore_client.engine.parts import GroupParts, part_keys
-from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, namespace_info, wait_until
+from tests.support.harness import (
+    MakeNamespace,
+    Server,
+    StartServer,
+    make_keys,
+    namespace_info,
+    put_into,
+    wait_until,
+)
 
 TIMEOUT_S = 1.0
 SLACK_S = 1.0  # what a busy machine may add to a deadline
@@ -61,11 +69,6 @@ def calls(lookups: PrefixLookups) -> int:
     return sum(guard.calls for guard in lookups._guards if isinstance(guard, CountingGuard))
 
 
-def put(server: Server, namespace: Namespace, keys: Sequence[bytes]) -> None:
-    with KVStoreClient(server.endpoint, namespace) as client:
-        client.set(keys, blocks_of(keys, namespace.block_bytes), deferred=False)
-
-
 def answer(lookups: PrefixLookups, lookup: PrefixLookup) -> int:
     wait_until(lambda: lookups.poll(lookup) is not None)
     assert lookup.stored is not None
@@ -78,7 +81,7 @@ def test_the_answer_is_pending_and_then_there(
 ) -> None:
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
     keys = make_keys(5)
-    put(server, namespace, keys[:3])
+    put_into(server, namespace, keys[:3])
     lookups = start_lookups(server.endpoint, namespace)
     with server.stopped():
         started = time.monotonic()
@@ -95,7 +98,7 @@ def test_a_chain_is_found_up_to_its_first_gap(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(5)
-    put(server, namespace, [*keys[:stored], *keys[stored + 1 :]])
+    put_into(server, namespace, [*keys[:stored], *keys[stored + 1 :]])
     lookups = start_lookups(server.endpoint, namespace)
     assert answer(lookups, lookups.ask(keys)) == stored
 
@@ -105,7 +108,7 @@ def test_of_many_requests_with_one_prefix_the_first_asks_for_all(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     shared = make_keys(8)
-    put(server, namespace, shared)
+    put_into(server, namespace, shared)
     lookups = start_lookups(server.endpoint, namespace)
     asked = [lookups.ask(shared) for _ in range(20)]
     assert [answer(lookups, lookup) for lookup in asked] == [8] * 20
@@ -120,7 +123,7 @@ def test_each_request_asks_only_for_what_the_others_did_not(
     """Two prompts with one beginning: the second asks for its own end, and only when the beginning is known."""
     namespace = new_namespace(BLOCK_BYTES)
     shared, first_end, second_end = make_keys(4), make_keys(2, first=10), make_keys(3, first=20)
-    put(server, namespace, [*shared, *first_end, *second_end[:1]])
+    put_into(server, namespace, [*shared, *first_end, *second_end[:1]])
     lookups = start_lookups(server.endpoint, namespace)
     first, second = lookups.ask([*shared, *first_end]), lookups.ask([*shared, *second_end])
     assert lookups.pending == 1
@@ -134,7 +137,7 @@ def test_a_hit_is_what_every_rank_has(
     ranks = [new_namespace(BLOCK_BYTES, rank=rank, world=3) for rank in range(3)]
     keys = make_keys(6)
     for namespace, stored in zip(ranks, (6, 2, 4), strict=True):
-        put(server, namespace, keys[:stored])
+        put_into(server, namespace, keys[:stored])
     lookups = start_lookups(server.endpoint, *ranks)
     lookup = lookups.ask(keys)
     assert answer(lookups, lookup) == 2 and lookup.certain
@@ -146,7 +149,7 @@ def test_a_rank_that_never_saved_anything_means_no_hit(
 ) -> None:
     ranks = [new_namespace(BLOCK_BYTES, rank=rank, world=2) for rank in range(2)]
     keys = make_keys(3)
-    put(server, ranks[0], keys)
+    put_into(server, ranks[0], keys)
     lookups = start_lookups(server.endpoint, *ranks)
     assert answer(lookups, lookups.ask(keys)) == 0
 
@@ -156,7 +159,7 @@ def test_what_is_found_is_pinned_until_it_can_have_been_read(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(3)
-    put(server, namespace, [*keys, *make_keys(10, first=10)])
+    put_into(server, namespace, [*keys, *make_keys(10, first=10)])
     lookups = start_lookups(server.endpoint, namespace)
     with KVStoreClient(server.endpoint, namespace) as client:
         assert answer(lookups, lookups.ask([*keys, *make_keys(1, first=100)])) == 3
@@ -187,7 +190,7 @@ def test_what_was_known_by_the_deadline_counts(
     """The beginning is known from another request when the store freezes."""
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
     keys = make_keys(6)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     lookups = start_lookups(server.endpoint, namespace, timeout_s=0.5)
     assert answer(lookups, lookups.ask(keys[:4])) == 4
     with server.stopped():
@@ -212,10 +215,10 @@ def test_what_is_missing_is_asked_for_again_soon_and_what_was_found_later(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(4)
-    put(server, namespace, keys[:2])
+    put_into(server, namespace, keys[:2])
     lookups = start_lookups(server.endpoint, namespace)
     assert answer(lookups, lookups.ask(keys)) == 2
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     wait_until(lambda: answer(lookups, lookups.ask(keys)) == 4)
     with KVStoreClient(server.endpoint, namespace) as client:
         client.delete(keys)
@@ -233,7 +236,7 @@ def test_what_this_engine_has_stored_is_not_missing_any_more(
     namespace, keys = new_namespace(BLOCK_BYTES), make_keys(4)
     lookups = start_lookups(server.endpoint, namespace)
     assert answer(lookups, lookups.ask(keys)) == 0
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     assert lookups.ask(keys).stored == 0, "believed for a moment"
     for key in (keys[3], keys[0], b"never asked for."):
         lookups.came(key)
@@ -247,7 +250,7 @@ def test_nothing_is_believed_any_more_after_a_read_has_shown_it_wrong(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(4)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     lookups = start_lookups(server.endpoint, namespace)
     assert answer(lookups, lookups.ask(keys)) == 4
     with KVStoreClient(server.endpoint, namespace) as client:
@@ -269,7 +272,7 @@ def test_beyond_a_bound_of_questions_lookups_wait_in_line_and_are_all_answered(
     prompts = [[*shared, *make_keys(3, first=10 * number)] for number in range(1, 41)]
     others = [make_keys(2, first=1000 + 10 * number) for number in range(40)]
     for number, keys in enumerate([*prompts, *others]):
-        put(server, namespace, keys[: number % 3 + 2])
+        put_into(server, namespace, keys[: number % 3 + 2])
     lookups = start_lookups(server.endpoint, namespace, timeout_s=30)
     with server.stopped():
         asked = [lookups.ask(keys) for keys in [*prompts, *others]]
@@ -294,7 +297,7 @@ def test_an_answer_stays_with_its_lookup_however_late_that_is_polled(
     monkeypatch.setattr(lookup_module, "FOUND_VALID_S", 0.01)
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(4)
-    put(server, namespace, keys[:3])
+    put_into(server, namespace, keys[:3])
     lookups = start_lookups(server.endpoint, namespace, timeout_s=0.5)
     late = lookups.ask(keys)
     deadline = time.monotonic() + 0.5
@@ -327,7 +330,7 @@ def test_what_was_told_is_forgotten_in_the_end(
     monkeypatch.setattr(lookup_module, "FOUND_VALID_S", 0.05)
     monkeypatch.setattr(lookup_module, "MISSING_VALID_S", 0.01)
     namespace = new_namespace(BLOCK_BYTES)
-    put(server, namespace, make_keys(1000))
+    put_into(server, namespace, make_keys(1000))
     lookups = start_lookups(server.endpoint, namespace)
     for first in range(0, 1000, 50):
         answer(lookups, lookups.ask([*make_keys(50, first), *make_keys(1, first=5000 + first)]))
@@ -353,14 +356,14 @@ def test_states_are_looked_up_by_themselves(
     namespaces = [new_namespace(BLOCK_BYTES) for _ in range(2)]
     keys = make_keys(6)
     for namespace, states in zip(namespaces, ((0, 2, 3, 5), (1, 2, 3)), strict=True):
-        put(server, namespace, part_keys(keys[:4], [0, 2]) + part_keys([keys[at] for at in states], [1]))
+        put_into(server, namespace, part_keys(keys[:4], [0, 2]) + part_keys([keys[at] for at in states], [1]))
     lookups = start_lookups(server.endpoint, *namespaces, groups=GroupParts([0, 2], [1]))
     lookup = lookups.ask(keys)
     assert (answer(lookups, lookup), lookup.states, lookup.certain) == (4, [3, 4], True)
     shorter = lookups.ask(keys[:3])
     assert (lookups.poll(shorter), shorter.states) == (3, [3]), "known from the answer before"
     for namespace in namespaces:
-        put(server, namespace, part_keys(keys[1:2], [1]))
+        put_into(server, namespace, part_keys(keys[1:2], [1]))
     lookups.came(keys[1])
     again = lookups.ask(keys[:3])
     assert (answer(lookups, again), again.states) == (3, [2, 3])
@@ -371,7 +374,7 @@ def test_of_a_model_of_states_alone_any_one_may_be_there(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(6)
-    put(server, namespace, keys[3:4])
+    put_into(server, namespace, keys[3:4])
     lookups = start_lookups(server.endpoint, namespace, groups=GroupParts([], [0]))
     lookup = lookups.ask(keys)
     assert (answer(lookups, lookup), lookup.states) == (6, [4])

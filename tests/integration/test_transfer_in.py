@@ -26,6 +26,7 @@ from tests.support.harness import (
     blocks_of,
     make_keys,
     namespace_info,
+    put_into,
     set_frames,
     wait_until,
 )
@@ -113,11 +114,6 @@ class Job:
         return self.done_at[0] - self.started
 
 
-def put(server: Server, namespace: Namespace, keys: Sequence[bytes]) -> None:
-    with KVStoreClient(server.endpoint, namespace) as client:
-        client.set(keys, blocks_of(keys, namespace.block_bytes), deferred=False)
-
-
 def put_damaged(server: Server, namespace: Namespace, key: bytes) -> None:
     """A block whose checksum is not that of its bytes."""
     with RawClient(server) as raw, KVStoreClient(server.endpoint, namespace) as client:
@@ -135,7 +131,7 @@ def test_blocks_arrive_in_their_rows_chunk_after_chunk(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(10)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     rows = empty_rows(20)
     slots = list(range(19, 9, -1))
     transfer = start_in(server, namespace)
@@ -158,7 +154,7 @@ def test_a_chunk_is_in_its_rows_when_it_is_told_of(
     """The next one may use the same rows."""
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(12)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     rows = empty_rows(small_chunks)
     seen: list[bytes] = []
     done = threading.Event()
@@ -186,7 +182,7 @@ def test_what_the_store_lacks_is_a_miss_and_the_rest_a_hit(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(5)
-    put(server, namespace, [*keys[:2], *keys[3:]])
+    put_into(server, namespace, [*keys[:2], *keys[3:]])
     assert Job(start_in(server, namespace), keys, empty_rows(5)).wait() == [True, True, False, True, True]
     assert counters.take()["missed_blocks"] == 1
 
@@ -196,7 +192,7 @@ def test_a_job_ends_when_its_owner_has_seen_enough(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(12)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     job = Job(start_in(server, namespace), keys, empty_rows(12), chunks=2)
     assert len(job.wait()) == 5
     assert counters.take()["transfer_in_blocks"] == 5
@@ -207,7 +203,7 @@ def test_a_damaged_block_is_a_miss_that_is_counted_once(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(10)
-    put(server, namespace, [*keys[:2], *keys[3:]])
+    put_into(server, namespace, [*keys[:2], *keys[3:]])
     put_damaged(server, namespace, keys[2])
     transfer = start_in(server, namespace)
     assert Job(transfer, keys, empty_rows(10)).wait() == [True, True, False, *[True] * 7]
@@ -247,7 +243,7 @@ def test_a_frozen_store_is_given_up_at_the_deadline(
     """The time of a job begins with its turn: two at a time wait for a shard."""
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
     keys = make_keys(8)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     transfer = start_in(server, namespace, timeout_s=30)
     with server.stopped():
         jobs = [Job(transfer, keys, empty_rows(8), left_s=0.5) for _ in range(5)]
@@ -263,7 +259,7 @@ def test_no_byte_arrives_after_a_job_is_done(
     """The rows belong to somebody else by then."""
     server, namespace = start_server(memory="256MiB"), new_namespace(1 << 20)
     keys = make_keys(16)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     transfer = start_in(server, namespace)
     rows = np.zeros((16, 1 << 20), dtype=np.uint8)
     for left_s in (0.001, 0.002, 0.004, 0.008, 0.016):
@@ -281,7 +277,7 @@ def test_a_deadline_that_has_passed_asks_nothing(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(3)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     assert Job(start_in(server, namespace), keys, empty_rows(3), left_s=-1).wait() == [False] * 3
     assert counters.take() == {"missed_blocks": 3}
 
@@ -297,7 +293,7 @@ def test_a_store_killed_between_two_chunks_is_a_miss_for_the_others(
 ) -> None:
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
     keys = make_keys(12)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     hits: list[bool] = []
     done = threading.Event()
 
@@ -312,7 +308,7 @@ def test_a_store_killed_between_two_chunks_is_a_miss_for_the_others(
     assert done.wait(3 * TIMEOUT_S + SLACK_S)
     assert hits == [True] + [False] * 11
     server.restart()
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     wait_until(lambda: Job(transfer, keys, empty_rows(12)).wait() == [True] * 12)
 
 
@@ -322,7 +318,7 @@ def test_whatever_goes_wrong_in_a_job_it_is_done(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(2)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     done = threading.Event()
 
     def fail(*_: object) -> Any:
@@ -345,7 +341,7 @@ def test_jobs_wait_for_their_turn_and_all_come_to_it(
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(6)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     transfer = start_in(server, namespace)
     jobs = [Job(transfer, keys, empty_rows(6)) for _ in range(20)]
     assert transfer.drain(10) and transfer.waiting == 0
@@ -365,7 +361,7 @@ def test_promised_blocks_are_waited_for_and_miss_when_the_promise_ends(
         late = Job(transfer, keys, empty_rows(6), left_s=0.3, waits=True)
         assert late.wait() == [] or not any(late.wait())
         assert late.seconds < 5
-        put(server, namespace, keys[:4])
+        put_into(server, namespace, keys[:4])
         wait_until(lambda: namespace_info(producer).awaited == 2, what="the last two are awaited")
         assert not job.done_at
         promise.withdraw()
@@ -388,7 +384,7 @@ def test_over_a_slow_link_promised_blocks_are_placed_in_smaller_pieces(
     server = start_server("--unix-socket", "off")
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(64)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     with SlowLink(server.port) as link:
         transfer = start_in(link, namespace, timeout_s=20)
 
@@ -412,7 +408,7 @@ def test_a_job_waits_nearly_all_of_its_time_though_a_call_may_take_longer(
         job = Job(transfer, keys, empty_rows(6), left_s=4.0, waits=True)
         time.sleep(3.0)
         assert not job.done_at, "it gave up long before its time"
-        put(server, namespace, keys)
+        put_into(server, namespace, keys)
         assert job.wait() == [True] * 6
 
 
@@ -421,7 +417,7 @@ def test_closing_ends_every_job_and_further_ones_at_once(
 ) -> None:
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
     keys = make_keys(8)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     transfer = start_in(server, namespace)
     with server.stopped():
         jobs = [Job(transfer, keys, empty_rows(8), left_s=30) for _ in range(6)]
@@ -439,7 +435,7 @@ def test_what_was_read_can_be_evicted_again(server: Server, new_namespace: MakeN
     """A transfer leaves no pin behind."""
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(4)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     Job(start_in(server, namespace), keys, empty_rows(4)).wait()
     with KVStoreClient(server.endpoint, namespace) as client:
         assert namespace_info(client).pinned == 0
@@ -452,7 +448,7 @@ def test_a_job_that_falls_behind_its_time_ends_sooner(
     server = start_server("--unix-socket", "off")
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(40)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     with SlowLink(server.port) as link:
         transfer = start_in(link, namespace, timeout_s=20)
         link.bytes_per_s = 50_000  # 52 s for all
@@ -470,7 +466,7 @@ def test_a_store_that_is_hopelessly_slow_is_found_out_by_its_first_block(
     server = start_server("--unix-socket", "off")
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(40)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     with SlowLink(server.port) as link:
         transfer = start_in(link, namespace, timeout_s=20)
         link.bytes_per_s = 200_000  # 0.3 s for a block, 13 s for all
@@ -489,7 +485,7 @@ def test_blocks_of_a_chunk_that_came_in_time_count_one_by_one(
     server = start_server("--unix-socket", "off")
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(40)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     with SlowLink(server.port) as link:
         transfer = start_in(link, namespace, timeout_s=20)
         assert Job(transfer, keys[:1], empty_rows(1)).wait() == [True]
@@ -511,7 +507,7 @@ def test_a_large_load_is_not_given_up_because_a_round_trip_takes_long_for_a_bloc
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(100_000)
     server = start_server("--unix-socket", "off")
-    put(server, namespace, keys[:7])
+    put_into(server, namespace, keys[:7])
     guard = StoreGuard(server.endpoint, namespace, timeout_s=20, counters=Counters())
     transfer = TransferIn(guard, counters=Counters())
     job = Job(transfer, keys, empty_rows(12), [index % 12 for index in range(len(keys))], left_s=1.0, chunks=4)
@@ -527,7 +523,7 @@ def test_a_job_ends_when_it_is_of_no_use_any_more_whenever_its_turn_comes(
 ) -> None:
     """Two jobs have their turn, at a store that does not answer; the others wait for theirs."""
     namespace, keys = new_namespace(BLOCK_BYTES), make_keys(4)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     guard = StoreGuard(server.endpoint, namespace, timeout_s=20.0, counters=counters)
     transfer = TransferIn(guard, counters=counters)
     assert Job(transfer, keys, empty_rows(4)).wait() == [True] * 4
@@ -579,7 +575,7 @@ def test_jobs_that_wait_for_promised_blocks_hold_up_nobody(
     server: Server, new_namespace: MakeNamespace, start_in: StartIn
 ) -> None:
     namespace, keys = new_namespace(BLOCK_BYTES), make_keys(40)
-    put(server, namespace, keys[:4])
+    put_into(server, namespace, keys[:4])
     transfer = start_in(server, namespace)
     before = set(threading.enumerate())
     with KVStoreClient(server.endpoint, namespace) as producer, producer.promise(keys[4:]):
@@ -587,7 +583,7 @@ def test_jobs_that_wait_for_promised_blocks_hold_up_nobody(
         wait_until(lambda: namespace_info(producer).awaited == len(waiting), what="all wait at a time")
         assert len(set(threading.enumerate()) - before) == 2
         assert Job(transfer, keys[:4], empty_rows(4)).wait(5.0) == [True] * 4
-        put(server, namespace, keys[4:])
+        put_into(server, namespace, keys[4:])
         assert all(job.wait() == [True] for job in waiting)
     assert transfer.take_pace()[0] == 4, "what was waited for says nothing of the store's pace"
 
@@ -598,7 +594,7 @@ def test_a_job_that_is_cancelled_ends_wherever_it_is(
     """On the wire, queued, or where it waits for promised blocks; and its rows are its owner's again."""
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
     keys = make_keys(8)
-    put(server, namespace, keys)
+    put_into(server, namespace, keys)
     transfer = start_in(server, namespace, timeout_s=30)
     rows = [empty_rows(8) for _ in range(7)]
     with server.stopped():

@@ -88,6 +88,17 @@ def blocks_of(keys: Iterable[bytes], block_bytes: int, version: int = 0) -> list
     return [block_of(key, block_bytes, version) for key in keys]
 
 
+def put(client: KVStoreClient, keys: Sequence[bytes]) -> None:
+    """Set the blocks of these keys; the store has them all when this returns."""
+    assert client.set(keys, blocks_of(keys, client.namespace.block_bytes), deferred=False).error == 0
+
+
+def put_into(server: Server, namespace: Namespace, keys: Sequence[bytes]) -> None:
+    """The same, with a client of its own."""
+    with KVStoreClient(server.endpoint, namespace) as client:
+        put(client, keys)
+
+
 def make_namespace(block_bytes: int, model: str, **fields: Any) -> Namespace:
     return Namespace(model=model, dtype="uint8", block_tokens=16, block_bytes=block_bytes, **fields)
 
