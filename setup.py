@@ -49,12 +49,12 @@ def check_compiler() -> None:
         sys.exit(f"kvstore needs Python's headers: there is no {headers}; on Debian: apt-get install python3-dev")
 
 
-# An index waits for memory: it is as fast with -O1 as with -O3, and compiled in half the time. Hashes are not.
+# An index waits for memory: it is as fast with -O1 as with -O3, and compiled in half the time. Hashing is not.
 MODULES = {"_cext": "-O2", "_index": "-O1"}
 
 
 def modules() -> list[Extension]:
-    """The two modules, which have no code in common but ``buffers.pxi``, and are compiled at a time."""
+    """The two modules, which have no code in common but ``buffers.pxi``, and are compiled at the same time."""
     own = "CFLAGS" not in os.environ
     extensions = [
         Extension(

@@ -1,6 +1,6 @@
 """kvstore._index: a namespace's index, key -> slot (``index/``), and which blocks are evicted first (``policies/``).
 
-An extension module of its own, so that both are compiled at a time.
+An extension module of its own, so that both are compiled at the same time.
 """
 include "buffers.pxi"
 include "index/records.pxi"

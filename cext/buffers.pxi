@@ -66,8 +66,8 @@ cdef Py_buffer *_vector(_Buffers held, object source, Py_ssize_t itemsize, bytes
     """Returns a view of a contiguous vector of items of this size, whose format is one of ``codes``."""
     cdef int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0)
     cdef Py_buffer *view = held.take(source, flags, name)
-    cdef bytes code = view.format if view.format != NULL else b"B"
-    if view.ndim != 1 or view.itemsize != itemsize or code not in codes:
+    cdef bytes code = (<bytes>view.format).lstrip(b"@=<") if view.format != NULL else b"B"
+    if view.ndim != 1 or view.itemsize != itemsize or len(code) != 1 or code not in codes:
         shape = tuple([view.shape[i] for i in range(view.ndim)])
         raise ValueError(f"{name} must be a vector of {itemsize}-byte items, of format {' or '.join(codes.decode())}; "
                          f"got shape {shape} of {view.itemsize}-byte items, of format {code.decode()!r}")

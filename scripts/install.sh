@@ -8,7 +8,11 @@ wheel=${2:-}
 scripts=$(dirname "${BASH_SOURCE[0]}")
 wheels=$(mktemp -d)
 clock=
-trap 'rm -rf "$wheels"; [[ -z $clock ]] || kill "$clock"' EXIT
+stop_clock() {
+    [[ -z $clock ]] || { kill "$clock" 2>/dev/null && printf '\n' >&2; } || true
+    clock=
+}
+trap 'rm -rf "$wheels"; stop_clock' EXIT
 
 # TEXT COMMAND...: runs the command and says how long it took.
 step() {
@@ -22,9 +26,8 @@ step() {
         clock=$!
     fi
     "$@" 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
-    [[ -z $clock ]] || kill "$clock"
-    clock=
-    printf '%sinstall: %s: %d s\n' "$([[ ! -t 2 ]] || printf '\r')" "$text" $((SECONDS - started)) >&2
+    stop_clock
+    printf 'install: %s: %d s\n' "$text" $((SECONDS - started)) >&2
 }
 
 "$venv/bin/python" -c 'import pip' 2>/dev/null || step "making $venv" "${PYTHON:-python3}" -m venv --clear "$venv"

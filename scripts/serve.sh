@@ -13,7 +13,9 @@ changed() {
 
 built_wheel() {
     if [[ -e dist/COMMIT && $(cat dist/COMMIT) == "$(git rev-parse HEAD 2>/dev/null)" && -z $(git status --porcelain -- $sources) ]]; then
-        find dist -name "llm_kvstore-*-$("${PYTHON:-python3}" -c 'import sys; print(f"cp{sys.version_info[0]}{sys.version_info[1]}")')-*_$(uname -m).whl"
+        local python=.venv/bin/python
+        [[ -e $python ]] || python=${PYTHON:-python3}
+        find dist -name "llm_kvstore-*-$("$python" -c 'import sys; print(f"cp{sys.version_info[0]}{sys.version_info[1]}")')-manylinux_*_$(uname -m).whl" -print -quit
     fi
 }
 

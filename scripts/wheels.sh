@@ -30,6 +30,15 @@ if [[ -z $pythons ]]; then
     say "no Python from 3.10 to 3.13; name some with PYTHONS='/path/to/python3.11 ...'"
     exit 1
 fi
+if [[ $(uname -m) != x86_64 ]]; then
+    say "got a machine of $(uname -m), expected x86_64: no wheel for another one was ever tested"
+    exit 1
+fi
+rm -f "$folder/COMMIT" "$folder"/llm_kvstore-* # what is there in the end is of one state of the sources
+commit=
+if [[ -z $(git status --porcelain 2>&1) ]]; then
+    commit=$(git rev-parse HEAD)
+fi
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 say "an sdist, and wheels for $(wc -w <<<"$pythons") Pythons: about $((10 + 15 * $(wc -w <<<"$pythons"))) s"
@@ -45,7 +54,8 @@ scripts/sources.sh "$scratch/sources"
 }
 for python in $pythons; do
     started=$SECONDS
-    "$python" -m pip wheel -q --no-deps -w "$scratch/wheels" "$scratch"/llm_kvstore-*.tar.gz \
+    "$python" -m venv --clear "$scratch/venv"
+    "$scratch/venv/bin/python" -m pip wheel -q --no-deps -w "$scratch/wheels" "$scratch"/llm_kvstore-*.tar.gz \
         2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
     PATH=$tools/bin:$PATH "$tools/bin/python" -m auditwheel repair -w "$folder" "$scratch"/wheels/*.whl >"$scratch/said" 2>&1 || {
         cat "$scratch/said" >&2
@@ -56,8 +66,7 @@ for python in $pythons; do
 done
 cp "$scratch"/llm_kvstore-*.tar.gz "$folder"
 # `make serve` installs from here while the sources are those of this commit.
-rm -f "$folder/COMMIT"
-if [[ -z $(git status --porcelain 2>&1) ]]; then
-    git rev-parse HEAD >"$folder/COMMIT"
+if [[ -n $commit ]]; then
+    echo "$commit" >"$folder/COMMIT"
 fi
 find "$folder" -type f -printf "wheels: %p\n" | sort >&2

@@ -59,7 +59,7 @@ class PrefixLookup:
 @dataclass
 class _Question:
     keys: Sequence[bytes]
-    deadline: float
+    asked_at: float
     unanswered: int  # ranks that have not answered yet
     length: int  # leading keys that every rank has, among the ranks that answered
     states: set[int]  # and of these, the keys of which every rank has the states, by their indices
@@ -129,19 +129,25 @@ class PrefixLookups:
         return lookup
 
     def poll(self, lookup: PrefixLookup) -> int | None:
-        """Return ``lookup.stored``, None while it is not known. Never blocks. If the question under way is not answered
-        in time, the blocks found so far are the result; so they are of a lookup that waits in line, when not even the
-        oldest question is answered in time."""
+        """Return ``lookup.stored``, None while it is not known. Never blocks. If the question is not answered in time,
+        the blocks found so far are the result. A lookup that waits in line is given up when the oldest question is
+        overdue."""
         if lookup.stored is not None:
             return lookup.stored
         now = time.monotonic()
         self._take_answers(now)
         if lookup.stored is None:
-            question = lookup.question or next(iter(self._questions.values()))
-            if now >= question.deadline:
+            # Another request may have asked its question earlier.
+            asked_at = lookup.asked_at if lookup.question else next(iter(self._questions.values())).asked_at
+            if now >= asked_at + self._timeout_s:
                 self._counters.add("lookup_timeouts" if lookup.question else "skipped_lookups")
-                lookup.stored, lookup.certain = lookup.known, False
+                self.give_up(lookup)
         return lookup.stored
+
+    def give_up(self, lookup: PrefixLookup) -> None:
+        """Nobody waits for the rest: what is known is the result, and no further question is asked."""
+        if lookup.stored is None:
+            lookup.stored, lookup.certain = lookup.known, False
 
     def came(self, key: bytes) -> None:
         """The store has this block now, or the states behind it: that it was missing is not believed any longer."""
@@ -150,7 +156,7 @@ class PrefixLookups:
             del self._facts[key]
 
     def forget(self) -> None:
-        """Drop all answers: a read has shown that blocks that were found are not there."""
+        """Believe no answer any longer in new lookups: a read has shown that blocks that were found are not there."""
         self._facts.clear()
         self._expiring.clear()
 
@@ -186,7 +192,7 @@ class PrefixLookups:
 
     def _send(self, keys: Sequence[bytes], now: float) -> _Question:
         states = set(range(len(keys))) if self._groups is not None else set()
-        question = _Question(keys, now + self._timeout_s, len(self._guards), len(keys), states)
+        question = _Question(keys, now, len(self._guards), len(keys), states)
         self._questions[keys[0]] = question
         for guard in self._guards:
             self._asked.put((guard, question))

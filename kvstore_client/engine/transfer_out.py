@@ -122,14 +122,15 @@ class TransferOut:
 
     def put(self, blocks: Iterable[BlockOut]) -> None:
         """Queue blocks, each after the one before it in its chain. Beyond the limit, those at the ends of the oldest
-        chains are dropped, even if this call put them there, but none that is handed over; so is what follows a block
-        that was dropped. Never blocks."""
+        chains are dropped, even if this call put them there, but none that is handed over. While blocks wait, what
+        follows a block that was dropped is dropped, too. Never blocks."""
         dropped: list[BlockOut] = []
         with self._lock:
             first = not self._queue
             for each in blocks:
                 if each.how.handed_over:
                     self._first.append(each)
+                    self._queue.went(each.key)
                 elif not self._queue.add(each):
                     dropped.append(each)
             if first:

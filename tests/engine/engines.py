@@ -221,7 +221,7 @@ class Engine:
             with contextlib.suppress(BrokenPipeError):
                 self._pipe.send(None)
             self._pipe.close()
-            self._process.join(20)
+            self._process.join(ANSWER_S)
             if self._process.is_alive():
                 self._process.kill()
                 self._process.join()

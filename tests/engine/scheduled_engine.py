@@ -96,6 +96,9 @@ class FakeLookups:
         names = self.groups.keys([key])
         return set.intersection(*self.held).issuperset(names[group] for group in groups)
 
+    def give_up(self, lookup: PrefixLookup) -> None:
+        """Nothing waits in line here."""
+
     def came(self, key: bytes) -> None:
         """It believes nothing for longer than a question."""
 

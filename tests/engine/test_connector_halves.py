@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
 
     from kvstore_client.engine.admission import Admission
+    from kvstore_client.engine.lookup import PIN_S
     from kvstore_client.engine.transfer_out import SendAs
     from kvstore_client.vllm.connector import block_keys
     from kvstore_client.vllm.connector.load_planner import RENEW_S
@@ -103,6 +104,20 @@ def test_an_old_answer_holds_until_the_new_one_is_there(start: StartEngine) -> N
         assert engine.half.loads.matched_tokens(request, 0) == 3 * BLOCK_TOKENS
     assert len(engine.lookups.asked) == 2
     engine.lookups.answering, engine.lookups.asked_at = True, math.inf
+    assert engine.half.loads.matched_tokens(request, 0) == 5 * BLOCK_TOKENS
+    engine.abort(request)
+
+
+def test_an_answer_that_is_older_than_the_pins_is_waited_for_anew(start: StartEngine) -> None:
+    """What was found may have been evicted, and what was missing may be there by now."""
+    engine = start()
+    store(engine, PROMPT, 3)
+    engine.lookups.asked_at = time.monotonic() - 2 * PIN_S
+    request = engine.add(PROMPT)
+    engine.lookups.answering, engine.lookups.asked_at = False, math.inf
+    assert engine.half.loads.matched_tokens(request, 0) is None
+    store(engine, PROMPT, 5)
+    engine.lookups.answering = True
     assert engine.half.loads.matched_tokens(request, 0) == 5 * BLOCK_TOKENS
     engine.abort(request)
 

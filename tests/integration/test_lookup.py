@@ -324,6 +324,39 @@ def test_in_line_nobody_waits_longer_than_for_the_oldest_question(
     assert (counted["lookup_timeouts"], counted["skipped_lookups"]) == (5, 3)
 
 
+def test_who_joins_a_question_waits_for_it_as_long_as_for_its_own(
+    start_lookups: StartLookups, new_namespace: MakeNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookups = start_lookups("tcp://127.0.0.1:1", new_namespace(BLOCK_BYTES), timeout_s=1.0)
+    answering = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(CountingGuard, "call", lambda self, operation, miss: answering.wait(30) and miss)
+        early = lookups.ask(make_keys(2))
+        assert answer(lookups, early) == 0
+        late = lookups.ask(make_keys(2))
+        assert late.question is not None and lookups.poll(late) is None
+        assert answer(lookups, late) == 0 and time.monotonic() >= late.asked_at + 1.0
+        answering.set()
+
+
+def test_what_was_given_up_is_not_asked_any_more(
+    start_server: StartServer,
+    new_namespace: MakeNamespace,
+    start_lookups: StartLookups,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup_module, "MOST_QUESTIONS", 1)
+    server = start_server()
+    lookups = start_lookups(server.endpoint, new_namespace(BLOCK_BYTES), timeout_s=30)
+    with server.stopped():
+        asked = [lookups.ask(make_keys(1, first=number)) for number in range(10)]
+        for lookup in asked[1:]:
+            lookups.give_up(lookup)
+    assert answer(lookups, asked[0]) == 0 and asked[0].certain and not any(each.certain for each in asked[1:])
+    wait_until(lambda: not lookups.pending or lookups.ask(make_keys(1, first=99)) is None)
+    assert calls(lookups) == 1
+
+
 def test_what_was_told_is_forgotten_in_the_end(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,9 +50,33 @@ def test_what_follows_a_block_that_was_cut_is_not_taken_until_that_is_there_agai
         queue.add(each)
     queue.cut(1)
     assert [queue.add(each) for each in chain("a", 2, first=3)] == [False, False]
-    assert keys(queue.take(9)) == ["a0", "a1"]
     assert [queue.add(each) for each in chain("a", 5)] == [True] * 5, "another request computed it"
-    assert keys(queue.take(9)) == ["a0", "a1", "a2", "a3", "a4"]
+    assert keys(queue.take(9)) == ["a0", "a1", "a0", "a1", "a2", "a3", "a4"]
+    assert not queue._chain_of
+
+
+def test_when_there_are_not_too_many_any_more_what_was_cut_is_forgotten() -> None:
+    """Another engine may have stored it since."""
+    queue: WaitingBlocks[Waiting] = WaitingBlocks(10)
+    for each in chain("a", 3):
+        queue.add(each)
+    queue.cut(2)
+    queue.take(1)
+    assert all(queue.add(each) for each in chain("a", 1, first=3))
+
+
+def test_what_waits_twice_or_goes_another_way_is_followed_by_others() -> None:
+    queue: WaitingBlocks[Waiting] = WaitingBlocks(10)
+    for each in [*chain("a", 3), *chain("a", 3)]:
+        queue.add(each)
+    assert keys(queue.cut(2)) == ["a2", "a1"]
+    assert queue.add(chain("a", 4)[-1]), "its parent waits once more"
+    queue.cut(1)
+    assert keys(queue.cut(4)) == ["a3", "a2", "a1", "a0"]
+    queue.add(chain("b", 1)[0])
+    assert not queue.add(chain("a", 1, first=1)[0])
+    queue.went(b"a0")
+    assert queue.add(chain("a", 1, first=1)[0])
 
 
 def test_blocks_can_be_removed_from_the_middle() -> None:
@@ -84,6 +108,8 @@ def test_in_any_order_each_block_leaves_once_and_none_is_sent_behind_one_that_wa
         elif action < 0.75:
             left = queue.take(rng.randrange(5))
             assert all(each.parent not in cut for each in left)
+            if not queue:
+                cut.clear()
         elif action < 0.9:
             left = queue.cut(rng.randrange(5))
             cut.update(each.key for each in left)

@@ -89,8 +89,8 @@ class RankSaves:
         self._pool_is_shared = pool_is_shared
         self._counters = counters
         # At most half the slots may be on their way to the store, of all ranks that send from them together, including
-        # the chunk on the wire. So there is always room for the blocks of the next steps; they displace the oldest
-        # blocks in the queue.
+        # the chunk on the wire. So there is always room for the blocks of the next steps; they displace others
+        # in the queue.
         rows, chunk_blocks = store.slots * layout.parts, max(1, CHUNK_BYTES // guard.block_bytes)
         limit = (rows // 2 - min(chunk_blocks, rows // 4)) // self._replicas
         self._out = TransferOut(guard, limit=max(1, limit), counters=counters, done=self._sent, parts=layout.parts)

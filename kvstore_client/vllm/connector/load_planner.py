@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# How old an answer of the store may be before it is asked again. Until the new answer is there the old one counts: what
-# was found is pinned for longer.
+# How old an answer of the store may be before it is asked again. Until the new answer is there the old one counts, as
+# long as what was found is pinned.
 RENEW_S: Final = PIN_S / 4
 
 
@@ -128,16 +128,23 @@ class LoadPlanner:
             or request.skip_reading_prefix_cache
             or request.request_id in self._failed
         ):
-            waiting.lookup = waiting.next_lookup = None
+            self._give_up(waiting)
             return []
         # Ask for the whole chain, also for blocks the engine has: in the store, its head must not age before its tail.
-        if waiting.lookup is None:
+        if waiting.lookup is None or time.monotonic() - waiting.lookup.asked_at > PIN_S:
+            self._give_up(waiting)
             waiting.lookup = books.lookups.ask(keys[:usable])
         elif waiting.next_lookup is None and time.monotonic() - waiting.lookup.asked_at > RENEW_S:
             waiting.next_lookup = books.lookups.ask(keys[:usable])
         if waiting.next_lookup is not None and books.lookups.poll(waiting.next_lookup) is not None:
             waiting.lookup, waiting.next_lookup = waiting.next_lookup, None
         return keys[:usable]
+
+    def _give_up(self, waiting: WaitingRequest) -> None:
+        for lookup in (waiting.lookup, waiting.next_lookup):
+            if lookup is not None:
+                self._books.lookups.give_up(lookup)
+        waiting.lookup = waiting.next_lookup = None
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """How many tokens are to be loaded beyond the ``computed_tokens`` of the engine's own cache: whole blocks only,
@@ -369,7 +376,8 @@ class LoadPlanner:
 
     def forget(self, request: Request) -> None:
         """The request has ended. Its load, if one is under way, may end early."""
-        self._waiting.pop(request.request_id, None)
+        if (waiting := self._waiting.pop(request.request_id, None)) is not None:
+            self._give_up(waiting)
         self._failed.discard(request.request_id)
         if (load := self._loading.get(request.request_id)) is not None:
             load.cancelled = True
@@ -378,7 +386,7 @@ class LoadPlanner:
     def reset(self) -> None:
         """What the store was asked for is of no use any more, nor what loads under way bring."""
         for waiting in self._waiting.values():
-            waiting.lookup = waiting.next_lookup = None
+            self._give_up(waiting)
         for load in self._loading.values():
             load.void = True
         for planned in self._planned:

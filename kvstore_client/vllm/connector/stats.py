@@ -208,7 +208,7 @@ def traffic_text(counters: Mapping[str, float], waiting_blocks: float) -> str:
         "unpromised_requests": "hand-overs without a promise",
         "checksum_errors": "checksum errors",
         "lookup_timeouts": "lookups timed out",
-        "skipped_lookups": "lookups skipped",
+        "skipped_lookups": "lookups given up",
         "declined_tokens": "tokens computed sooner",
         "refused_requests": "requests with wrong options",
         "failed_loads": "requests computed after all",

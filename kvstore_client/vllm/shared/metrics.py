@@ -67,7 +67,9 @@ COUNTERS: Final[Mapping[str, Sample]] = {
     "swap_in_seconds": Sample(SWAP_SECONDS, "in"),
     "swap_out_seconds": Sample(SWAP_SECONDS, "out"),
     "present_blocks": Sample(Metric("present_blocks_total", "Blocks not sent because the store had them.")),
-    "dropped_blocks": Sample(Metric("dropped_blocks_total", "Blocks not sent because too many waited; oldest first.")),
+    "dropped_blocks": Sample(
+        Metric("dropped_blocks_total", "Blocks not sent because too many waited, or one before them was not.")
+    ),
     "unsaved_blocks": Sample(
         Metric("unsaved_blocks_total", "Blocks the store did not take, or could not be asked to.")
     ),
@@ -89,9 +91,7 @@ COUNTERS: Final[Mapping[str, Sample]] = {
         Metric("lookup_timeouts_total", "Lookups not answered in lookup_timeout_s, which count as nothing found.")
     ),
     "skipped_lookups": Sample(
-        Metric(
-            "skipped_lookups_total", "Lookups given up because too many were under way and none was answered in time."
-        )
+        Metric("skipped_lookups_total", "Lookups given up in line behind too many, the oldest of which was overdue.")
     ),
     "failed_loads": Sample(Metric("failed_loads_total", "Requests that computed what a load should have brought.")),
     "declined_tokens": Sample(

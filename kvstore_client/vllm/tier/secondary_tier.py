@@ -237,8 +237,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         job_id = job_metadata.job_id
         try:
             rows = self._open_rows()
-            # Of a job larger than the queue only the head is queued: if the queue dropped the oldest chunks instead,
-            # a tail would be left, which nobody finds.
+            # Of a job larger than the queue only the head is queued.
             keys = self._keys.of(job_metadata.keys, job_metadata.req_context)
             wanted = [(key, int(chunk)) for key, chunk in zip(keys, job_metadata.chunk_ids, strict=True) if key]
             names = [key for key, _ in wanted[: self._most_waiting]]
