@@ -1,7 +1,7 @@
 """Builds the extension modules, ``kvstore._cext`` and ``kvstore._index``, from the Cython sources in ``cext/``.
 
-No flag here depends on the building machine's CPU: instruction sets beyond the baseline are chosen at run time. Without
-debug information a build takes half the time; where CFLAGS are given, they decide.
+No flag here depends on the building machine's CPU: instruction sets beyond the baseline are chosen at run time. There
+is no debug information, which would take a good part of the time; where CFLAGS are given, they decide.
 
 The eviction policies are the files in ``cext/policies`` that have a class of ``Policy``; a policy is named as its file.
 They are listed for Cython in ``cext/policies/all.pxi``, and for the settings in ``kvstore/_policies.py``, because the
@@ -49,7 +49,7 @@ def check_compiler() -> None:
         sys.exit(f"kvstore needs Python's headers: there is no {headers}; on Debian: apt-get install python3-dev")
 
 
-# An index waits for memory: it is as fast with -O1 as with -O3, and compiled in half the time. Hashing is not.
+# An index waits for memory: it is as fast with -O1 as with -O3, and compiled sooner. Hashing is slower with -O1.
 MODULES = {"_cext": "-O2", "_index": "-O1"}
 
 

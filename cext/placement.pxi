@@ -7,7 +7,7 @@
 from libc.math cimport INFINITY, fabs, log
 
 cdef enum:
-    NOBODY = -1
+    NO_SHARD = -1
 
 cdef double _SLACK = 1.0 + 2.0 ** -40               # more than the rounding errors of a score and a floor
 cdef double _GREATEST_HANDICAP = 2.0 ** 960         # so that every floor is finite
@@ -67,15 +67,15 @@ cdef inline double _lowest(const double *floors, Py_ssize_t count) noexcept nogi
 
 
 cdef inline Py_ssize_t _winner(const Shards *shards, const double *floors) noexcept nogil:
-    """Returns the shard with the highest score among those with a finite floor; NOBODY if there is none."""
-    cdef Py_ssize_t i, best = NOBODY
+    """Returns the shard with the highest score among those with a finite floor; NO_SHARD if there is none."""
+    cdef Py_ssize_t i, best = NO_SHARD
     cdef double low = _lowest(floors, shards.count), limit = _GREATEST_FLOOR, score = 0.0, other
     low += shards.handicap
     if low < 1.0:
         limit = low / (1.0 - low) * _SLACK
     for i in range(shards.count):
         if floors[i] <= limit:
-            if best == NOBODY:
+            if best == NO_SHARD:
                 best = i
                 continue
             if score == 0.0:
@@ -102,9 +102,9 @@ cdef bint _choose_replicas(const Shards *shards, int64_t *chosen, Py_ssize_t col
             elif shards.zones[i] == shards.zones[before]:
                 shards.apart[i] = INFINITY
         chosen[column] = _winner(shards, shards.apart)
-        if chosen[column] == NOBODY:
+        if chosen[column] == NO_SHARD:
             chosen[column] = _winner(shards, shards.floors)
-        if chosen[column] == NOBODY:
+        if chosen[column] == NO_SHARD:
             return False
     return True
 
