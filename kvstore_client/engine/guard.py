@@ -7,6 +7,7 @@ the background. This module adds two things: an engine may start before its stor
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -23,7 +24,7 @@ from kvstore_client.engine.client_store import DEFAULT_OPTIONS, ClientOptions, C
 from kvstore_client.engine.local_first import LocalFirstStore
 from kvstore_client.engine.parts import SlicedStore
 from kvstore_client.engine.store import Store
-from kvstore_client.errors import KVStoreError
+from kvstore_client.errors import KVStoreError, Timeout
 from kvstore_client.keys import Namespace
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ T = TypeVar("T")
 LOG_INTERVAL_S: Final = 10.0
 # Pause before connecting again to a store that refused this client (another version, no rights).
 REFUSED_PAUSE_S: Final = 10.0
+# Pause between looks at whether the store has answered.
+AWAIT_PAUSE_S: Final = 0.01
 
 
 _forkable: weakref.WeakSet[Counters | StoreGuard] = weakref.WeakSet()
@@ -141,6 +144,18 @@ class StoreGuard:
         self._note_unanswered(client)
         return result
 
+    def await_store(self, timeout_s: float) -> bool:
+        """Wait until the store has answered, so that `generation` is known: for at most `timeout_s`, and not if it
+        refuses connections. -> whether it has. Never raises."""
+        deadline = time.monotonic() + timeout_s
+        while self.generation < 0 and (left_s := deadline - time.monotonic()) > 0:
+            self.call(functools.partial(_info, left_s), None)
+            client = self._client
+            if client is None or not isinstance(client.why_unanswered(), Timeout):
+                break
+            time.sleep(AWAIT_PAUSE_S)
+        return self.generation >= 0
+
     def steps(self, operation: Callable[[Store], Steps[T]], miss: T) -> Steps[T]:
         """The same for an operation in steps. Connecting to a store that has refused this client blocks; then it has no
         call under way."""
@@ -228,6 +243,10 @@ class StoreGuard:
             error,
             exc_info=not isinstance(error, KVStoreError),  # anything else is an error in our own code
         )
+
+
+def _info(timeout_s: float, store: Store) -> None:
+    store.info(timeout_s=timeout_s)
 
 
 class Purges:

@@ -174,8 +174,8 @@ class LocalFirstStore:
             log.debug("kvstore: the local store gives %d blocks no other time: %s", len(keys), error)
         return self.remote.expire(keys, ttl_s=ttl_s, timeout_s=call.left_s)
 
-    def info(self) -> Any:
-        return self.remote.info()
+    def info(self, *, timeout_s: float | None = None) -> Any:
+        return self.remote.info(timeout_s=timeout_s)
 
     @property
     def stats(self) -> ClientStats:

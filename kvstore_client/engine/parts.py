@@ -189,8 +189,8 @@ class SlicedStore:
     def _whole(self, present: Present) -> Present:
         return whole_blocks(present, len(self._parts))
 
-    def info(self) -> Any:
-        return self._store.info()
+    def info(self, *, timeout_s: float | None = None) -> Any:
+        return self._store.info(timeout_s=timeout_s)
 
     @property
     def stats(self) -> ClientStats:

@@ -150,7 +150,7 @@ class Store(Protocol):
 
     # ---- the store -----------------------------------------------------------------------------------------------
 
-    def info(self) -> Any:
+    def info(self, *, timeout_s: float | None = None) -> Any:
         """The state of the store that the fleet shares, a `StoreInfo`."""
 
     def why_unanswered(self) -> KVStoreError:

@@ -5,7 +5,6 @@ The measure is the tokens of an engine without any cache.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from tests.engine.engines import (
     save_windowed_model,
     stored_blocks,
 )
-from tests.support.harness import Server, wait_until
+from tests.support.harness import Server
 
 WINDOW = 3 * BLOCK
 GROUPS = 2
@@ -59,15 +58,6 @@ def test_what_one_engine_saves_another_loads(
     first = start_engine(
         server.endpoint, model=windowed, options=options, max_num_batched_tokens=80, max_model_len=1024
     )
-    seeds = itertools.count(1000)
-
-    def saves() -> bool:
-        """What an engine computes before it has heard of the store is not saved: somebody may have purged it."""
-        first.generate(prompt(next(seeds), 2 * BLOCK))
-        first.settle()
-        return stored_blocks(server) > 0
-
-    wait_until(saves, what="the engine has heard of the store")
     before = stored_blocks(server)
     check(first, plain, question, cached=0)
     assert first.stop() == 0

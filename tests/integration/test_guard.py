@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 from kvstore_client import KVStoreClient, KVStoreError, Namespace
 from kvstore_client.engine.guard import Counters, StoreGuard
-from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
+from tests.support.harness import ANSWER_S, MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
 
 NOBODY = "tcp://127.0.0.1:1"
 TIMEOUT_S = 1.0
@@ -91,6 +92,33 @@ def test_an_engine_may_start_before_its_store(
     server.restart()
     wait_until(lambda: holds(guard, keys) == 0)
     assert guard.call(lambda client: client.set(keys, blocks_of(keys, 4096)).created, 0) == 3
+
+
+def test_a_store_that_answers_late_is_waited_for(
+    start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an engine could not save what it computes before: it would not know whether somebody has purged that."""
+    monkeypatch.setattr(f"{__name__}.TIMEOUT_S", 0.05)
+    server = start_server()
+    with ThreadPoolExecutor(1) as thread:
+        with server.stopped():
+            guard = make_guard(server.endpoint, new_namespace())
+            assert not guard.await_store(0.2) and guard.generation == -1
+            answered = thread.submit(guard.await_store, ANSWER_S)
+        assert answered.result() and guard.generation == 0
+    assert guard.await_store(0.0)
+
+
+def test_a_store_that_refuses_connections_is_not_waited_for(
+    new_namespace: MakeNamespace, make_guard: MakeGuard
+) -> None:
+    counters = Counters()
+    guard = make_guard(NOBODY, new_namespace(), counters)
+    started = time.monotonic()
+    assert not guard.await_store(ANSWER_S) and guard.generation == -1
+    assert time.monotonic() - started < ANSWER_S / 2
+    guard.close()
+    assert not guard.await_store(ANSWER_S), "nor one that nobody may ask any more"
 
 
 def test_a_store_that_dies_and_comes_back_is_used_again(

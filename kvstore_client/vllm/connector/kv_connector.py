@@ -64,7 +64,7 @@ from kvstore_client.vllm.connector.registration import register
 from kvstore_client.vllm.connector.request_spans import RequestSpans
 from kvstore_client.vllm.connector.save_planner import SavePlanner
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
-from kvstore_client.vllm.connector.starting import SchedulerStart
+from kvstore_client.vllm.connector.starting import FIRST_ANSWER_S, SchedulerStart
 from kvstore_client.vllm.connector.stats import PromMetrics, TrafficLog, TransferStats
 from kvstore_client.vllm.connector.vllm_parts import make_device_copies
 from kvstore_client.vllm.shared.block_hashes import check_same_hash
@@ -187,6 +187,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             for rank in distinct.values()
         ]
+        # What is computed before the store has answered cannot be saved: it may be of before a purge.
+        deadline = time.monotonic() + FIRST_ANSWER_S
+        for guard in self._guards:
+            guard.await_store(deadline - time.monotonic())
         self._explain_mismatch(self._guards[0])
         transfer = self._kv_transfer_config
         books = self._books(ranks)

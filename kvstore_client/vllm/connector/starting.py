@@ -20,6 +20,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 # How long the engine's first requests wait for it. After that they are computed, and not saved.
 START_S: Final = 2.0
+# How long of that the half waits for a store that does not answer at once. One that refuses is not waited for.
+FIRST_ANSWER_S: Final = 1.0
 
 
 class SchedulerStart:
