@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -69,7 +70,9 @@ def test_the_example_runs_as_it_stands(server: Server) -> None:
         timeout=RUN_S,
         check=True,
     )
-    assert "first engine, nothing cached: computed 400 of 400 tokens" in done.stdout
+    first = re.search(r"first engine, nothing cached: computed (\d+) of 400 tokens", done.stdout)
+    # Of the second prompt's 96 tokens that it shares with the first one, some may be in the store when it is admitted.
+    assert first is not None and int(first[1]) in range(400 - 96, 400 + 1), done.stdout
     assert "second engine, the same prompts: computed 16 of 400 tokens" in done.stdout
     assert "all answers are equal" in done.stdout
 

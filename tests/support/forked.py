@@ -35,7 +35,10 @@ from typing import IO, Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PRELOAD: Final = {
-    "kvstore": ["kvstore.node.cli", "kvstore.node.supervisor", "kvstore.node.health", "kvstore.node.web", "requests"],
+    "kvstore": [
+        *("kvstore.node.cli", "kvstore.node.supervisor", "kvstore.node.health", "kvstore.node.web", "requests"),
+        "kvstore.shard.process",
+    ],
     "kvstore_cli": ["kvstore_cli", "kvstore_client", "kvstore_serving", "requests"],
 }
 READ_AT_START: Final = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OPENBLAS_", "OMP_", "COVERAGE_")
@@ -261,6 +264,8 @@ def main() -> None:
     for name in PRELOAD[module]:
         _import(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
+    if module == "kvstore":
+        importlib.import_module("tests.support.forked_shards").fork_shards()
     gc.collect()
     gc.freeze()
     sys.argv[1:] = _serve(socket.socket(fileno=fd))
