@@ -343,7 +343,8 @@ def make_engine(spec: dict[str, Any]) -> Any:
             "kv_connector": "KVStoreConnector",
             "kv_connector_module_path": "kvstore_client.vllm.connector",
             "kv_role": spec["kv_role"],
-            "kv_connector_extra_config": spec["connector"],
+            # Of the default, 256 MiB, every page is touched beforehand: as much work as computing ten prompts.
+            "kv_connector_extra_config": {"staging_bytes": 64 << 20, **spec["connector"]},
         }
         if spec["beside"]:
             others = [mine if name == "kvstore" else {"kv_connector": name, **more} for name, more in spec["beside"]]

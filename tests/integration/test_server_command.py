@@ -131,7 +131,8 @@ def test_a_start_and_a_stop_are_told_in_one_line_each(start_server: StartServer)
 
 def test_every_line_of_a_json_log_is_an_object(start_server: StartServer, tmp_path: Path) -> None:
     disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
-    server = start_server("--log-format", "json", "--log-level", "debug", *disk)
+    # With this variable its processes are not forked, so they have command lines of their own.
+    server = start_server("--log-format", "json", "--log-level", "debug", *disk, PYTHONHASHSEED="0")
     shard = server.shards()[0]
     keeper = wait_until(lambda: next(iter(shard.children()), None), what="the shard has its keeper")
     settings = ["debug", "shard=0 keeper", "json"]

@@ -34,12 +34,13 @@ from tempfile import TemporaryFile
 from typing import IO, Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+_TYPER: Final = "typer._adapters"  # which it imports with its first argument, and pydantic with it
 PRELOAD: Final = {
     "kvstore": [
         *("kvstore.node.cli", "kvstore.node.supervisor", "kvstore.node.health", "kvstore.node.web", "requests"),
-        "kvstore.shard.process",
+        *("kvstore.shard.process", _TYPER),
     ],
-    "kvstore_cli": ["kvstore_cli", "kvstore_client", "kvstore_serving", "requests"],
+    "kvstore_cli": ["kvstore_cli", "kvstore_client", "kvstore_serving", "requests", _TYPER],
 }
 READ_AT_START: Final = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OPENBLAS_", "OMP_", "COVERAGE_")
 WHOLE: Final = ("kvstore_cli", "kvstore_serving")  # packages whose modules are imported when a command needs them
@@ -265,7 +266,7 @@ def main() -> None:
         _import(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
     if module == "kvstore":
-        importlib.import_module("tests.support.forked_shards").fork_shards()
+        importlib.import_module("tests.support.forked_children").fork_children()
     gc.collect()
     gc.freeze()
     sys.argv[1:] = _serve(socket.socket(fileno=fd))

@@ -1,9 +1,9 @@
-"""Shards that are forked from their supervisor, which a nursery has forked (see `forked`).
+"""Shards that are forked from their supervisor, which a nursery has forked (see `forked`), and keepers from their shard.
 
-A supervisor starts each shard as a new interpreter, which imports numpy and the shard's code: most of what a server costs
-until it is ready. A supervisor that comes from a nursery has imported all that, so its shards may as well be its forks.
-What they run, what they inherit and how they end is the same; `kvstore.node.children` still starts every other process,
-and the shards of servers that are not forked themselves.
+A supervisor starts each shard as a new interpreter, which imports numpy and the shard's code, and so does a shard with
+its keeper: most of what a server costs until it is ready. A supervisor that comes from a nursery has imported all that,
+so its shards may as well be its forks. What they run, what they inherit and how they end is the same. Every other
+process, and those of servers that are not forked themselves, are started as usual.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
+from kvstore import logs
+from kvstore.disk import keeper, keeper_process
 from kvstore.node.children import ShardChild
 from kvstore.shard import process as shard_process
 
@@ -62,44 +66,63 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
-def fork_shards() -> None:
-    """From now on, supervisors in this process fork their shards."""
-    ShardChild._spawn = _spawn  # type: ignore[method-assign]
+def fork_children() -> None:
+    """From now on, supervisors in this process fork their shards, and these their keepers."""
+    ShardChild._spawn = _fork_shard  # type: ignore[method-assign]
+    keeper._spawn = _fork_keeper
 
 
-def _spawn(_child: ShardChild, config: msgspec.Struct, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+def _fork_shard(_child: ShardChild, config: msgspec.Struct, fds: Sequence[int]) -> subprocess.Popen[bytes]:
     with tempfile.TemporaryFile() as given:
         given.write(msgspec.json.encode(config))
         given.seek(0)
-        pid = os.fork()
-        if not pid:
-            _run(given.fileno(), fds)
+        return _fork(shard_process.main, [given.fileno(), 1, 2], fds)
+
+
+def _fork_keeper(
+    directory: Path, mode: str, map_bytes: int, lock_fd: int | None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    with theirs, open(os.devnull, "r+b") as nothing:
+        arguments = ["-c", "", str(directory), str(theirs.fileno()), mode, str(map_bytes), *logs.of_child("keeper")]
+
+        def main() -> None:
+            sys.argv = arguments
+            keeper_process.main()
+
+        passed = [theirs.fileno(), *(() if lock_fd is None else (lock_fd,))]
+        return _fork(main, [nothing.fileno(), nothing.fileno(), 2], passed), ours
+
+
+def _fork(main: Callable[[], None], standard: Sequence[int], passed: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Run `main` in a fork, with these standard files and further descriptors."""
+    pid = os.fork()
+    if not pid:
+        _be(main, standard, passed)
     return cast("Any", Fork(pid))
 
 
-def _run(given: int, fds: Sequence[int]) -> None:
+def _be(main: Callable[[], None], standard: Sequence[int], passed: Sequence[int]) -> None:
     """In the fork: be what a new interpreter would be, and end."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        os.dup2(given, 0)
+        for number, fd in enumerate(standard):
+            os.dup2(fd, number)
         for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2 and int(name) not in fds:
+            if int(name) > 2 and int(name) not in passed:
                 with contextlib.suppress(OSError):  # the descriptor of that list
                     os.close(int(name))
-        for fd in fds:  # a new process has what it was passed; what it starts itself has not
-            if fd >= 0:
-                os.set_inheritable(fd, True)
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        shard_process.main()
+        main()
         for thread in threading.enumerate():
             if thread is not threading.main_thread() and not thread.daemon:
                 thread.join()
         status = 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
