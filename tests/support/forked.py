@@ -265,8 +265,7 @@ def main() -> None:
     for name in PRELOAD[module]:
         _import(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
-    if module == "kvstore":
-        importlib.import_module("tests.support.forked_children").fork_children()
+    importlib.import_module("tests.support.forked_children").fork_children()
     gc.collect()
     gc.freeze()
     sys.argv[1:] = _serve(socket.socket(fileno=fd))

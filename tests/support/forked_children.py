@@ -1,4 +1,4 @@
-"""Shards that are forked from their supervisor, which a nursery has forked (see `forked`), and keepers from their shard.
+"""Shards that are forked from their supervisor, which a nursery has forked (see `forked`), and keepers from shards.
 
 A supervisor starts each shard as a new interpreter, which imports numpy and the shard's code, and so does a shard with
 its keeper: most of what a server costs until it is ready. A supervisor that comes from a nursery has imported all that,
@@ -9,6 +9,7 @@ process, and those of servers that are not forked themselves, are started as usu
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import select
 import signal
@@ -67,7 +68,9 @@ class Fork:
 
 
 def fork_children() -> None:
-    """From now on, supervisors in this process fork their shards, and these their keepers."""
+    """From now on, supervisors in this process fork their shards, these their keepers, and a planner its workers."""
+    context = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda _method=None: context  # type: ignore[assignment,misc]
     ShardChild._spawn = _fork_shard  # type: ignore[method-assign]
     keeper._spawn = _fork_keeper
 
