@@ -369,7 +369,7 @@ def make_engine(spec: dict[str, Any]) -> Any:
             "block_size": 32,
             "max_model_len": 2048,
             "gpu_memory_utilization": 0.3,  # of the host's memory, on CPUs
-            "num_gpu_blocks_override": 1024,  # of 256 KiB: every page of the cache is written to at the start
+            "num_gpu_blocks_override": 1024,  # of 128 KiB: every page of the cache is written to at the start
             **arguments,
         },
     )

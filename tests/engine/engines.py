@@ -25,7 +25,7 @@ START_S = 170.0  # the first start imports what all engines are forked with
 ANSWER_S = 60.0
 LONGEST = 4352  # tokens that the engine of `expected` takes; the others take 2048 if they are not told
 BLOCK = 32  # tokens
-BLOCK_BYTES = 262144  # of the model of `save_model`, in float32
+BLOCK_BYTES = 131072  # of the model of `save_model`, in float32
 
 Expected: TypeAlias = "Callable[..., list[list[int]]]"
 StartEngine: TypeAlias = "Callable[..., Engine]"
@@ -291,7 +291,7 @@ def nursery() -> ForkServerContext:
 
 
 def save_model(folder: Path, *, seed: int = 0, kv_heads: int = 4) -> Path:
-    """A Qwen2 of 8 layers with random weights: 32 tokens of KV cache are `BLOCK_BYTES`, with four KV heads.
+    """A Qwen2 of 4 layers with random weights: 32 tokens of KV cache are `BLOCK_BYTES`, with four KV heads.
 
     The weights are spread wide enough that the output depends on every token of the prompt; with the usual spread
     such a model repeats one token whatever it was told, and could not tell a right cache from a wrong one.
@@ -302,7 +302,7 @@ def save_model(folder: Path, *, seed: int = 0, kv_heads: int = 4) -> Path:
 
 
 def save_windowed_model(folder: Path, window: int) -> Path:
-    """A Llama of that shape: every other layer attends to `window` tokens only. 32 tokens of four layers are half of
+    """A Llama of that shape: every other layer attends to `window` tokens only. 32 tokens of two layers are half of
     `BLOCK_BYTES`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -314,7 +314,7 @@ def save_windowed_model(folder: Path, window: int) -> Path:
 
 _SHAPE: dict[str, Any] = {
     "hidden_size": 256,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "intermediate_size": 512,
     "vocab_size": 4096,

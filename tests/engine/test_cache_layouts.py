@@ -130,7 +130,7 @@ def test_blocks_of_a_drafting_model_belong_to_those_of_its_target(
     [tokens] = expected(question, max_tokens=40)
     save_and_load(server, start_engine, model, tokens, question, speculative_config=draft)
     [namespace] = namespaces(server)
-    assert namespace.block_bytes == BLOCK_BYTES + 2 * BLOCK_BYTES // 16, "two layers more, of half as many heads"
+    assert namespace.block_bytes == BLOCK_BYTES + BLOCK_BYTES // 4, "two layers more, of half as many heads"
 
 
 @at_length

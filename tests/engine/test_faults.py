@@ -54,7 +54,12 @@ def shared_place(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder = tmp_path_factory.mktemp("faults")
     server = Server(folder / "server.log", "--memory", "256MiB", "--segment", "4MiB")
     with SlowLink(server.port) as link:
-        options = {"endpoint": link.endpoint, "timeout_s": TIMEOUT_S, "lookup_timeout_s": LOOKUP_TIMEOUT_S}
+        options = {
+            "endpoint": link.endpoint,
+            "timeout_s": TIMEOUT_S,
+            "lookup_timeout_s": LOOKUP_TIMEOUT_S,
+            "always_load": True,  # else this small model computes for a while what a store had that was dead
+        }
         engine = Engine(model, folder / "engine.log", connector=options, enable_prefix_caching=False)
         engine.generate(prompt(1))  # the first takes longer
         compute_s = max(engine.generate(prompt(seed, LONG))[0].seconds for seed in (2, 3))
