@@ -14,7 +14,7 @@ from tests.unit.test_policies import Cache
 
 # What is sampled depends on the hashes of keys, which are others in every index: of one, the hit rate has a standard
 # deviation of 0.001.
-INDEXES = 5
+INDEXES = 3
 NOISE = 0.003
 
 

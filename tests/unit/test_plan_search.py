@@ -32,11 +32,17 @@ def crew() -> Iterator[Crew]:
         yield Crew(executor, lambda done, of: None)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def roughly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are short: what is asked of a plan is not how near its numbers are to those of a long one."""
     monkeypatch.setattr(goodputs, "REQUESTS", 200)
     monkeypatch.setattr(goodputs, "REQUESTS_EACH", 50)
+
+
+@pytest.fixture
+def precisely(roughly: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are as long as those of users."""
+    monkeypatch.undo()
 
 
 def small_profile(kv_tokens: int = 20_000, name: str = "small") -> Profile:
@@ -130,6 +136,7 @@ def test_a_hit_curve_is_read_from_a_result_of_the_eviction_benchmark(tmp_path: P
 # ---- the search --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("precisely")
 def test_the_goodput_is_the_highest_rate_that_holds() -> None:
     """One prefill takes 0.1 s: with a TTFT of 0.2 s for 90 % the utilisation may be 0.39, says the exact tail."""
     made = Profile(
@@ -185,7 +192,6 @@ def test_no_other_placement_serves_much_more_for_its_price(crew: Crew) -> None:
     assert answer.goodput.value / answer.placement.gpus >= 0.8 * max(values)
 
 
-@pytest.mark.usefixtures("roughly")
 @pytest.mark.parametrize(("via", "hit_rate"), [("store", 0.5), ("direct", 0.0)])
 def test_no_engine_more_or_less_serves_more_for_its_price(crew: Crew, via: Via, hit_rate: float) -> None:
     """With the seed that the search itself has, so it holds whatever chance does to goodputs."""
@@ -205,7 +211,6 @@ def test_no_engine_more_or_less_serves_more_for_its_price(crew: Crew, via: Via, 
         assert measured(asked, each, crew).value / each.gpus <= found, f"{each} serves more than {answer.placement}"
 
 
-@pytest.mark.usefixtures("roughly")
 def test_more_than_all_gpus_can_serve_is_said(crew: Crew) -> None:
     asked = question(rate_rps=1000.0, nodes=1, gpus=2)
     answer = best(asked, rate_phases(asked, crew), crew)
@@ -236,7 +241,6 @@ def test_a_slo_that_no_engine_holds_is_named(crew: Crew) -> None:
         assert best_colocated(asked, phases, crew) is None
 
 
-@pytest.mark.usefixtures("roughly")
 def test_direct_hand_overs_have_both_phases_on_one_node(crew: Crew) -> None:
     asked = question(links=Links("direct", node_bytes_per_s=1e3, inside_bytes_per_s=1e12))
     answer = best(asked, rate_phases(asked, crew), crew)
@@ -248,7 +252,6 @@ def test_direct_hand_overs_have_both_phases_on_one_node(crew: Crew) -> None:
         best(alone, rate_phases(alone, crew), crew)
 
 
-@pytest.mark.usefixtures("roughly")
 def test_the_cheaper_gpus_are_taken(crew: Crew) -> None:
     dear, cheap = (Pool(small_profile(name=name), 2, 2, price) for name, price in (("dear", 5.0), ("cheap", 1.0)))
     asked = question(pools=[dear, cheap])
@@ -256,7 +259,6 @@ def test_the_cheaper_gpus_are_taken(crew: Crew) -> None:
     assert {engines.pool for engines in answer.placement.phases} == {1}
 
 
-@pytest.mark.usefixtures("roughly")
 def test_a_plan_says_where_each_engine_is_and_what_it_costs(crew: Crew) -> None:
     """One kind of GPU prefills in half the time, the other costs a third."""
     fast, slow = (
@@ -285,7 +287,6 @@ def test_a_plan_says_where_each_engine_is_and_what_it_costs(crew: Crew) -> None:
     assert other.goodput_rps_per_price.value == pytest.approx(other.goodput_rps / other.price_per_hour)
 
 
-@pytest.mark.usefixtures("roughly")
 def test_a_plan_says_what_the_store_must_deliver(crew: Crew) -> None:
     recipe = Synthetic(Lengths(500), Lengths(10), hit_rate=0.5)
     plan = make_plan(question(recipe=recipe, keep_s=100.0), crew)
@@ -302,7 +303,6 @@ def test_a_plan_says_what_the_store_must_deliver(crew: Crew) -> None:
     assert rates == sorted(rates) and plan.curve[0].attainment > 0.9 > plan.curve[-1].attainment
 
 
-@pytest.mark.usefixtures("roughly")
 def test_a_plan_says_what_other_sizes_of_the_store_would_serve(crew: Crew) -> None:
     """Of four measured sizes, the plan assumes one between the second and the third."""
     curve = HitCurve([100e3, 200e3, 400e3, 800e3], [0.1, 0.3, 0.6, 0.7])
@@ -317,7 +317,6 @@ def test_a_plan_says_what_other_sizes_of_the_store_would_serve(crew: Crew) -> No
     assert [each.ratio for each in plan.capacities] == pytest.approx([each / served[2] for each in served])
 
 
-@pytest.mark.usefixtures("roughly")
 def test_a_plan_for_a_trace_says_what_a_smaller_store_would_find(crew: Crew, tmp_path: Path) -> None:
     prompts = [[number % 4, 100 + number] for number in range(400)]
     recipe = Replayed(str(trace(tmp_path / "t.jsonl", prompts)), kept_tokens=16 * 512)
@@ -329,7 +328,6 @@ def test_a_plan_for_a_trace_says_what_a_smaller_store_would_find(crew: Crew, tmp
     assert plan.capacities[2].assumed and plan.capacities[0].goodput_rps < plan.capacities[2].goodput_rps
 
 
-@pytest.mark.usefixtures("roughly")
 @pytest.mark.parametrize(
     ("changes", "short"),
     [
