@@ -2,7 +2,7 @@
 # test.sh [PYTEST ARGUMENT...]: all that must hold before a change lands, inside the environment of run.sh. With
 # arguments, which select tests, the check of a real installation is left out.
 #
-# The tests run in TEST_WORKERS processes (three for two cores): the quick ones first, those that measure time last and
+# The tests run in TEST_WORKERS processes (four for two cores): the quick ones first, those that measure time last and
 # alone. Style, types and the installation are checked beside the first tests; each says so at once if it fails.
 set -euo pipefail
 started=$SECONDS
