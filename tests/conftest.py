@@ -118,6 +118,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def namespace(new_namespace: MakeNamespace) -> Namespace:
-    """A namespace of its own for a test of the disk tier."""
-    return new_namespace(BLOCK)
+def namespace(request: pytest.FixtureRequest, new_namespace: MakeNamespace) -> Namespace:
+    """A namespace that no other test uses, of blocks as large as the module's `BLOCK_BYTES` or `BLOCK` says."""
+    module = request.module
+    return new_namespace(getattr(module, "BLOCK_BYTES", getattr(module, "BLOCK", BLOCK)))

@@ -19,9 +19,9 @@ from tests.support.harness import (
     make_keys,
     make_namespace,
     pack,
+    put,
     set_frames,
     sums_of,
-    wait_until,
 )
 from tests.support.logins import (
     BLOCK_BYTES,
@@ -137,7 +137,7 @@ def test_patterns_of_models_hold_for_lists_and_purges_of_all(guarded: Guarded) -
     endpoint = guarded.server.endpoint
     for namespace in namespaces:
         with KVStoreClient(endpoint, namespace, token=guarded.tokens["all"]) as client:
-            client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
+            put(client, KEYS)
     guarded.tokens["qwen"] = token
     with connect_when_known(guarded, namespaces[0], token) as admin:
         models = {json.loads(each.namespace)["model"] for each in admin.info().shards[0].namespaces}
@@ -184,12 +184,7 @@ def test_a_purge_empties_what_it_was_asked_to_although_a_hello_follows(guarded: 
         RawClient(guarded.server) as raw,
     ):
         for client in (one, two):
-
-            def stored(client: KVStoreClient = client) -> bool:
-                client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
-                return bool(client.contains(KEYS).all())
-
-            wait_until(stored, what="there is room for them: what other tests have set is written to disk")
+            put(client, KEYS)
         assert log_in(raw, first.canonical(), token)[0] == harness.WELCOME
         raw.send(pack(harness.PURGE, 5, 10_000))
         raw.send(pack(HELLO, 6, PROTOCOL, second.canonical(), "raw", token.encode()))

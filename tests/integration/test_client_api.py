@@ -37,11 +37,6 @@ KEYS = make_keys(100)
 PURGE, PURGE_REPLY, ERROR = 14, 76, 127
 
 
-@pytest.fixture
-def namespace(new_namespace: MakeNamespace) -> Namespace:
-    return new_namespace(BLOCK)
-
-
 def room(count: int = len(KEYS)) -> np.ndarray:
     return np.zeros((count, BLOCK), dtype=np.uint8)
 

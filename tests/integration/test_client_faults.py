@@ -36,11 +36,6 @@ BLOCKS = blocks_of(KEYS, BLOCK)
 
 
 @pytest.fixture
-def namespace(new_namespace: MakeNamespace) -> Namespace:
-    return new_namespace(BLOCK)
-
-
-@pytest.fixture
 def big(new_namespace: MakeNamespace) -> Namespace:
     return new_namespace(BIG)
 

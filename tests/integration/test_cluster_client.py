@@ -31,11 +31,6 @@ KEYS = make_keys(COUNT)
 BLOCKS = blocks_of(KEYS, BLOCK)
 
 
-@pytest.fixture
-def namespace(new_namespace: MakeNamespace) -> Namespace:
-    return new_namespace(BLOCK)
-
-
 def holders(cluster: Cluster, namespace: Namespace) -> dict[str, np.ndarray]:
     """Which of `KEYS` each node has."""
     found = {}

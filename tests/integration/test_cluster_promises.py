@@ -9,15 +9,10 @@ import pytest
 from kvstore_client import KVStoreClient, Lookup, Namespace
 from tests.integration.test_promises import Reading
 from tests.support.cluster import Cluster, owned_by
-from tests.support.harness import MakeNamespace, StartServer, blocks_of, make_keys, wait_until
+from tests.support.harness import StartServer, blocks_of, make_keys, wait_until
 
 BLOCK_BYTES = 4096
 KEYS = make_keys(60)
-
-
-@pytest.fixture
-def namespace(new_namespace: MakeNamespace) -> Namespace:
-    return new_namespace(BLOCK_BYTES)
 
 
 def put(client: KVStoreClient, keys: list[bytes]) -> None:

@@ -15,17 +15,12 @@ import pytest
 from kvstore_client import KVStoreClient, Namespace
 from kvstore_client._links.link import Link
 from tests.attack.crowd import OF_ADDRESS, crowd
-from tests.support.harness import MakeNamespace, Server, StartServer, make_keys, shard_info, wait_until
+from tests.support.harness import Server, StartServer, make_keys, shard_info, wait_until
 
 BLOCK_BYTES = 1 << 20
 COUNT = 24
 KEYS = make_keys(COUNT)
 BLOCKS = np.random.default_rng(1).integers(0, 256, (COUNT, BLOCK_BYTES), dtype=np.uint8)
-
-
-@pytest.fixture
-def namespace(new_namespace: MakeNamespace) -> Namespace:
-    return new_namespace(BLOCK_BYTES)
 
 
 @pytest.fixture

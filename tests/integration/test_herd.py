@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 
 from kvstore_client import KVStoreClient, Namespace
-from tests.support.harness import MakeNamespace, Server, StartServer, block_of, make_keys, shard_info, wait_until
+from tests.support.harness import Server, StartServer, block_of, make_keys, shard_info, wait_until
 
 BLOCK_BYTES = 4096
 ENGINES = 16
 CHUNK = 8  # blocks that are computed in a step
-
-
-@pytest.fixture
-def namespace(new_namespace: MakeNamespace) -> Namespace:
-    return new_namespace(BLOCK_BYTES)
 
 
 class Herd:

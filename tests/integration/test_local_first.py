@@ -23,7 +23,6 @@ from kvstore_client.vllm.connector.options import ConnectorOptions
 from kvstore_client.vllm.shared.store_options import parse_options
 from tests.support.clock import Clock
 from tests.support.harness import (
-    MakeNamespace,
     Server,
     StartServer,
     block_of,
@@ -44,11 +43,6 @@ def near(start_server: StartServer, tmp_path: Path) -> Server:
 @pytest.fixture
 def far(start_server: StartServer) -> Server:
     return start_server()
-
-
-@pytest.fixture
-def namespace(new_namespace: MakeNamespace) -> Namespace:
-    return new_namespace(BLOCK)
 
 
 @pytest.fixture

@@ -47,11 +47,6 @@ SOON_S = 1.0  # for what happens at once, on a busy machine
 LONG_S = 20.0  # that no test waits out
 
 
-@pytest.fixture
-def namespace(new_namespace: MakeNamespace) -> Namespace:
-    return new_namespace(BLOCK_BYTES)
-
-
 Connect = Callable[..., KVStoreClient]
 
 

@@ -39,7 +39,8 @@ class Guarded:
         self.authority = Authority(folder)
         self.server = Server(
             folder / "log",
-            *("--auth", str(file), "--audit", str(self.audit), "--memory", "64MiB", "--http", "127.0.0.1:0"),
+            *("--auth", str(file), "--audit", str(self.audit), "--http", "127.0.0.1:0"),
+            *("--memory", "64MiB", "--segment", "1MiB"),  # a namespace of each test has room
             *("--unix-socket", str(self.socket), "--disk", str(folder / "disk"), "--disk-size", "64MiB"),
         )
         self._servers = [self.server]
@@ -50,7 +51,18 @@ class Guarded:
         issued = self.authority.issue("node")
         server = Server(
             self._folder / "tls-log",
-            *("--auth", str(self.file), "--memory", "64MiB", "--tls-cert", issued.cert, "--tls-key", issued.key),
+            *(
+                "--auth",
+                str(self.file),
+                "--memory",
+                "64MiB",
+                "--segment",
+                "1MiB",
+                "--tls-cert",
+                issued.cert,
+                "--tls-key",
+                issued.key,
+            ),
         )
         self._servers.append(server)
         return server

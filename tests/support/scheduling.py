@@ -103,8 +103,9 @@ def _exclusive_unit(nodeid: str) -> str:
     if nodeid.startswith("tests/integration/"):
         return EXCLUSIVE[2]
     second = nodeid.startswith("tests/attack/test_slow_disk.py")
-    # One of the tests with two copies is moved, because the first worker has more to do.
-    second |= nodeid.startswith("tests/chaos/") and ("two-copies" not in nodeid or "test_without_etcd" in nodeid)
+    # Two of the tests with two copies are moved, because the first worker has more to do.
+    moved = "test_without_etcd" in nodeid or "test_a_rolling_restart" in nodeid
+    second |= nodeid.startswith("tests/chaos/") and ("two-copies" not in nodeid or moved)
     return EXCLUSIVE[second]
 
 
