@@ -16,7 +16,7 @@ serve: ## install into .venv and run the server: ARGS="--port 7070 --memory 4GiB
 run: ## a command on this checkout as it stands: ARGS="python -m benchmarks.remote_kv_cache.test_lookup"
 	@exec scripts/run.sh full $(ARGS)
 
-check: ## style, types, the quick tests: what to run while working (6 minutes on two cores)
+check: ## style, types, the quick tests: what to run while working (2 minutes on two cores)
 	@exec scripts/run.sh full scripts/check.sh $(PYTEST_ARGS)
 
 test: ## everything: style, types, a real install, all tests; PYTEST_ARGS="-k prefix" runs only the tests it selects

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # check.sh [PYTEST ARGUMENT...]: what a change needs while it is being made, in a few minutes: style, types, and the
 # unit and integration tests that are quick, inside the environment of run.sh. Left out: engines, chaos, a real
-# installation, the tests of tests/slow.txt (more than 3 s each) and those marked `exclusive` (they measure time).
+# installation, the tests of tests/slow.txt (more than a second each) and those marked `exclusive` (they measure time).
 set -euo pipefail
 started=$SECONDS
 scripts/programs.sh
@@ -9,7 +9,7 @@ failed=0
 lint=$(mktemp)
 scripts/lint.sh >"$lint" 2>&1 &
 python -m pytest -q -n "${TEST_WORKERS:-$(scripts/workers.sh)}" --dist loadgroup -m "not slow and not exclusive" \
-    --durations=10 --durations-min=3 tests/unit tests/integration "$@" || failed=1
+    --durations=10 --durations-min=1.5 tests/unit tests/integration "$@" || failed=1
 wait $! || failed=1
 cat "$lint"
 rm "$lint"
