@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
+import psutil
 import pytest
 
+from kvstore_client import KVStoreClient
 from tests.support import forked
+from tests.support.harness import StartServer, make_namespace, wait_until
 
 REFUSED = ("--memory", "1")  # a server that cannot start
 
@@ -38,6 +43,35 @@ def test_a_forked_process_can_be_waited_for_and_killed() -> None:
         process.kill()
         assert process.wait(20) == process.poll() == -signal.SIGKILL
         process.kill()  # it is over: nothing happens
+
+
+def described(process: psutil.Process) -> dict[str, object]:
+    """What a process has from its start: its descriptors, what it does with signals, its threads, its folder."""
+    proc = Path("/proc", str(process.pid))
+    files = sorted(re.sub(r"[0-9]+", "N", os.readlink(each)) for each in (proc / "fd").iterdir() if int(each.name) > 2)
+    status = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines())
+    signals = {name: int(status[name], 16) & 0x7FFF_FFFF for name in ("SigBlk", "SigIgn", "SigCgt")}  # not glibc's own
+    return {"files": files, "cwd": process.cwd(), "threads": status["Threads"], **signals}
+
+
+def test_forked_shards_and_keepers_are_like_started_ones(start_server: StartServer, tmp_path: Path) -> None:
+    found = []
+    for number, variables in enumerate(({}, {"PYTHONHASHSEED": "0"})):  # with that one nothing is forked
+        disk = ("--disk", str(tmp_path / f"disk-{number}"), "--disk-size", "64MiB")
+        server = start_server("--shards", "2", *disk, **variables)
+        with KVStoreClient(server.endpoint, make_namespace(4096, "forked")) as client:
+            wait_until(lambda client=client: {each.disk.state for each in client.info().shards} == {"on"})
+        shards = server.shards()
+        keepers = [shard.children()[0] for shard in shards]
+        is_forked = [each.cmdline() == psutil.Process(server.process.pid).cmdline() for each in (*shards, *keepers)]
+        assert is_forked == [not number] * 4 or any(name.startswith("COVERAGE_") for name in os.environ)
+        found.append([described(each) for each in (*shards, *keepers)])
+        shards[0].kill()
+        wait_until(lambda server=server: "is serving again" in server.log_text(), what="another shard serves")
+        assert "died: signal 9" in server.log_text()
+        assert server.stop() == 0
+    for forked_one, started_one in zip(*found, strict=True):
+        assert forked_one == started_one
 
 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "COVERAGE_PROCESS_START"])
