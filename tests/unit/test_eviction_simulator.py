@@ -58,7 +58,11 @@ def test_a_trace_is_read_plain_or_packed(compress: bool, tmp_path: Path) -> None
     assert trace.first(1).distinct == 2
 
 
-@pytest.mark.parametrize("data", [b"", b"\n\n", gzip.compress(b""), gzip.compress(b"\n" * 50)[:-9], b"\x1f\x8b no"])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\n\n", gzip.compress(b""), gzip.compress(b"\n" * 50)[:-9], b"\x1f\x8b no"],
+    ids=["empty", "blank lines", "empty, packed", "cut off", "not packed"],
+)
 def test_a_file_that_is_empty_or_cut_off_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(data)
