@@ -225,7 +225,7 @@ def test_many_failures_are_one_line_in_the_log_which_the_next_one_sums_up(
         return [record.getMessage() for record in caplog.records if record.name == "engine"]
 
     [failed] = counters.take().values()
-    assert 190 <= failed <= 200, "calls that fail at the same instant may count as one"
+    assert 50 <= failed <= 200, "those of different threads that fail at the same instant may count as one"
     assert len(lines()) == 1
     monkeypatch.setattr("kvstore_client.engine.guard.LOG_INTERVAL_S", 0.0)
     guard._next_log = 0.0  # as if the interval were over
