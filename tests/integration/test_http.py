@@ -127,7 +127,8 @@ def test_the_state_as_json_costs_the_shards_nothing(start_server: StartServer, n
 
         found = wait_until(lambda: (now := status())["hits"] == 10 and now, what="the next look")
         assert found["version"] == kvstore.__version__ and found["settings"]["ttl_seconds"] == "777"
-        assert found["verdict"] == "ok" and found["messages"] == [] and found["cluster"] is None
+        assert found["verdict"] == "ok" and found["cluster"] is None
+        assert {each["severity"] for each in found["messages"]} <= {"note"}, "such as that this machine is slow"
         assert [shard["shard"] for shard in found["shards"]] == [0, 1]
         assert sum(shard["blocks"] for shard in found["shards"]) == found["namespaces"][0]["blocks"] == 10
         assert found["namespaces"][0]["model"] == client.namespace.model and found["namespaces"][0]["hit_rate"] == 1.0
