@@ -119,6 +119,5 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def namespace(request: pytest.FixtureRequest, new_namespace: MakeNamespace) -> Namespace:
-    """A namespace that no other test uses, of blocks as large as the module's `BLOCK_BYTES` or `BLOCK` says."""
-    module = request.module
-    return new_namespace(getattr(module, "BLOCK_BYTES", getattr(module, "BLOCK", BLOCK)))
+    """A namespace that no other test uses, of the module's `BLOCK_BYTES`, else as for tests of the disk."""
+    return new_namespace(getattr(request.module, "BLOCK_BYTES", BLOCK))

@@ -145,7 +145,7 @@ class PrefixLookups:
         return lookup.stored
 
     def give_up(self, lookup: PrefixLookup) -> None:
-        """Nobody waits for the rest: what is known is the result, and no further question is asked."""
+        """End a lookup: the blocks found so far are its result, and the store is not asked for more of it."""
         if lookup.stored is None:
             lookup.stored, lookup.certain = lookup.known, False
 

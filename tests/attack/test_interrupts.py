@@ -28,7 +28,7 @@ COUNT = 64
 KEYS = make_keys(COUNT)
 BLOCKS = np.array([np.frombuffer(block_of(key, NAMESPACE.block_bytes), dtype=np.uint8) for key in KEYS])
 TESTS = f"{ROOT}/tests/"
-INTERRUPTED = 1000 if FULL else 40  # calls; in how many rounds so many are depends on the machine
+INTERRUPTED = 1000 if FULL else 40  # calls, in as many rounds as that takes on this machine
 
 
 class Interrupt(BaseException):

@@ -43,9 +43,7 @@ BLOCK_BYTES = 8 * KiB
 TIMEOUT_S = 2.0
 LATE_S = 0.2  # what a call may take beyond its deadline
 RECOVERY_S = 3.0  # until clients find everything again once the members are there again
-TWO_COPIES_S = (
-    120.0  # at most, on a busy machine, from the end of a fault until there must be two copies of everything again
-)
+TWO_COPIES_S = 120.0  # from the end of a fault until there must be two copies of everything again
 FIRST_KEY = 1 << 40  # of the blocks that nobody reads; the clients' keys are below
 UNREAD = 64  # such blocks are set before each fault
 

@@ -343,7 +343,7 @@ def make_engine(spec: dict[str, Any]) -> Any:
             "kv_connector": "KVStoreConnector",
             "kv_connector_module_path": "kvstore_client.vllm.connector",
             "kv_role": spec["kv_role"],
-            # Of the default, 256 MiB, every page is touched beforehand: as much work as computing ten prompts.
+            # Every page of it is touched beforehand, so not the default of 256 MiB.
             "kv_connector_extra_config": {"staging_bytes": 64 << 20, **spec["connector"]},
         }
         if spec["beside"]:

@@ -57,5 +57,5 @@ current_platform.register_triton_kernel_overrides = nothing
 gc.collect()
 gc.freeze()
 gc.enable()
-gc.set_threshold(20_000, 10, 10)
+gc.set_threshold(20_000, 10, 10)  # engines live for seconds: less often than by default
 gc.unfreeze = nothing  # vLLM thaws all before an engine ends, for processes that live on

@@ -31,14 +31,14 @@ from tests.support.harness import (
     wait_until,
 )
 
-BLOCK = 4096
+BLOCK_BYTES = 4096
 MiB = 1 << 20
 KEYS = make_keys(100)
 PURGE, PURGE_REPLY, ERROR = 14, 76, 127
 
 
 def room(count: int = len(KEYS)) -> np.ndarray:
-    return np.zeros((count, BLOCK), dtype=np.uint8)
+    return np.zeros((count, BLOCK_BYTES), dtype=np.uint8)
 
 
 # ---- prefixes ------------------------------------------------------------------------------------------------------
@@ -47,13 +47,13 @@ def room(count: int = len(KEYS)) -> np.ndarray:
 def test_a_prefix_is_loaded_in_one_request(start_server: StartServer, namespace: Namespace) -> None:
     server = start_server()
     with KVStoreClient(server.endpoint, namespace) as client:
-        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
         client.delete(KEYS[60:61])
         before, out = shard_info(client), room()
         assert client.load_prefix(KEYS, out) == 60
         after = shard_info(client)
         assert (after.gets - before.gets, after.lookups - before.lookups) == (1, 0)
-        assert [row.tobytes() for row in out[:60]] == blocks_of(KEYS[:60], BLOCK)
+        assert [row.tobytes() for row in out[:60]] == blocks_of(KEYS[:60], BLOCK_BYTES)
         assert not out[60:].any()  # what stands behind the gap was not even sent
         assert (client.stats.hits, client.stats.misses) == (60, 40)
         assert namespace_info(client).hits == 60
@@ -62,7 +62,7 @@ def test_a_prefix_is_loaded_in_one_request(start_server: StartServer, namespace:
 @pytest.mark.parametrize("there", [0, 1, 99, 100])
 def test_a_prefix_ends_where_the_chain_does(start_server: StartServer, namespace: Namespace, there: int) -> None:
     with KVStoreClient(start_server().endpoint, namespace) as client:
-        client.set(KEYS[:there], blocks_of(KEYS[:there], BLOCK))
+        client.set(KEYS[:there], blocks_of(KEYS[:there], BLOCK_BYTES))
         assert client.load_prefix(iter(KEYS), room()) == there
         assert client.load_prefix([], room(0)) == 0
         with pytest.raises(ValueError, match="out: 99 rows for 100 keys: expected a row for each key"):
@@ -71,7 +71,7 @@ def test_a_prefix_ends_where_the_chain_does(start_server: StartServer, namespace
 
 def test_a_prefix_is_kept_from_eviction_while_it_is_sent(start_server: StartServer, namespace: Namespace) -> None:
     with KVStoreClient(start_server().endpoint, namespace) as client:
-        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
         client.load_prefix(KEYS[:40], room())
         assert namespace_info(client).pinned == 40
 
@@ -79,12 +79,12 @@ def test_a_prefix_is_kept_from_eviction_while_it_is_sent(start_server: StartServ
 def test_over_several_nodes_a_prefix_ends_at_the_first_gap(start_server: StartServer, namespace: Namespace) -> None:
     servers = [start_server("--shards", "2"), start_server()]
     with KVStoreClient([server.endpoint for server in servers], namespace) as client:
-        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
         for gap in (90, 37, 5):
             client.delete([KEYS[gap]])
             out = room()
             assert client.load_prefix(KEYS, out) == gap
-            assert [row.tobytes() for row in out[:gap]] == blocks_of(KEYS[:gap], BLOCK)
+            assert [row.tobytes() for row in out[:gap]] == blocks_of(KEYS[:gap], BLOCK_BYTES)
         assert sum(shard.lookups for shard in client.info().shards) == 0
 
 
@@ -92,11 +92,11 @@ def test_a_prefix_survives_a_node_with_a_replica(start_server: StartServer, name
     servers = [start_server(), start_server()]
     endpoints = [server.endpoint for server in servers]
     with KVStoreClient(endpoints, namespace, replicas=2, timeout_s=5) as client:
-        client.set(KEYS, blocks_of(KEYS, BLOCK), deferred=False)
+        client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES), deferred=False)
         servers[0].kill()
         out = room()
         assert client.load_prefix(KEYS, out) == 100
-        assert [row.tobytes() for row in out] == blocks_of(KEYS, BLOCK)
+        assert [row.tobytes() for row in out] == blocks_of(KEYS, BLOCK_BYTES)
         servers[1].kill()
         with pytest.raises(ConnectionLost):
             client.load_prefix(KEYS, room())
@@ -107,7 +107,7 @@ def test_a_prefix_survives_a_node_with_a_replica(start_server: StartServer, name
 def test_a_prefix_comes_from_disk(start_server: StartServer, namespace: Namespace, tmp_path: Path) -> None:
     server = start_server(*disk_flags(tmp_path / "disk", "64MiB"), memory="8MiB", segment="1MiB")
     with open_client(server, namespace) as client:
-        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
         wait_until_written(client)
     server.stop()
     server.restart()
@@ -116,7 +116,7 @@ def test_a_prefix_comes_from_disk(start_server: StartServer, namespace: Namespac
         client.delete([KEYS[80]])
         out = room()
         assert client.load_prefix(KEYS, out) == 80
-        assert [row.tobytes() for row in out[:80]] == blocks_of(KEYS[:80], BLOCK)
+        assert [row.tobytes() for row in out[:80]] == blocks_of(KEYS[:80], BLOCK_BYTES)
 
 
 # ---- time to live --------------------------------------------------------------------------------------------------
@@ -126,9 +126,9 @@ def test_a_set_says_how_long_its_blocks_live(start_server: StartServer, namespac
     short, long, ruled = KEYS[:10], KEYS[10:20], KEYS[20:30]
     server = start_server("--ttl-seconds", "3600", **clock.environment)
     with KVStoreClient(server.endpoint, namespace) as client:
-        client.set(short, blocks_of(short, BLOCK), ttl_s=600)
-        client.set(long, blocks_of(long, BLOCK), ttl_s=7200.5)
-        client.set(ruled, blocks_of(ruled, BLOCK))
+        client.set(short, blocks_of(short, BLOCK_BYTES), ttl_s=600)
+        client.set(long, blocks_of(long, BLOCK_BYTES), ttl_s=7200.5)
+        client.set(ruled, blocks_of(ruled, BLOCK_BYTES))
         clock.advance(590)
         assert client.contains(KEYS[:30]).all()
         clock.advance(11)
@@ -146,8 +146,8 @@ def test_a_time_to_live_of_its_own_wins_over_the_rule(
 ) -> None:
     server = start_server("--ttl-seconds", "60", **clock.environment)
     with KVStoreClient(server.endpoint, namespace) as client:
-        client.set(KEYS[:10], blocks_of(KEYS[:10], BLOCK))
-        client.set(KEYS[10:20], blocks_of(KEYS[10:20], BLOCK), ttl_s=600)
+        client.set(KEYS[:10], blocks_of(KEYS[:10], BLOCK_BYTES))
+        client.set(KEYS[10:20], blocks_of(KEYS[10:20], BLOCK_BYTES), ttl_s=600)
         clock.advance(61)
         assert not client.contains(KEYS[:10]).any() and client.contains(KEYS[10:20]).all()
 
@@ -157,8 +157,8 @@ def test_a_time_to_live_survives_a_restart(
 ) -> None:
     server = start_server(*disk_flags(tmp_path / "disk", "64MiB"), memory="8MiB", segment="1MiB", **clock.environment)
     with open_client(server, namespace) as client:
-        client.set(KEYS[:10], blocks_of(KEYS[:10], BLOCK), ttl_s=60)
-        client.set(KEYS[10:20], blocks_of(KEYS[10:20], BLOCK))
+        client.set(KEYS[:10], blocks_of(KEYS[:10], BLOCK_BYTES), ttl_s=60)
+        client.set(KEYS[10:20], blocks_of(KEYS[10:20], BLOCK_BYTES))
         wait_until_written(client)
     server.stop()
     server.restart()
@@ -175,16 +175,16 @@ def test_a_time_to_live_survives_a_restart(
 
 def test_a_purge_empties_one_namespace_and_no_other(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server("--shards", "2")
-    mine, other = new_namespace(BLOCK), new_namespace(BLOCK, rank=1, world=2)
+    mine, other = new_namespace(BLOCK_BYTES), new_namespace(BLOCK_BYTES, rank=1, world=2)
     with KVStoreClient(server.endpoint, mine) as client, KVStoreClient(server.endpoint, other) as others:
         keys = make_keys(10_000)  # several steps
-        client.set(keys, np.zeros((len(keys), BLOCK), dtype=np.uint8))
-        others.set(KEYS, blocks_of(KEYS, BLOCK))
+        client.set(keys, np.zeros((len(keys), BLOCK_BYTES), dtype=np.uint8))
+        others.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
         assert client.purge() == len(keys)
         assert not client.contains(keys).any() and client.purge() == 0
         assert others.contains(KEYS).all()
-        client.set(KEYS, blocks_of(KEYS, BLOCK))
-        assert client.get(KEYS).blocks == blocks_of(KEYS, BLOCK)
+        client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
+        assert client.get(KEYS).blocks == blocks_of(KEYS, BLOCK_BYTES)
         assert client.purge(all_namespaces=True) == 200
         assert not client.contains(KEYS).any() and not others.contains(KEYS).any()
 
@@ -193,13 +193,13 @@ def test_what_was_purged_does_not_come_back_from_disk(
     start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
 ) -> None:
     server = start_server(*disk_flags(tmp_path / "disk", "64MiB"), memory="8MiB", segment="1MiB")
-    mine, other = new_namespace(BLOCK), new_namespace(BLOCK, rank=1, world=2)
+    mine, other = new_namespace(BLOCK_BYTES), new_namespace(BLOCK_BYTES, rank=1, world=2)
     keys = make_keys(5000)  # more than memory holds
     with open_client(server, mine) as client, open_client(server, other) as others:
         for at in range(0, len(keys), 500):
-            client.set(keys[at : at + 500], np.ones((500, BLOCK), dtype=np.uint8))
+            client.set(keys[at : at + 500], np.ones((500, BLOCK_BYTES), dtype=np.uint8))
             wait_until_written(client)
-        others.set(KEYS, blocks_of(KEYS, BLOCK))
+        others.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
         wait_until_written(others)
         assert disk_info(client).blocks == 5100
         assert client.purge(timeout_s=60) == 5000
@@ -209,7 +209,7 @@ def test_what_was_purged_does_not_come_back_from_disk(
     with open_client(server, mine) as client, open_client(server, other) as others:
         wait_until_on(client)
         assert not client.contains(keys).any()
-        assert others.get(KEYS).blocks == blocks_of(KEYS, BLOCK)
+        assert others.get(KEYS).blocks == blocks_of(KEYS, BLOCK_BYTES)
 
 
 def test_a_purge_frees_the_memory_of_blocks_that_have_expired(
@@ -242,7 +242,7 @@ def test_a_purge_holds_nobody_up(start_server: StartServer, new_namespace: MakeN
 def test_a_purge_without_a_namespace_is_of_all_or_refused(start_server: StartServer, namespace: Namespace) -> None:
     server = start_server()
     with KVStoreClient(server.endpoint, namespace) as client, RawClient(server) as raw:
-        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
         raw.hello(b"", PROTOCOL)
         assert raw.ask(pack(PURGE, 5, 1000))[:3] == [ERROR, 5, wire.ErrorCode.NO_NAMESPACE]
         assert raw.ask(pack(PURGE, 6, 1000, True))[:3] == [PURGE_REPLY, 6, 100]
@@ -252,11 +252,11 @@ def test_a_purge_without_a_namespace_is_of_all_or_refused(start_server: StartSer
 def test_readers_during_a_purge_get_right_bytes_or_a_miss(start_server: StartServer, namespace: Namespace) -> None:
     with KVStoreClient(start_server().endpoint, namespace) as client:
         for _ in range(20):
-            client.set(KEYS, blocks_of(KEYS, BLOCK))
+            client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
             purging = threading.Thread(target=client.purge)
             purging.start()
             for position, block in client.stream_get(KEYS):
-                assert block == block_of(KEYS[position], BLOCK)
+                assert block == block_of(KEYS[position], BLOCK_BYTES)
             purging.join()
             assert not client.contains(KEYS).any()
 
@@ -272,13 +272,13 @@ def test_a_purge_of_a_server_that_is_away_is_an_error(start_server: StartServer,
 
 def test_free_blocks_are_those_that_nobody_else_has(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server(memory="16MiB", segment="1MiB")
-    mine, other = new_namespace(BLOCK), new_namespace(BLOCK, rank=1, world=2)
+    mine, other = new_namespace(BLOCK_BYTES), new_namespace(BLOCK_BYTES, rank=1, world=2)
     with KVStoreClient(server.endpoint, mine) as client, KVStoreClient(server.endpoint, other) as others:
         assert client.info().free_blocks == client.info().total_blocks == 4096
-        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
         assert client.info().free_blocks == 4096 - 100
         keys = make_keys(8000, first=1000)
-        others.set(keys, np.zeros((len(keys), BLOCK), dtype=np.uint8))
+        others.set(keys, np.zeros((len(keys), BLOCK_BYTES), dtype=np.uint8))
         info = client.info()
         assert info.total_blocks == 4096 and info.free_blocks <= 256  # at most what is left of its own segment
         others.purge()
@@ -303,7 +303,7 @@ def test_shards_are_listed_with_who_does_not_answer(start_server: StartServer, n
 def test_a_key_is_located_where_its_block_is(start_server: StartServer, namespace: Namespace) -> None:
     servers = [start_server(), start_server()]
     with KVStoreClient([server.endpoint for server in servers], namespace, replicas=2) as client:
-        client.set(KEYS[:1], blocks_of(KEYS[:1], BLOCK), deferred=False)
+        client.set(KEYS[:1], blocks_of(KEYS[:1], BLOCK_BYTES), deferred=False)
         owner, replica = client.locate(KEYS[0])
         assert (owner.role, owner.present, replica.role, replica.present) == ("owner", True, "replica", True)
         assert {owner.endpoint, replica.endpoint} == {server.endpoint for server in servers}
@@ -343,13 +343,17 @@ def test_a_directory_that_is_away_costs_a_client_that_fails_open_a_second(namesp
         (lambda c: c.contains(KEYS, timeout_s=float("nan")), ValueError, "timeout_s=nan"),
         (lambda c: c.contains(KEYS, pin_s=100), ValueError, "pin_s=100: expected 0 or more, at most 60"),
         (lambda c: c.match_prefix(KEYS, pin_s=-1), ValueError, "pin_s=-1"),
-        (lambda c: c.set(KEYS[:1], [bytes(BLOCK)], priority=9), ValueError, "priority=9: expected 0 to 3"),
-        (lambda c: c.set(KEYS[:1], [bytes(BLOCK)], priority="1"), TypeError, "priority='1': a str"),
-        (lambda c: c.set(KEYS[:1], [bytes(BLOCK)], ttl_s=0), ValueError, "ttl_s=0: expected more than 0"),
-        (lambda c: c.set(KEYS[:1], [bytes(BLOCK)], ttl_s=1e10), ValueError, "ttl_s=10000000000.0"),
-        (lambda c: c.set(KEYS[:2], [bytes(BLOCK)]), ValueError, "2 keys and 1 blocks: expected as many blocks as keys"),
+        (lambda c: c.set(KEYS[:1], [bytes(BLOCK_BYTES)], priority=9), ValueError, "priority=9: expected 0 to 3"),
+        (lambda c: c.set(KEYS[:1], [bytes(BLOCK_BYTES)], priority="1"), TypeError, "priority='1': a str"),
+        (lambda c: c.set(KEYS[:1], [bytes(BLOCK_BYTES)], ttl_s=0), ValueError, "ttl_s=0: expected more than 0"),
+        (lambda c: c.set(KEYS[:1], [bytes(BLOCK_BYTES)], ttl_s=1e10), ValueError, "ttl_s=10000000000.0"),
+        (
+            lambda c: c.set(KEYS[:2], [bytes(BLOCK_BYTES)]),
+            ValueError,
+            "2 keys and 1 blocks: expected as many blocks as keys",
+        ),
         (lambda c: c.get_into(KEYS[:1], room(2), [1.5]), TypeError, "slots: 'float'"),
-        (lambda c: c.set(KEYS, blocks_of(KEYS, BLOCK), True), TypeError, "positional"),
+        (lambda c: c.set(KEYS, blocks_of(KEYS, BLOCK_BYTES), True), TypeError, "positional"),
         (lambda c: c.contains(KEYS, True), TypeError, "positional"),
     ],
 )
@@ -368,7 +372,7 @@ def test_an_argument_that_cannot_be_is_named(
 
 def test_keys_are_any_iterable_of_every_call(start_server: StartServer, namespace: Namespace) -> None:
     with KVStoreClient(start_server().endpoint, namespace) as client:
-        client.set((key for key in KEYS), blocks_of(KEYS, BLOCK))
+        client.set((key for key in KEYS), blocks_of(KEYS, BLOCK_BYTES))
         assert client.contains(dict.fromkeys(KEYS)).all() and client.match_prefix(tuple(KEYS)) == 100
         assert client.get(iter(KEYS)).hit == 100 and client.get_into(iter(KEYS), room(), iter(range(100))).all()
         assert len(list(client.stream_get(iter(KEYS)))) == 100 and client.delete(iter(KEYS)) == 100
@@ -379,7 +383,7 @@ def test_the_asynchronous_client_has_it_all(start_server: StartServer, namespace
 
     async def run() -> None:
         async with AsyncKVStoreClient(server.endpoint, namespace) as client:
-            await client.set(KEYS, blocks_of(KEYS, BLOCK), ttl_s=600)
+            await client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES), ttl_s=600)
             await client.sync(timeout_s=5)
             assert await client.load_prefix(KEYS, room()) == 100
             assert [shard.error for shard in await client.shards()] == [""]
@@ -396,7 +400,7 @@ def test_a_cancelled_stream_ends_at_once(start_server: StartServer, namespace: N
 
     async def run() -> None:
         async with AsyncKVStoreClient(server.endpoint, namespace, timeout_s=2) as client:
-            await client.set(KEYS, blocks_of(KEYS, BLOCK))
+            await client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
 
             async def read() -> None:
                 async for _ in client.stream_get(KEYS):

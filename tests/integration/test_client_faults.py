@@ -28,11 +28,11 @@ from tests.support.cluster import Cluster, nodes_of, owned_by
 from tests.support.faults import Cut, InBackground, Relay, connections_to, impostor, link_to
 from tests.support.harness import MakeNamespace, StartServer, blocks_of, make_keys, wait_until
 
-BLOCK = 4096
+BLOCK_BYTES = 4096
 BIG = 1 << 20
 COUNT = 60
 KEYS = make_keys(COUNT)
-BLOCKS = blocks_of(KEYS, BLOCK)
+BLOCKS = blocks_of(KEYS, BLOCK_BYTES)
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_a_call_of_little_time_after_a_pause_breaks_no_link(
             reading = in_background(client.get, KEYS)
             wait_until(lambda: client._core.links[0].pending)
             with pytest.raises(Timeout):
-                client.get_into(KEYS, np.empty((COUNT, BLOCK), dtype=np.uint8), timeout_s=0.05)
+                client.get_into(KEYS, np.empty((COUNT, BLOCK_BYTES), dtype=np.uint8), timeout_s=0.05)
         assert reading.result().hit == COUNT, "another thread's call on the same link"
         assert (client.stats.failures, client.stats.reconnects) == (0, 0)
 
@@ -210,7 +210,7 @@ def test_a_slow_replica_after_a_pause_is_not_taken_for_dead(start_server: StartS
     with KVStoreClient([server.endpoint for server in servers], namespace, replicas=2, timeout_s=1.0) as client:
         client.set(KEYS, BLOCKS, deferred=False)
         time.sleep(1.1)
-        out = np.empty((COUNT, BLOCK), dtype=np.uint8)
+        out = np.empty((COUNT, BLOCK_BYTES), dtype=np.uint8)
         port = min(client._core.links, key=lambda link: link.load_s).port  # a busy one would not be asked at all
         with next(server for server in servers if server.port == port).stopped():
             assert client.get_into(KEYS, out, timeout_s=0.2).all(), "the other replica has them"
@@ -356,7 +356,7 @@ def test_a_delete_cancels_repairs(
 def test_what_was_replaced_while_a_node_joined_is_not_back_when_it_is_gone(
     cluster: Cluster, namespace: Namespace
 ) -> None:
-    old, new = blocks_of(KEYS, BLOCK, 1), blocks_of(KEYS, BLOCK, 2)
+    old, new = blocks_of(KEYS, BLOCK_BYTES, 1), blocks_of(KEYS, BLOCK_BYTES, 2)
     cluster.start_listed("a")
     with cluster.client(namespace) as client:
         client.set(KEYS, old, deferred=False)

@@ -25,10 +25,10 @@ from tests.support.harness import (
     wait_until,
 )
 
-BLOCK = 4096
+BLOCK_BYTES = 4096
 COUNT = 200
 KEYS = make_keys(COUNT)
-BLOCKS = blocks_of(KEYS, BLOCK)
+BLOCKS = blocks_of(KEYS, BLOCK_BYTES)
 
 
 def holders(cluster: Cluster, namespace: Namespace) -> dict[str, np.ndarray]:
@@ -42,7 +42,7 @@ def holders(cluster: Cluster, namespace: Namespace) -> dict[str, np.ndarray]:
 
 def stores_and_reads(client: KVStoreClient, first: int = 0) -> None:
     keys = make_keys(64, first=first)
-    blocks = blocks_of(keys, BLOCK)
+    blocks = blocks_of(keys, BLOCK_BYTES)
     assert client.set(keys, blocks).error == 0
     client.sync()
     assert list(client.get(keys).blocks) == blocks
@@ -271,7 +271,7 @@ def test_with_a_replica_a_dead_node_costs_no_hit_and_no_deadline(
             for shard in victim.shards():
                 shard.suspend()
         try:
-            out = np.zeros((COUNT, BLOCK), dtype=np.uint8)
+            out = np.zeros((COUNT, BLOCK_BYTES), dtype=np.uint8)
             for call in (
                 lambda: client.contains(KEYS).all(),
                 lambda: client.get(KEYS).hit == COUNT,
@@ -283,10 +283,10 @@ def test_with_a_replica_a_dead_node_costs_no_hit_and_no_deadline(
                 started = time.monotonic()
                 assert call()
                 assert time.monotonic() - started < 2.2
-            assert (out == np.frombuffer(b"".join(BLOCKS), dtype=np.uint8).reshape(COUNT, BLOCK)).all()
+            assert (out == np.frombuffer(b"".join(BLOCKS), dtype=np.uint8).reshape(COUNT, BLOCK_BYTES)).all()
             missing = make_keys(100, first=5000)
             with pytest.raises(Exception, match=str(victim.port)):
-                client.set(missing, blocks_of(missing, BLOCK), deferred=False)  # not all replicas can have it
+                client.set(missing, blocks_of(missing, BLOCK_BYTES), deferred=False)  # not all replicas can have it
         finally:
             if how == "stop":
                 victim.signal(18)
@@ -347,8 +347,8 @@ def test_a_block_with_wrong_bytes_is_read_from_the_other_replica(cluster: Cluste
                 alone.delete(some)
             with RawClient(cluster.nodes[node]) as raw:
                 raw.hello(namespace.canonical())
-                wrong = [bytes(BLOCK)] * len(some)
-                raw.ask(*set_frames(3, some, wrong, sums_of([b"\1" * BLOCK]) * len(some)))
+                wrong = [bytes(BLOCK_BYTES)] * len(some)
+                raw.ask(*set_frames(3, some, wrong, sums_of([b"\1" * BLOCK_BYTES]) * len(some)))
         wait_until(lambda: list(client.get(KEYS).blocks) == BLOCKS and client.stats.checksum_errors >= 40)
         assert client.stats.checksum_errors == 40, "each is dropped when it is found"
         assert {at: bytes(block) for at, block in client.stream_get(KEYS)} == dict(enumerate(BLOCKS))

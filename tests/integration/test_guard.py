@@ -112,13 +112,12 @@ def test_a_store_that_answers_late_is_waited_for(
 def test_a_store_that_refuses_connections_is_not_waited_for(
     new_namespace: MakeNamespace, make_guard: MakeGuard
 ) -> None:
-    counters = Counters()
-    guard = make_guard(NOBODY, new_namespace(), counters)
+    guard = make_guard(NOBODY, new_namespace())
     started = time.monotonic()
     assert not guard.await_store(ANSWER_S) and guard.generation == -1
     assert time.monotonic() - started < ANSWER_S / 2
     guard.close()
-    assert not guard.await_store(ANSWER_S), "nor one that nobody may ask any more"
+    assert not guard.await_store(ANSWER_S), "a guard that is closed does not wait either"
 
 
 def test_a_store_that_dies_and_comes_back_is_used_again(

@@ -32,7 +32,7 @@ from tests.support.harness import (
     wait_until,
 )
 
-BLOCK = 64 << 10
+BLOCK_BYTES = 64 << 10
 
 
 @pytest.fixture
@@ -57,38 +57,38 @@ def store(near: Server, far: Server, namespace: Namespace) -> Iterator[LocalFirs
 
 def test_what_is_set_is_in_both_and_is_read_from_the_near_one(store: LocalFirstStore, far: Server) -> None:
     keys = make_keys(6)
-    assert store.set(keys, blocks_of(keys, BLOCK), parent=[None, *keys[:-1]]).created == 6
+    assert store.set(keys, blocks_of(keys, BLOCK_BYTES), parent=[None, *keys[:-1]]).created == 6
     assert store.local.contains(keys).all() and store.remote.contains(keys).all()
     gets = namespace_info(store.remote).hits
-    out = np.zeros((6, BLOCK), dtype=np.uint8)
-    assert get_into(store, keys, out, range(6)).all() and [bytes(row) for row in out] == blocks_of(keys, BLOCK)
+    out = np.zeros((6, BLOCK_BYTES), dtype=np.uint8)
+    assert get_into(store, keys, out, range(6)).all() and [bytes(row) for row in out] == blocks_of(keys, BLOCK_BYTES)
     assert namespace_info(store.remote).hits == gets and store.stats.path == "shared memory"
 
 
 def test_what_only_the_far_one_has_is_found_read_and_promoted(store: LocalFirstStore) -> None:
     keys = make_keys(6)
-    store.remote.set(keys, blocks_of(keys, BLOCK))
-    store.local.set(keys[:2], blocks_of(keys[:2], BLOCK))
+    store.remote.set(keys, blocks_of(keys, BLOCK_BYTES))
+    store.local.set(keys[:2], blocks_of(keys[:2], BLOCK_BYTES))
     assert store.match_prefix(keys, refresh=True, pin_s=1.0) == 6 and store.contains(keys).all()
-    out = np.zeros((8, BLOCK), dtype=np.uint8)
+    out = np.zeros((8, BLOCK_BYTES), dtype=np.uint8)
     assert get_into(store, keys, out, [7, 6, 5, 4, 3, 2]).all()
-    assert [bytes(out[7 - at]) for at in range(6)] == blocks_of(keys, BLOCK)
+    assert [bytes(out[7 - at]) for at in range(6)] == blocks_of(keys, BLOCK_BYTES)
     out[:] = 0  # the caller's memory is its own again at once
     wait_until(lambda: store.local.contains(keys).all())
-    assert store.local.get(keys).blocks == blocks_of(keys, BLOCK)
+    assert store.local.get(keys).blocks == blocks_of(keys, BLOCK_BYTES)
 
 
 def test_what_was_promised_to_the_far_one_is_waited_for(store: LocalFirstStore) -> None:
     keys = make_keys(6)
-    store.local.set(keys[:2], blocks_of(keys[:2], BLOCK))
+    store.local.set(keys[:2], blocks_of(keys[:2], BLOCK_BYTES))
     promise = store.promise(keys)
     assert not promise.present.any() and not promise.others.any() and store.lookup(keys) == Lookup(0, 6)
-    out = np.zeros((6, BLOCK), dtype=np.uint8)
+    out = np.zeros((6, BLOCK_BYTES), dtype=np.uint8)
     with ThreadPoolExecutor(1) as thread:
         reading = thread.submit(lambda: get_into(store, keys, out, range(6), wait_s=30))
         wait_until(lambda: namespace_info(store.remote).awaited, what="somebody waits")
-        store.set(keys, blocks_of(keys, BLOCK), parent=[None, *keys[:-1]])
-        assert reading.result(10).all() and [bytes(row) for row in out] == blocks_of(keys, BLOCK)
+        store.set(keys, blocks_of(keys, BLOCK_BYTES), parent=[None, *keys[:-1]])
+        assert reading.result(10).all() and [bytes(row) for row in out] == blocks_of(keys, BLOCK_BYTES)
     promise.withdraw()
 
 
@@ -101,7 +101,7 @@ def test_blocks_get_another_time_in_both(
         for where in (str(tmp_path / "near.sock"), "off")
     )
     store = LocalFirstStore(near, far)
-    store.set(keys, blocks_of(keys, BLOCK), ttl_s=10)
+    store.set(keys, blocks_of(keys, BLOCK_BYTES), ttl_s=10)
     near.delete(keys[3:])
     assert store.expire(keys[1:], ttl_s=60).all(), "the fleet's store has them all"
     clock.advance(11)
@@ -112,8 +112,8 @@ def test_blocks_get_another_time_in_both(
 
 def test_a_chain_is_followed_over_both(store: LocalFirstStore) -> None:
     keys = make_keys(9)
-    store.local.set([keys[at] for at in (0, 1, 4)], blocks_of([keys[at] for at in (0, 1, 4)], BLOCK))
-    store.remote.set([keys[at] for at in (2, 3, 5, 7)], blocks_of([keys[at] for at in (2, 3, 5, 7)], BLOCK))
+    store.local.set([keys[at] for at in (0, 1, 4)], blocks_of([keys[at] for at in (0, 1, 4)], BLOCK_BYTES))
+    store.remote.set([keys[at] for at in (2, 3, 5, 7)], blocks_of([keys[at] for at in (2, 3, 5, 7)], BLOCK_BYTES))
     assert store.match_prefix(keys) == 6
     assert store.match_prefix(make_keys(2, first=50)) == 0
     assert store.contains(keys).tolist() == [True] * 6 + [False, True, False]
@@ -124,7 +124,7 @@ def test_a_near_server_that_fails_costs_its_copies_and_half_of_a_calls_time(
     how: str, store: LocalFirstStore, near: Server
 ) -> None:
     keys = make_keys(6)
-    store.set(keys, blocks_of(keys, BLOCK))
+    store.set(keys, blocks_of(keys, BLOCK_BYTES))
     (shard,) = near.shards()
     if how == "gone":
         near.kill()
@@ -133,11 +133,11 @@ def test_a_near_server_that_fails_costs_its_copies_and_half_of_a_calls_time(
     try:
         began = time.monotonic()
         assert store.match_prefix(keys, timeout_s=2.0) == 6
-        out = np.zeros((6, BLOCK), dtype=np.uint8)
+        out = np.zeros((6, BLOCK_BYTES), dtype=np.uint8)
         assert get_into(store, keys, out, range(6), timeout_s=2.0).all()
         assert time.monotonic() - began < 6.0
         more = make_keys(2, first=50)
-        assert store.set(more, blocks_of(more, BLOCK)).created == 2
+        assert store.set(more, blocks_of(more, BLOCK_BYTES)).created == 2
     finally:
         if how == "asleep":
             shard.send_signal(signal.SIGCONT)
@@ -145,11 +145,11 @@ def test_a_near_server_that_fails_costs_its_copies_and_half_of_a_calls_time(
 
 def test_when_the_far_one_fails_the_near_one_still_serves(store: LocalFirstStore, far: Server) -> None:
     keys = make_keys(6)
-    store.set(keys[:3], blocks_of(keys[:3], BLOCK))
+    store.set(keys[:3], blocks_of(keys[:3], BLOCK_BYTES))
     far.kill()
     assert store.match_prefix(keys, timeout_s=1.0) == 3
-    assert store.set(keys[3:], blocks_of(keys[3:], BLOCK)).error == 3  # the fleet has not got them
-    out = np.zeros((6, BLOCK), dtype=np.uint8)
+    assert store.set(keys[3:], blocks_of(keys[3:], BLOCK_BYTES)).error == 3  # the fleet has not got them
+    out = np.zeros((6, BLOCK_BYTES), dtype=np.uint8)
     assert get_into(store, keys, out, range(6), timeout_s=1.0).all()
 
 
@@ -158,7 +158,7 @@ def test_transfers_go_through_both(near: Server, far: Server, namespace: Namespa
     keys, counters = make_keys(8), Counters()
     guard = StoreGuard(far.endpoint, namespace, timeout_s=2.0, counters=counters, local=near.endpoint)
     sent: list[tuple[object, SendOutcome]] = []
-    rows = np.frombuffer(b"".join(blocks_of(keys, BLOCK)), dtype=np.uint8).reshape(8, BLOCK)
+    rows = np.frombuffer(b"".join(blocks_of(keys, BLOCK_BYTES)), dtype=np.uint8).reshape(8, BLOCK_BYTES)
     out, into = TransferOut(guard, limit=8, counters=counters, done=sent.extend), None
     try:
         with ClientStore(near.endpoint, namespace) as client:
@@ -169,7 +169,7 @@ def test_transfers_go_through_both(near: Server, far: Server, namespace: Namespa
         with ClientStore(far.endpoint, namespace) as client:
             assert client.contains(keys).all()
         into = TransferIn(guard, counters=counters)
-        target, finished = np.zeros((8, BLOCK), dtype=np.uint8), []
+        target, finished = np.zeros((8, BLOCK_BYTES), dtype=np.uint8), []
         into.submit(
             keys,
             target,
@@ -193,16 +193,16 @@ def test_a_purge_of_the_far_one_empties_the_near_one_before_it_is_asked_again(
     """Also by engines that come later, and what an engine has on its way is taken by neither."""
     keys = make_keys(6)
     made = store.generation
-    store.set(keys, blocks_of(keys, BLOCK), generation=made)
+    store.set(keys, blocks_of(keys, BLOCK_BYTES), generation=made)
     with ClientStore(far.endpoint, namespace) as operator:
         assert operator.purge() == 6
         wait_until(lambda: store.remote.generation == operator.generation, what="the engine has heard of it")
     assert store.generation > made and not store.contains(keys).any()
     with ClientStore(near.endpoint, namespace) as looks:
         assert not looks.contains(keys).any() and looks.generation == store.remote.generation
-        assert store.set(keys, blocks_of(keys, BLOCK), generation=made).refused == 6
+        assert store.set(keys, blocks_of(keys, BLOCK_BYTES), generation=made).refused == 6
         assert not looks.contains(keys).any() and not store.remote.contains(keys).any()
-        assert store.set(keys, blocks_of(keys, BLOCK), generation=store.generation).created == 6
+        assert store.set(keys, blocks_of(keys, BLOCK_BYTES), generation=store.generation).created == 6
         assert looks.contains(keys).all() and store.remote.contains(keys).all()
 
 
@@ -211,14 +211,14 @@ def test_an_engine_that_starts_after_a_purge_finds_nothing_older_in_the_near_one
 ) -> None:
     keys = make_keys(6)
     with ClientStore(near.endpoint, namespace) as client:
-        client.set(keys, blocks_of(keys, BLOCK))
+        client.set(keys, blocks_of(keys, BLOCK_BYTES))
     with ClientStore(far.endpoint, namespace) as operator:
         operator.purge()
     fresh = LocalFirstStore(
         ClientStore(near.endpoint, namespace, fail_open=True), ClientStore(far.endpoint, namespace, fail_open=True)
     )
     try:
-        out = np.zeros((6, BLOCK), dtype=np.uint8)
+        out = np.zeros((6, BLOCK_BYTES), dtype=np.uint8)
         assert not get_into(fresh, keys, out, range(6)).any() and fresh.match_prefix(keys) == 0
     finally:
         fresh.close()
@@ -229,7 +229,7 @@ def test_a_purge_of_the_near_one_leaves_the_far_one_as_it_is(
 ) -> None:
     keys = make_keys(6)
     made = store.generation
-    store.set(keys, blocks_of(keys, BLOCK), generation=made)
+    store.set(keys, blocks_of(keys, BLOCK_BYTES), generation=made)
     with ClientStore(near.endpoint, namespace) as operator:
         assert operator.purge() == 6
         wait_until(lambda: store.local.generation == operator.generation, what="the engine has heard of it")
@@ -238,14 +238,14 @@ def test_a_purge_of_the_near_one_leaves_the_far_one_as_it_is(
 
 
 def test_many_blocks_at_once_are_not_all_promoted(store: LocalFirstStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore_client.engine.local_first.PROMOTED_BYTES", 4 * BLOCK)
+    monkeypatch.setattr("kvstore_client.engine.local_first.PROMOTED_BYTES", 4 * BLOCK_BYTES)
     keys = make_keys(12)
-    store.remote.set(keys, blocks_of(keys, BLOCK))
-    out = np.zeros((12, BLOCK), dtype=np.uint8)
+    store.remote.set(keys, blocks_of(keys, BLOCK_BYTES))
+    out = np.zeros((12, BLOCK_BYTES), dtype=np.uint8)
     assert get_into(store, keys, out, range(12)).all() and store.dropped == 12
     assert get_into(store, keys[:3], out, range(3)).all()
     wait_until(lambda: store.local.contains(keys[:3]).all())
-    assert bytes(out[1]) == block_of(keys[1], BLOCK)
+    assert bytes(out[1]) == block_of(keys[1], BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("local", ["tcp://127.0.0.1:7070", "a:1,b:2", "etcd://a:2379/n"])

@@ -43,7 +43,7 @@ from tests.support.harness import (
     wait_until,
 )
 
-BLOCK = 64 << 10
+BLOCK_BYTES = 64 << 10
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_blocks_go_through_tls(server: Server, authority: Authority, namespace: 
         assert client.stats.path == "tls"
         assert {shard.endpoint.partition("://")[0] for shard in client.shards()} == {"tls"}
         keys = make_keys(64)
-        assert dict(client.stream_get(keys)) == dict(enumerate(blocks_of(keys, BLOCK)))
+        assert dict(client.stream_get(keys)) == dict(enumerate(blocks_of(keys, BLOCK_BYTES)))
         assert client.delete(keys) == 64
 
 
@@ -117,7 +117,7 @@ def test_large_blocks_over_many_connections(server: Server, authority: Authority
 
 def test_asyncio_through_tls(server: Server, authority: Authority, namespace: Namespace) -> None:
     keys = make_keys(16)
-    blocks = blocks_of(keys, BLOCK)
+    blocks = blocks_of(keys, BLOCK_BYTES)
 
     async def store_and_read() -> list[object]:
         async with AsyncKVStoreClient(server.endpoint, namespace, tls_ca=authority.file) as client:
@@ -399,7 +399,7 @@ def test_a_client_that_takes_nothing_costs_the_node_little(
     """It asks for 16 MiB eight times and reads none of it: its shard stops reading from it."""
     keys = make_keys(256)
     with KVStoreClient(server.endpoint, namespace, tls_ca=authority.file) as client:
-        client.set(keys, blocks_of(keys, BLOCK))
+        client.set(keys, blocks_of(keys, BLOCK_BYTES))
         client.sync()
         before = {process.pid: own_bytes(process) for process in server.shards()}
         context = ssl.create_default_context(cafile=authority.file)

@@ -135,11 +135,14 @@ class Process:
     def poll(self) -> int | None:
         with self._lock:
             if self.returncode is None and _readable(self._ended, 0.0):
-                data = os.read(self._ended, _STATUS.size)
-                assert data, f"the nursery of process {self.pid} has died"
-                self.returncode = _STATUS.unpack(data)[0]
+                self.returncode = self._status()
                 os.close(self._ended)
             return self.returncode
+
+    def _status(self) -> int:
+        data = os.read(self._ended, _STATUS.size)
+        assert data, f"the nursery of process {self.pid} has died"
+        return int(_STATUS.unpack(data)[0])
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:

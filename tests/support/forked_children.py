@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -29,49 +28,24 @@ from kvstore import logs
 from kvstore.disk import keeper, keeper_process
 from kvstore.node.children import ShardChild
 from kvstore.shard import process as shard_process
+from tests.support.forked import Process
 
 
-class Fork:
-    """A child of this process, with those methods of `subprocess.Popen` that a supervisor uses."""
+class Fork(Process):
+    """A child of this process."""
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
+        super().__init__(pid, os.pidfd_open(pid), os.pidfd_open(pid))  # which can be read, too, when it has ended
 
-    def poll(self) -> int | None:
-        """-> its exit status, negative for a signal; None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """-> its exit status. Raises `subprocess.TimeoutExpired`."""
-        if self.poll() is None:
-            pid_fd = os.pidfd_open(self.pid)
-            try:
-                select.select([pid_fd], [], [], timeout)
-            finally:
-                os.close(pid_fd)
-        status = self.poll()
-        if status is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-        return status
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+    def _status(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def fork_children() -> None:
     """From now on, supervisors in this process fork their shards, these their keepers, and a planner its workers."""
     context = multiprocessing.get_context("fork")
-    multiprocessing.get_context = lambda _method=None: context  # type: ignore[assignment,misc]
-    ShardChild._spawn = _fork_shard  # type: ignore[method-assign]
+    multiprocessing.get_context = lambda _method=None: context
+    ShardChild._spawn = _fork_shard
     keeper._spawn = _fork_keeper
 
 
@@ -118,7 +92,6 @@ def _be(main: Callable[[], None], standard: Sequence[int], passed: Sequence[int]
             if int(name) > 2 and int(name) not in passed:
                 with contextlib.suppress(OSError):  # the descriptor of that list
                     os.close(int(name))
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         main()
         for thread in threading.enumerate():
             if thread is not threading.main_thread() and not thread.daemon:
