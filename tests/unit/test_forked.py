@@ -48,7 +48,10 @@ def test_a_forked_process_can_be_waited_for_and_killed() -> None:
 def described(process: psutil.Process) -> dict[str, object]:
     """What a process has from its start: its descriptors, what it does with signals, its threads, its folder."""
     proc = Path("/proc", str(process.pid))
-    files = sorted(re.sub(r"[0-9]+", "N", os.readlink(each)) for each in (proc / "fd").iterdir() if int(each.name) > 2)
+    links = [os.readlink(each) for each in (proc / "fd").iterdir() if int(each.name) > 2]
+    files = sorted(
+        re.sub(r"[0-9]+", "N", link) for link in links if "pidfd" not in link
+    )  # with which forks are waited for
     status = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines())
     signals = {name: int(status[name], 16) & 0x7FFF_FFFF for name in ("SigBlk", "SigIgn", "SigCgt")}  # not glibc's own
     return {"files": files, "cwd": process.cwd(), "threads": status["Threads"], **signals}
