@@ -1,26 +1,30 @@
-"""The kvstore client: `KVStoreClient`, `AsyncKVStoreClient`, and the types that they take, return and raise."""
+"""The kvstore client: `KVStoreClient`, `AsyncKVStoreClient`, and the types that they take, return and raise.
+
+Each name is imported from its module when it is first used: numpy alone takes longer to import than all of this
+package, and who catches `Timeout` needs none of it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kvstore_client.client import KVStoreClient
-from kvstore_client.errors import (
-    BlockSizeMismatch,
-    ConnectionLost,
-    KeySizeMismatch,
-    KVStoreError,
-    NotAuthorized,
-    OutOfMemory,
-    ProtocolError,
-    Timeout,
-)
-from kvstore_client.keys import Namespace, prefix_keys
-from kvstore_client.promises import Promise
-from kvstore_client.results import GetResult, Location, Lookup, SetResult, ShardStatus, StoreInfo
+import importlib
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from kvstore_client.aio import AsyncKVStoreClient
+    from kvstore_client.client import KVStoreClient
+    from kvstore_client.errors import (
+        BlockSizeMismatch,
+        ConnectionLost,
+        KeySizeMismatch,
+        KVStoreError,
+        NotAuthorized,
+        OutOfMemory,
+        ProtocolError,
+        Timeout,
+    )
+    from kvstore_client.keys import Namespace, prefix_keys
+    from kvstore_client.promises import Promise
+    from kvstore_client.results import GetResult, Location, Lookup, SetResult, ShardStatus, StoreInfo
 
 __all__ = [
     "AsyncKVStoreClient",
@@ -44,10 +48,35 @@ __all__ = [
     "prefix_keys",
 ]
 
+_MODULES: Final = {
+    "aio": ("AsyncKVStoreClient",),
+    "client": ("KVStoreClient",),
+    "errors": (
+        "BlockSizeMismatch",
+        "ConnectionLost",
+        "KVStoreError",
+        "KeySizeMismatch",
+        "NotAuthorized",
+        "OutOfMemory",
+        "ProtocolError",
+        "Timeout",
+    ),
+    "keys": ("Namespace", "prefix_keys"),
+    "promises": ("Promise",),
+    "results": ("GetResult", "Location", "Lookup", "SetResult", "ShardStatus", "StoreInfo"),
+}
+
 
 def __getattr__(name: str) -> object:
-    if name == "AsyncKVStoreClient":  # asyncio takes a third of the import time, and most users do not need it
-        from kvstore_client.aio import AsyncKVStoreClient
-
-        return AsyncKVStoreClient
+    for module, names in _MODULES.items():
+        if name == module:
+            return importlib.import_module(f"{__name__}.{module}")
+        if name in names:
+            value: object = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value  # the next time nobody asks here
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

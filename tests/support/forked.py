@@ -40,7 +40,7 @@ PRELOAD: Final = {
         *("kvstore.node.cli", "kvstore.node.supervisor", "kvstore.node.health", "kvstore.node.web", "requests"),
         *("kvstore.shard.process", _TYPER),
     ],
-    "kvstore_cli": ["kvstore_cli", "kvstore_client", "kvstore_serving", "requests", _TYPER],
+    "kvstore_cli": ["kvstore_cli", "kvstore_client.client", "kvstore_serving", "requests", _TYPER],
 }
 READ_AT_START: Final = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OPENBLAS_", "OMP_", "COVERAGE_")
 WHOLE: Final = ("kvstore_cli", "kvstore_serving")  # packages whose modules are imported when a command needs them

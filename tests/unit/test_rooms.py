@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import kvstore_client
 from tests.support.harness import ROOT, environment
 
 if sys.version_info >= (3, 11):
@@ -230,20 +231,45 @@ def test_dependencies_are_what_the_packages_import() -> None:
     assert base <= imported, f"base dependencies that nothing imports: {sorted(base - imported)}"
 
 
-def test_importing_the_client_loads_little() -> None:
-    """The bound on its time is 150 ms; what it loads tells the same on a busy machine. numpy, msgspec and xxhash are
-    about three quarters of it."""
-    code = (
-        "import sys, numpy; before = set(sys.modules); import kvstore_client; print(*sorted(set(sys.modules) - before))"
-    )
+def _loaded_by(statement: str) -> list[str]:
+    """The modules that a statement loads, without those that numpy has loaded before."""
+    code = f"import sys, numpy; before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=True
     )
-    loaded = done.stdout.split()
+    return done.stdout.split()
+
+
+def test_importing_the_client_loads_little() -> None:
+    """What it loads tells of its time, on a busy machine too. numpy, msgspec and xxhash take most of it."""
+    loaded = _loaded_by("from kvstore_client import KVStoreClient")
     heavy = {"asyncio", "lmdb", "prometheus_client", "requests", "rich", "torch", "typer", "urllib3", "vllm"}
     heavy.add("kvstore._index")
-    assert not heavy & set(loaded), f"import kvstore_client loads {sorted(heavy & set(loaded))}"
-    assert len(loaded) < 140, f"import kvstore_client loads {len(loaded)} modules besides numpy's: {loaded}"
+    assert not heavy & set(loaded), f"importing the client loads {sorted(heavy & set(loaded))}"
+    assert len(loaded) < 140, f"importing the client loads {len(loaded)} modules besides numpy's: {loaded}"
+
+
+def test_importing_the_package_loads_nothing_before_a_name_is_used() -> None:
+    loaded = _loaded_by("import kvstore_client")
+    assert [name for name in loaded if name.startswith("kvstore")] == ["kvstore_client"] and len(loaded) < 10, loaded
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from kvstore_client import Timeout; print('numpy' in sys.modules)"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "False\n", "who catches an error needs no numpy"
+
+
+def test_each_name_of_the_package_is_there() -> None:
+    assert set(kvstore_client.__all__) <= set(dir(kvstore_client))
+    for name in kvstore_client.__all__:
+        assert getattr(kvstore_client, name).__name__ == name
+    assert kvstore_client.errors.Timeout is kvstore_client.Timeout
+    with pytest.raises(AttributeError, match="has no attribute 'KVStore'"):
+        kvstore_client.KVStore  # noqa: B018
 
 
 def test_a_server_starts_without_what_only_its_shards_need() -> None:
