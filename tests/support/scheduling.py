@@ -3,10 +3,8 @@
 A module's tests share its fixtures, so one worker runs a whole file. Two workers run all engine tests, because these
 share engines and because more engines at once need more cores than a small machine has.
 
-Tests marked `exclusive` measure time or throughput: they wait until all others have ended. Then three workers run them.
-Two of them have the clusters of tests/chaos, which wait most of the time and take longest, and the slow disks of
-tests/attack; the third one those of tests/integration, which wait for deadlines. When all these have ended, the first
-one has those that keep a core busy.
+Tests marked `exclusive` measure time or throughput: they wait until all others have ended. Then three workers run them,
+file by file as well, the clusters of tests/chaos first: these take longest, and wait most of the time.
 
 This is a plugin of pytest, which tests/conftest.py registers. It acts only under `--dist loadgroup`. The process that
 schedules does not collect tests, so the workers tell it which ones are exclusive: all write the same file.
@@ -25,7 +23,9 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-EXCLUSIVE: Final = ("exclusive 1", "exclusive 2", "exclusive 3")
+EXCLUSIVE: Final = "exclusive "  # how the names of their units begin
+EXCLUSIVE_WORKERS: Final = 3
+LONGEST_FIRST: Final = ("chaos", "attack", "integration", "unit")  # folders of exclusive tests
 ENGINES: Final = ("engines 1", "engines 2")
 # What the second of the two runs: half of the time of tests/engine. The first has all others.
 SECOND_ENGINES: Final = frozenset(
@@ -100,13 +100,14 @@ def name_of(nodeid: str) -> str:
 
 
 def _exclusive_unit(nodeid: str) -> str:
-    if nodeid.startswith("tests/integration/"):
-        return EXCLUSIVE[2]
-    second = nodeid.startswith("tests/attack/test_slow_disk.py")
-    # Two of the tests with two copies are moved, because the first worker has more to do.
-    moved = "test_without_etcd" in nodeid or "test_a_rolling_restart" in nodeid
-    second |= nodeid.startswith("tests/chaos/") and ("two-copies" not in nodeid or moved)
-    return EXCLUSIVE[second]
+    """A file; of the tests with clusters, those with one copy and those with two, which share no cluster."""
+    copies = next((name for name in ("one-copy", "two-copies") if name in nodeid), "")
+    return f"{EXCLUSIVE}{nodeid.split('::', maxsplit=1)[0]} {copies}"
+
+
+def _exclusive_order(unit: str) -> int:
+    starts = [f"{EXCLUSIVE}tests/{folder}/" for folder in LONGEST_FIRST]
+    return next((number for number, start in enumerate(starts) if unit.startswith(start)), len(starts))
 
 
 def _room(item: pytest.Item) -> int:
@@ -119,10 +120,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 class FilesThenExclusive(LoadFileScheduling):
-    """The units of work are single files, two halves of the engine tests, and three parts of the exclusive tests. These
-    are given out when no more workers are left than there are of them."""
+    """The units of work are single files, two halves of the engine tests, and the exclusive tests of a file. The last
+    are given out when all else has ended."""
 
     _exclusive: frozenset[str] = frozenset()
+    _alone = False  # nothing but exclusive tests is left, and begins
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid in self._exclusive:
@@ -139,39 +141,34 @@ class FilesThenExclusive(LoadFileScheduling):
         self._go_on()
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        for unit in EXCLUSIVE:
-            if unit in self.workqueue:
+        if not self._alone:
+            units = [unit for unit in self.workqueue if unit.startswith(EXCLUSIVE)]
+            for unit in sorted(units, key=_exclusive_order):
                 self.workqueue.move_to_end(unit)
-        if not self._only_exclusive_left():
-            super()._assign_work_unit(node)
+            if len(units) == len(self.workqueue):
+                return
+        super()._assign_work_unit(node)
 
     def _reschedule(self, node: WorkerController) -> None:
-        if self._only_exclusive_left():
-            self._go_on()
-        else:
-            super()._reschedule(node)
+        super()._reschedule(node)
+        self._go_on()
 
     def remove_node(self, node: WorkerController) -> str | None:
         crashed = super().remove_node(node)
         self._go_on()
         return crashed
 
-    def _only_exclusive_left(self) -> bool:
-        return bool(self.workqueue) and set(self.workqueue) <= set(EXCLUSIVE)
-
     def _go_on(self) -> None:
-        """If only exclusive tests are left, let all workers but one a unit finish, then give the units to those."""
-        if not self._only_exclusive_left():
+        """If only exclusive tests are left, let all workers but some finish, then give these the first files."""
+        if self._alone or not self.workqueue or not all(unit.startswith(EXCLUSIVE) for unit in self.workqueue):
             return
-        units = len(self.workqueue)
         staying = [node for node in self.nodes if not node.shutting_down]
-        for node in staying[units:]:
+        for node in staying[EXCLUSIVE_WORKERS:]:
             node.shutdown()
-        staying = staying[:units]
+        staying = staying[:EXCLUSIVE_WORKERS]
         # A worker keeps its last test until it knows what follows, so one test may be left to each.
         if self.nodes != staying or any(self._pending_of(self.assigned_work[node]) > 1 for node in staying):
             return
-        for number in range(units):
-            super()._assign_work_unit(staying[number % len(staying)])
+        self._alone = True
         for node in staying:
-            node.shutdown()  # after these tests
+            self._reschedule(node)
