@@ -13,6 +13,7 @@ it. They append the answers to a deque, which every poll empties.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -64,6 +65,7 @@ class _Question:
     length: int  # leading keys that every rank has, among the ranks that answered
     states: set[int]  # and of these, the keys of which every rank has the states, by their indices
     certain: bool = True  # every shard of those ranks answered
+    answered_at: float = math.inf  # when the first of these ranks answered
     lookups: list[PrefixLookup] = field(default_factory=list)  # that wait for it
 
 
@@ -100,7 +102,7 @@ class PrefixLookups:
         self._timeout_s = timeout_s
         self._counters = counters
         self._closed = False
-        self._answers: deque[tuple[_Question, _Answer]] = deque()
+        self._answers: deque[tuple[_Question, _Answer, float]] = deque()  # with when it came
         self._questions: dict[bytes, _Question] = {}  # under way, by their first key, the oldest first
         self._line: deque[PrefixLookup] = deque()  # wait until fewer questions are under way
         self._facts: dict[bytes, _Fact] = {}
@@ -166,11 +168,12 @@ class PrefixLookups:
         for _ in self._threads:
             self._asked.put(None)
 
-    def _go_on(self, lookup: PrefixLookup, now: float) -> None:
-        """Learn from what is known; then wait for a question under way, or ask one, or stand in line."""
+    def _go_on(self, lookup: PrefixLookup, now: float, known_at: float | None = None) -> None:
+        """Learn from what is known; then wait for a question under way, or ask one, or stand in line. known_at: since
+        when the lookup's own answer has been there, if it has waited for one."""
         while lookup.known < len(lookup.keys):
             fact = self._facts.get(lookup.keys[lookup.known])
-            if fact is None or fact.valid_until < now:
+            if fact is None or fact.valid_until < (now if known_at is None else known_at):
                 break
             if not fact.there:
                 lookup.stored, lookup.certain = lookup.known, fact.there is not None
@@ -202,7 +205,8 @@ class PrefixLookups:
         while (asked := self._asked.get()) is not None and not self._closed:
             guard, question = asked
             ask = partial(_match_prefix, question.keys, self._timeout_s, self._groups)
-            self._answers.append((question, guard.call(ask, _Answer(0, set(), False))))
+            answer = guard.call(ask, _Answer(0, set(), False))
+            self._answers.append((question, answer, time.monotonic()))
 
     def _take_answers(self, now: float) -> None:
         while self._expiring and self._expiring[0][0] < now:
@@ -210,24 +214,27 @@ class PrefixLookups:
                 if (fact := self._facts.get(key)) is not None and fact.valid_until < now:
                     del self._facts[key]
         while self._answers:
-            question, answer = self._answers.popleft()
+            question, answer, answered_at = self._answers.popleft()
             question.length = min(question.length, answer.length)
             question.states &= answer.states
             question.certain &= answer.certain
+            question.answered_at = min(question.answered_at, answered_at)
             question.unanswered -= 1
             if question.unanswered:
                 continue
             del self._questions[question.keys[0]]
+            # From when it came: an engine that does nothing takes it with the next request, perhaps much later.
+            known_at = question.answered_at
             found = question.keys[: question.length]
             for index, key in enumerate(found):
-                self._facts[key] = _Fact(now + FOUND_VALID_S, True, index in question.states)
+                self._facts[key] = _Fact(known_at + FOUND_VALID_S, True, index in question.states)
             for key in question.keys[question.length : question.length + 1]:
-                self._facts[key] = _Fact(now + MISSING_VALID_S, False if question.certain else None)
-            self._expiring.append((now + FOUND_VALID_S, question.keys[: question.length + 1]))
+                self._facts[key] = _Fact(known_at + MISSING_VALID_S, False if question.certain else None)
+            self._expiring.append((known_at + FOUND_VALID_S, question.keys[: question.length + 1]))
             for lookup in question.lookups:
                 lookup.question = None
                 if lookup.stored is None:
-                    self._go_on(lookup, now)
+                    self._go_on(lookup, now, known_at)
         while self._line and len(self._questions) < MOST_QUESTIONS:
             if (lookup := self._line.popleft()).stored is None:
                 self._go_on(lookup, now)

@@ -66,6 +66,15 @@ def wait_until(condition: Callable[[], Any], deadline_s: float = ANSWER_S, what:
         time.sleep(0.01)
 
 
+def stays(condition: Callable[[], Any], seconds: float, what: str = "") -> None:
+    """Fails as soon as `condition()` is false within so many seconds: for what must not happen meanwhile."""
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < seconds:
+        assert condition(), f"no longer so after {passed:.2f} s: {what or condition}"
+        time.sleep(min(0.05, seconds - passed))
+    assert condition(), f"no longer so after {seconds:g} s: {what or condition}"
+
+
 # ---- keys and blocks ---------------------------------------------------------------------------------------------
 
 
