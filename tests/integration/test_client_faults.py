@@ -26,7 +26,7 @@ from kvstore_client._links.core import Core
 from kvstore_client._links.view import View
 from tests.support.cluster import Cluster, nodes_of, owned_by
 from tests.support.faults import Cut, InBackground, Relay, connections_to, impostor, link_to
-from tests.support.harness import MakeNamespace, StartServer, blocks_of, make_keys, wait_until
+from tests.support.harness import MakeNamespace, StartServer, blocks_of, make_keys, stays, wait_until
 
 BLOCK_BYTES = 4096
 BIG = 1 << 20
@@ -189,13 +189,20 @@ def test_a_shard_that_hangs_does_not_keep_a_client_from_starting(
         assert link_to(client, "c").broken is None
 
 
+def pause(client: KVStoreClient, seconds: float) -> None:
+    """As if the shards had been asked for nothing for so long."""
+    for link in client._core.links:
+        link.liveness.last_received -= seconds
+        link.liveness.last_moved -= seconds
+
+
 def test_a_call_of_little_time_after_a_pause_breaks_no_link(
     start_server: StartServer, namespace: Namespace, in_background: InBackground
 ) -> None:
     server = start_server()
     with KVStoreClient(server.endpoint, namespace, timeout_s=1.0) as client:
         client.set(KEYS, BLOCKS, deferred=False)
-        time.sleep(1.1)  # the pause: longer than the client's timeout
+        pause(client, 1.1)
         with server.stopped():
             reading = in_background(client.get, KEYS)
             wait_until(lambda: client._core.links[0].pending)
@@ -209,7 +216,7 @@ def test_a_slow_replica_after_a_pause_is_not_taken_for_dead(start_server: StartS
     servers = [start_server(), start_server()]
     with KVStoreClient([server.endpoint for server in servers], namespace, replicas=2, timeout_s=1.0) as client:
         client.set(KEYS, BLOCKS, deferred=False)
-        time.sleep(1.1)
+        pause(client, 1.1)
         out = np.empty((COUNT, BLOCK_BYTES), dtype=np.uint8)
         port = min(client._core.links, key=lambda link: link.load_s).port  # a busy one would not be asked at all
         with next(server for server in servers if server.port == port).stopped():
@@ -277,7 +284,7 @@ def test_a_read_behind_an_upload_that_is_stuck_turns_to_the_replica(
             uploading = in_background(client.set, more, blocks_of(more, BIG))
             link = client._core.links[0]
             wait_until(lambda: link.pending and link.sending.owner is not None)
-            time.sleep(0.2)  # the sockets are full
+            stays(lambda: link.sending.owner is not None, 0.2, "the sockets are full")
             out = np.empty((8, BIG), dtype=np.uint8)
             with within(1.3):
                 assert client.get_into(keys, out, timeout_s=1.5).all()
@@ -400,7 +407,7 @@ def test_a_link_that_left_serves_the_call_that_uses_it_and_is_closed(
             wait_until(lambda: link.pending)
             cluster.withdraw("b")
             wait_until(lambda: nodes_of(client) == {"a"})
-            time.sleep(1.3)  # longer than the client's timeout, shorter than the call's
+            stays(lambda: not setting.done(), 1.3, "for longer than the client's timeout, shorter than the call's")
         result = setting.result()
         assert (result.created, result.error) == (COUNT, 0), "each block is set once"
         assert not client.contains(keys).all(), "by the shard that it was sent to"

@@ -24,7 +24,7 @@ from kvstore.cluster.url import EtcdURL
 from kvstore.wire import ShardAddress
 from tests.support.cluster import Following, open_directory, states_of
 from tests.support.etcd import Etcd
-from tests.support.harness import wait_until
+from tests.support.harness import stays, wait_until
 from tests.support.ports import free_ports
 
 TTL_S = 2
@@ -378,7 +378,7 @@ def test_an_etcd_that_lost_its_data_takes_no_member_away(own_etcd: Etcd, caplog:
         own_etcd.restart(empty=True)
         wait_until(lambda: "lists no members any more; keeping the last 2" in caplog.text, what="it says so")
         directory.register(member("a"), directory.grant(600))
-        time.sleep(1.0)
+        stays(lambda: following.states().keys() >= {"a", "b"}, 1.0)
         directory.register(member("b"), directory.grant(600))
         directory.register(member("c"), directory.grant(600))
         following.wait_for({"a": "serving", "b": "serving", "c": "serving"}, 10)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from kvstore_client import KVStoreClient, Lookup, Namespace
 from tests.integration.test_promises import Reading
 from tests.support.cluster import Cluster, owned_by
-from tests.support.harness import StartServer, blocks_of, make_keys, wait_until
+from tests.support.harness import StartServer, blocks_of, make_keys, stays, wait_until
 
 BLOCK_BYTES = 4096
 KEYS = make_keys(60)
@@ -49,11 +47,9 @@ def test_a_replica_takes_over_the_waiters_of_a_node_that_dies(start_server: Star
             with KVStoreClient(server.endpoint, namespace) as alone:
                 assert alone.lookup(KEYS) == Lookup(0, len(KEYS))
         reading = Reading(consumer, KEYS)
-        time.sleep(1.5)  # longer than a silent shard is waited for that owes something else
-        assert reading.waits
+        stays(lambda: reading.waits, 1.5, "for longer than a silent shard is waited for that owes something else")
         servers[0].kill()
-        time.sleep(0.2)
-        assert reading.waits, "it waits at the other node"
+        stays(lambda: reading.waits, 0.2, "it waits at the other node")
         put(producer, KEYS)
         assert reading.present(5) == [True] * len(KEYS)
 

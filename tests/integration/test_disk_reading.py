@@ -34,6 +34,7 @@ from tests.support.harness import (
     blocks_of,
     make_keys,
     pack,
+    stays,
     sums_of,
     wait_until,
 )
@@ -170,8 +171,8 @@ def test_policy_reused_writes_what_was_read_and_the_rest_at_the_end(
         wait_until_on(client)
         fill(client, keys, BLOCK)
         assert client.contains(keys).all()
-        time.sleep(1.5)  # longer than a dirty block waits for a quiet moment
-        assert disk_info(client).written_blocks == 0
+        # For longer than a dirty block waits for a quiet moment.
+        stays(lambda: disk_info(client).written_blocks == 0, 1.5)
         assert all(read(client, keys[:50], BLOCK))
         wait_until(lambda: disk_info(client).written_blocks == 50)
         assert all(read(client, keys[:50], BLOCK))
@@ -192,8 +193,7 @@ def test_policy_evicted_writes_what_memory_has_no_room_for(
     with open_client(server, namespace) as client:
         wait_until_on(client)
         fill(client, keys[:128], BLOCK)
-        time.sleep(1.5)
-        assert disk_info(client).written_blocks == 0, "memory has room for all of them"
+        stays(lambda: disk_info(client).written_blocks == 0, 1.5, "memory has room for all of them")
         for at in range(128, 600, 8):  # slower than the disk
             fill(client, keys[at : at + 8], BLOCK)
             wait_until_written(client)

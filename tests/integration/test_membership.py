@@ -33,6 +33,7 @@ from tests.support.harness import (
     environment,
     make_keys,
     server_command,
+    stays,
     wait_until,
 )
 from tests.support.ports import free_ports
@@ -209,7 +210,7 @@ def test_while_etcd_is_away_nothing_leaves_and_then_all_catch_up(
     own_etcd.stop()
     wait_until(lambda: all("cannot reach etcd" in server.log_text() for server in servers), what="every node says so")
     wait_until(lambda: metrics(servers[0])["kvstore_cluster_directory_up", ""] == 0)
-    time.sleep(2.2)  # longer than the lease
+    stays(lambda: own_following.states().keys() == {"a", "b"}, 2.2, "for longer than the lease")
     for server in servers:
         with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
             client.set(make_keys(4), blocks_of(make_keys(4), 4096))
@@ -218,8 +219,7 @@ def test_while_etcd_is_away_nothing_leaves_and_then_all_catch_up(
     for server in servers:
         wait_until(lambda server=server: "etcd answers again" in server.log_text(), what="every node says so")
     wait_until(lambda: metrics(servers[0])["kvstore_cluster_directory_up", ""] == 1)
-    time.sleep(2.5)
-    assert own_cluster.states() == {"a": "serving", "b": "joining"}
+    stays(lambda: own_cluster.states() == {"a": "serving", "b": "joining"}, 2.5)
     assert all("lease has ended" not in server.log_text() for server in servers)
     assert [sorted(member.node for member in view.members) for view in own_following.views] == [["a"], ["a", "b"]]
     servers.append(own_cluster.start("c"))
@@ -236,8 +236,7 @@ def test_after_etcd_lost_its_data_the_nodes_register_again(
     own_etcd.kill()
     own_etcd.restart(empty=True)
     wait_until(lambda: sorted(own_cluster.states()) == ["a", "b"])
-    time.sleep(1.0)
-    assert own_following.states().keys() == {"a", "b"}
+    stays(lambda: own_following.states().keys() == {"a", "b"}, 1.0)
     assert all({member.node for member in view.members} == {"a", "b"} for view in own_following.views[views:])
 
 
@@ -268,8 +267,7 @@ def test_of_several_endpoints_one_is_enough(cluster: Cluster, etcd: Etcd) -> Non
     name = cluster.url.rpartition("/")[2]
     cluster.start("a", cluster=f"etcd://127.0.0.1:{dead},127.0.0.1:{etcd.port}/{name}")
     cluster.wait_for(a="serving")
-    time.sleep(2.5)
-    assert cluster.states() == {"a": "serving"}
+    stays(lambda: cluster.states() == {"a": "serving"}, 2.5)
 
 
 def test_a_garbage_record_is_named_and_the_rest_counts(cluster: Cluster, following: Following) -> None:
@@ -382,10 +380,9 @@ def test_a_signal_after_a_drain_that_ended_does_not_kill_the_shards(cluster: Clu
     try:
         server.signal(signal.SIGTERM)
         wait_until(lambda: "has withdrawn" in server.log_text())
-        time.sleep(1.0)  # the supervisor waits for its shard
+        stays(lambda: server.running, 1.0, "the supervisor waits for its shard")
         server.signal(signal.SIGTERM)
-        time.sleep(0.3)
-        assert shard.is_running() and shard.status() == "stopped"
+        stays(lambda: shard.is_running() and shard.status() == "stopped", 0.3)
         server.signal(signal.SIGTERM)
         assert server.process.wait(5) == 0
     finally:

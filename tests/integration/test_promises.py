@@ -38,6 +38,7 @@ from tests.support.harness import (
     namespace_info,
     pack,
     shard_info,
+    stays,
     wait_until,
 )
 from tests.support.slow_link import SlowLink
@@ -134,7 +135,7 @@ def test_a_wait_in_vain_is_not_repeated(connect: Connect) -> None:
     before = shard_info(producer).gets
     reading = Reading(consumer, keys)
     awaited(producer, 3)
-    time.sleep(0.3)
+    stays(lambda: reading.waits, 0.3)
     promise.withdraw()
     assert reading.present() == [False] * 3
     assert shard_info(producer).gets == before + 1
@@ -169,9 +170,8 @@ def test_a_promise_ends_with_its_time_unless_it_is_renewed(connect: Connect) -> 
     promise = producer.promise(keys, ttl_s=0.6)
     reading = Reading(consumer, keys)
     for _ in range(3):
-        time.sleep(0.4)
+        stays(lambda: reading.waits, 0.4)
         promise.renew()
-    assert reading.waits
     assert reading.present(0.6 + SOON_S) == [False, False]
     assert reading.seconds >= 1.7
     assert producer.promise(keys).mine.all(), "what has ended can be promised again"

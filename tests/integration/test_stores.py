@@ -15,7 +15,7 @@ from kvstore_client.engine.client_store import ClientStore
 from kvstore_client.engine.local_first import LocalFirstStore
 from kvstore_client.engine.parts import SlicedStore
 from kvstore_client.engine.store import Store, get_into
-from tests.support.harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, wait_until
+from tests.support.harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, stays, wait_until
 
 BLOCK = 64 << 10
 SLICES = 4
@@ -106,7 +106,7 @@ def test_a_promised_block_is_waited_for(open_store: Open) -> None:
     found: list[bool] = []
     reader = threading.Thread(target=lambda: found.extend(get_into(store, keys, out, range(3), wait_s=10.0)))
     reader.start()
-    time.sleep(0.1)
+    stays(reader.is_alive, 0.1)
     assert set_chain(other, keys) == 0
     reader.join()
     assert all(found) and [bytes(row) for row in out] == blocks_of(keys, BLOCK)
