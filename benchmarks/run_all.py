@@ -51,6 +51,7 @@ class Entry:
 REMOTE: Final = "benchmarks.remote_kv_cache"
 DISK: Final = "benchmarks.persistence_kv_cache"
 PLANNING: Final = "benchmarks.planning"
+LONG_PREFILL: Final = ("--scale", "1", "--rounds", "5", "--outputs", "2", "16", "128", "--first-token-rounds", "7")
 SYNTHETIC: Final = ("--synthetic", "all")
 BENCHMARKS: Final = (
     Entry(f"{REMOTE}.baseline.test_memory_io", 3),
@@ -79,9 +80,9 @@ BENCHMARKS: Final = (
     Entry("benchmarks.eviction.chains", 2),
     Entry("benchmarks.cluster_sim", 10, trace="must"),
     Entry("benchmarks.cluster_sim.batch_latency", 3),
-    Entry(f"{REMOTE}.test_transfer_out", 10, engine=True),
-    Entry(f"{REMOTE}.test_transfer_in", 5, engine=True),
-    Entry(f"{REMOTE}.test_long_prefill", 7, ("--first-token-rounds", "7"), engine=True),
+    Entry(f"{REMOTE}.test_transfer_out", 27, ("--scale", "1", "--rounds", "3"), engine=True),
+    Entry(f"{REMOTE}.test_transfer_in", 26, ("--scale", "1", "--rounds", "1"), engine=True),
+    Entry(f"{REMOTE}.test_long_prefill", 27, LONG_PREFILL, engine=True),
     Entry(f"{REMOTE}.test_documents", 12, engine=True),
     Entry(f"{REMOTE}.test_slow_store", 10, engine=True),
     Entry(f"{REMOTE}.test_hooks", 3, engine=True),

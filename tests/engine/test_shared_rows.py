@@ -17,7 +17,7 @@ import pytest
 from kvstore_client import KVStoreClient
 from kvstore_client.engine.shared_rows import Offer, share_rows
 from tests.engine.shared_ranks import BLOCK_BYTES, Ranks, Spec
-from tests.support.harness import Server, block_of, blocks_of, make_keys, make_namespace, wait_until
+from tests.support.harness import Server, block_of, blocks_of, make_keys, make_namespace, put_into, wait_until
 from tests.support.standing_clock import StandingClock
 
 with warnings.catch_warnings():
@@ -47,11 +47,6 @@ def namespace(parts: int = 1) -> Any:
     return make_namespace(BLOCK_BYTES // parts, f"shared-rows-{parts}")
 
 
-def put(server: Server, keys: Sequence[bytes], parts: int = 1) -> None:
-    with KVStoreClient(server.endpoint, namespace(parts)) as client:
-        assert client.set(keys, blocks_of(keys, BLOCK_BYTES // parts), deferred=False).error == 0
-
-
 def check(ranks: Ranks, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
     """Every rank has these blocks in its cache."""
     for found in ranks.all("read", block_ids):
@@ -65,7 +60,7 @@ def load(number: int, keys: Sequence[bytes], **fields: Any) -> Load:
 
 def test_each_rank_reads_its_share_and_gets_all(server: Server, start_ranks: StartRanks) -> None:
     keys = make_keys(24)
-    put(server, keys)
+    put_into(server, namespace(), keys)
     ranks = start_ranks(3)
     ranks.all("load", load(1, keys, slots=list(range(24))))
     assert ranks.loaded("load 1") == [set()] * 3
@@ -84,7 +79,7 @@ def test_each_rank_reads_its_share_and_gets_all(server: Server, start_ranks: Sta
 def test_parts_of_layers_are_read_together_too(server: Server, start_ranks: StartRanks) -> None:
     keys = make_keys(12)
     parts = [key + bytes([part]) for key in keys for part in range(2)]
-    put(server, parts, parts=2)
+    put_into(server, namespace(2), parts)
     ranks = start_ranks(2, parts=2)
     ranks.all("load", load(1, keys, slots=list(range(12))))
     assert ranks.loaded("load 1") == [set()] * 2
@@ -133,7 +128,7 @@ def test_the_ranks_have_one_pool(start_ranks: StartRanks) -> None:
 
 def test_more_blocks_than_rows_pass_through(server: Server, start_ranks: StartRanks) -> None:
     keys = make_keys(200)
-    put(server, keys)
+    put_into(server, namespace(), keys)
     ranks = start_ranks(3, chunk_blocks=4, late=True)
     for number, (width, blocks) in enumerate(((8, 200), (8, 200), (3, 40), (2, 40)), 1):  # width: rows
         ranks.all("load", load(number, keys[:blocks], slots=list(range(width))))
@@ -153,7 +148,7 @@ def test_a_block_that_the_store_lacks_is_missing_at_once_in_all_ranks(
     server: Server, start_ranks: StartRanks, width: int
 ) -> None:
     keys = make_keys(24)
-    put(server, keys[:13] + keys[14:])
+    put_into(server, namespace(), keys[:13] + keys[14:])
     ranks = start_ranks(3, chunk_blocks=4)
     started = time.monotonic()
     ranks.all("load", load(1, keys, slots=list(range(width))))
@@ -168,7 +163,7 @@ def test_what_a_stopped_rank_does_not_read_is_missing_by_the_deadline(
 ) -> None:
     """The rank goes on when the others have given up, and the slots become another load's only then."""
     keys, others = make_keys(16), make_keys(16, first=100)
-    put(server, [*keys, *others])
+    put_into(server, namespace(), [*keys, *others])
     ranks = start_ranks(2, chunk_blocks=2)
     ranks.all("load", load(1, keys, slots=list(range(width))))  # now a store is known to be fast
     assert ranks.loaded("load 1") == [set()] * 2
@@ -191,7 +186,7 @@ def test_what_a_stopped_rank_does_not_read_is_missing_by_the_deadline(
 
 def test_a_killed_rank_leaves_nothing_and_holds_nobody_up(server: Server, start_ranks: StartRanks) -> None:
     keys = make_keys(16)
-    put(server, keys)
+    put_into(server, namespace(), keys)
     ranks = start_ranks(3)
     ranks.all("load", load(1, keys, slots=list(range(16))))
     assert ranks.loaded("load 1") == [set()] * 3
@@ -211,7 +206,7 @@ def test_no_rank_ever_takes_the_bytes_of_another_load(server: Server, start_rank
     chooser = random.Random(7)
     count, slots = 3, 24
     known, lacking = make_keys(160), set(make_keys(160)[5::23])
-    put(server, [key for key in known if key not in lacking])
+    put_into(server, namespace(), [key for key in known if key not in lacking])
     ranks = start_ranks(count, slots=slots, chunk_blocks=3, late=True)
     right = wrong = 0
     for round_ in range(15):

@@ -24,6 +24,7 @@ from tests.support.harness import (
     environment,
     make_keys,
     make_namespace,
+    put_into,
     shard_info,
     wait_until,
 )
@@ -49,11 +50,6 @@ def report_of(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
     return report
 
 
-def fill(server: Server) -> None:
-    with KVStoreClient(server.endpoint, NAMESPACE) as client:
-        assert client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES)).created == COUNT
-
-
 def contents(path: Path) -> dict[str, tuple[str, int]]:
     """Every file below, its bytes and when they were changed."""
     return {
@@ -69,7 +65,7 @@ def stopped_tier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stopped")
     server = Server(folder / "log", *DISK, "--shards", "2", "--disk", str(folder / "tier"))
     try:
-        fill(server)
+        put_into(server, NAMESPACE, KEYS)
         assert server.stop() == 0
     finally:
         server.kill()
@@ -85,7 +81,7 @@ def tier(stopped_tier: Path, tmp_path: Path) -> Path:
 def live(tmp_path: Path) -> Iterator[Server]:
     """A running server with blocks on its disk."""
     server = Server(tmp_path / "log", *DISK, "--disk", str(tmp_path / "live"))
-    fill(server)
+    put_into(server, NAMESPACE, KEYS)
     with KVStoreClient(server.endpoint, NAMESPACE) as client:
         wait_until(lambda: on_disk(client) == COUNT, what="all blocks are written")
     yield server
@@ -150,7 +146,7 @@ def test_blocks_past_their_time_are_counted_and_not_checked(
         monkeypatch.setenv(name, value)
     server = Server(tmp_path / "log", *DISK, "--disk", str(tmp_path / "tier"), "--ttl-seconds", "600")
     try:
-        fill(server)
+        put_into(server, NAMESPACE, KEYS)
         assert server.stop() == 0
     finally:
         server.kill()
