@@ -355,7 +355,7 @@ def test_a_refresh_protects_and_a_plain_lookup_does_not(small: KVStoreClient) ->
     assert small.contains(old, refresh=False).all()
     fill(small, 32, first=1000)
     assert small.contains(used).all()
-    assert small.contains(old).sum() < 4, "the policy may take the last blocks of another chain before the first of this"
+    assert small.contains(old).sum() < 4, "the policy may take the tail of another chain before the head of this one"
     assert small.match_prefix(used, refresh=True) == 16
     fill(small, 48, first=2000)
     assert small.match_prefix(used) == 16

@@ -46,8 +46,7 @@ SECOND_ENGINES: Final = frozenset(
         "windowed_models",
     ]
 )
-# What is quick tells of a mistake first. Two workers then run the engines' tests, the others begin with the next.
-ROOMS: Final = ("unit", "engine", "integration", "attack", "chaos")
+ROOMS: Final = ("unit", "integration", "engine", "attack", "chaos")  # what is quick tells of a mistake first
 SLOW_WEIGHT: Final = 8  # a test of tests/slow.txt takes as long as so many others
 SLOW: Final = Path(__file__).parents[1] / "slow.txt"
 _LIST: Final = "exclusive_tests"  # the name in a worker's input for the file of exclusive tests
