@@ -73,7 +73,7 @@ def __getattr__(name: str) -> object:
             return importlib.import_module(f"{__name__}.{module}")
         if name in names:
             value: object = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-            globals()[name] = value  # the next time nobody asks here
+            globals()[name] = value  # Python finds it there from now on and does not call this function again
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

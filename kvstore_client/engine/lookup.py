@@ -169,8 +169,8 @@ class PrefixLookups:
             self._asked.put(None)
 
     def _go_on(self, lookup: PrefixLookup, now: float, known_at: float | None = None) -> None:
-        """Learn from what is known; then wait for a question under way, or ask one, or stand in line. known_at: since
-        when the lookup's own answer has been there, if it has waited for one."""
+        """Learn from what is known; then wait for a question under way, or ask one, or stand in line. known_at: when
+        the answer came that the lookup has waited for: however old, that one counts."""
         while lookup.known < len(lookup.keys):
             fact = self._facts.get(lookup.keys[lookup.known])
             if fact is None or fact.valid_until < (now if known_at is None else known_at):

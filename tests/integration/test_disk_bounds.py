@@ -194,7 +194,9 @@ def test_scrub_makes_one_pass_when_asked(start_server: StartServer, folder: Path
         info = disk_info(client)
         assert info.scrubbed_blocks == 300 and info.scrub_corrupt_blocks == 5
         assert not client.contains(damaged).any() and client.contains(keys).sum() == 295
-        stays(lambda: disk_info(client).scrub_passes == info.scrub_passes, 1.5, "nobody asked for another")
+        stays(
+            lambda: disk_info(client).scrub_passes == info.scrub_passes, 1.5, "one pass was asked for, and one is made"
+        )
 
 
 def test_scrub_without_a_disk_says_so(start_server: StartServer) -> None:

@@ -18,7 +18,7 @@ from kvstore_client import KVStoreClient, KVStoreError, Namespace
 from kvstore_client.engine.guard import Counters, StoreGuard
 from tests.support.harness import ANSWER_S, MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
 
-NOBODY = "tcp://127.0.0.1:1"
+NO_SERVER = "tcp://127.0.0.1:1"  # no server listens there
 TIMEOUT_S = 1.0
 SLACK_S = 1.0  # what a busy machine may add to a deadline
 
@@ -112,7 +112,7 @@ def test_a_store_that_answers_late_is_waited_for(
 def test_a_store_that_refuses_connections_is_not_waited_for(
     new_namespace: MakeNamespace, make_guard: MakeGuard
 ) -> None:
-    guard = make_guard(NOBODY, new_namespace())
+    guard = make_guard(NO_SERVER, new_namespace())
     started = time.monotonic()
     assert not guard.await_store(ANSWER_S) and guard.generation == -1
     assert time.monotonic() - started < ANSWER_S / 2
@@ -201,17 +201,17 @@ def test_a_defect_is_logged_with_its_traceback_and_a_failing_store_without(
     [record] = caplog.records
     assert record.exc_info and "ZeroDivisionError" in record.getMessage()
     caplog.clear()
-    guard = make_guard(NOBODY, new_namespace(rank=3, world=4))
+    guard = make_guard(NO_SERVER, new_namespace(rank=3, world=4))
     assert holds(guard, make_keys(1)) == -1
     record = next(record for record in caplog.records if "counts as a miss" in record.getMessage())
-    assert not record.exc_info and "rank 3" in record.getMessage() and NOBODY in record.getMessage()
+    assert not record.exc_info and "rank 3" in record.getMessage() and NO_SERVER in record.getMessage()
 
 
 def test_many_failures_are_one_line_in_the_log_which_the_next_one_sums_up(
     new_namespace: MakeNamespace, make_guard: MakeGuard, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
     counters = Counters()
-    guard = make_guard(NOBODY, new_namespace(), counters, logger=logging.getLogger("engine"))
+    guard = make_guard(NO_SERVER, new_namespace(), counters, logger=logging.getLogger("engine"))
     threads = [
         threading.Thread(target=lambda: [holds(guard, make_keys(1)) for _ in range(50)], daemon=True) for _ in range(4)
     ]

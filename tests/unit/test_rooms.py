@@ -269,7 +269,7 @@ def test_each_name_of_the_package_is_there() -> None:
         assert getattr(kvstore_client, name).__name__ == name
     assert kvstore_client.errors.Timeout is kvstore_client.Timeout
     with pytest.raises(AttributeError, match="has no attribute 'KVStore'"):
-        kvstore_client.KVStore  # noqa: B018
+        _ = kvstore_client.KVStore
 
 
 def test_a_server_starts_without_what_only_its_shards_need() -> None:

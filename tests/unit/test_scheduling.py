@@ -15,7 +15,7 @@ import pytest, time
 from pathlib import Path
 
 @pytest.mark.parametrize("number", range(6))
-def test_other(number, request):
+def test_other(number):
     with Path({log!r}).open("a") as log:
         print("begins", "other", file=log, flush=True)
         time.sleep(0.05)
