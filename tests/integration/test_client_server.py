@@ -355,7 +355,9 @@ def test_a_refresh_protects_and_a_plain_lookup_does_not(small: KVStoreClient) ->
     assert small.contains(old, refresh=False).all()
     fill(small, 32, first=1000)
     assert small.contains(used).all()
-    assert small.contains(old).sum() < 4, "the policy may take the tail of another chain before the head of this one"
+    # On a slow link a set goes in parts, and then the last block of `filler` may go before the first of `old`.
+    left = int(small.contains(old).sum())
+    assert left <= 1 and small.contains(filler).sum() == 16 - left
     assert small.match_prefix(used, refresh=True) == 16
     fill(small, 48, first=2000)
     assert small.match_prefix(used) == 16

@@ -56,6 +56,28 @@ def test_of_two_chains_the_older_one_makes_room_from_its_tail(policy: str) -> No
 
 
 @every_policy
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 16, 32])
+def test_a_chain_in_use_stays_and_an_older_one_goes_in_whatever_parts_others_are_set(policy: str, most: int) -> None:
+    """A client on a slow link sets a batch in parts of few blocks."""
+
+    def set_in_parts(first: int, count: int, most: int) -> None:
+        for start in range(first, first + count, most):
+            part = range(start, min(start + most, first + count))
+            cache.set_part(*part, before=start - 1 if start > first else None)
+
+    for most_before in range(1, 17):
+        cache = Chains(policy, 64)
+        for first in (0, 100, 200):
+            set_in_parts(first, 16, most_before)
+        cache.use(*range(16))
+        set_in_parts(1000, 32, most)
+        assert cache.left(*range(16)) == [*range(16)]
+        left = cache.left(*range(100, 116))
+        assert left in ([], [100]), "the first block goes last, perhaps after the last one of a later chain"
+        assert cache.left(*range(200, 216)) == [*range(200, 216 - len(left))]
+
+
+@every_policy
 def test_where_prompts_part_the_common_beginning_stays_until_both_are_gone(policy: str) -> None:
     cache = Chains(policy, 16)
     cache.set_part(1, 2, 3)
