@@ -75,6 +75,7 @@ def read_slowly(server: Server, stop: threading.Event) -> None:
     while not stop.is_set():
         with RawClient(server, receive_buffer=16 * KiB) as raw, contextlib.suppress(Closed, OSError):
             raw.hello(namespace.canonical())
+            raw.sock.settimeout(1.0)  # of what is not there, little comes
             for request_id in range(20):
                 raw.send(pack(GET, request_id, 60_000, 2000, 16), b"".join(keys))
             for _ in range(20):
@@ -86,16 +87,20 @@ def read_slowly(server: Server, stop: threading.Event) -> None:
 def never_read(server: Server, stop: threading.Event) -> None:
     """Twenty connections that ask and ask, and read nothing."""
     namespace = make_namespace(512 * KiB, "writer 1")
+    keys = make_keys(800)
+    requests = [
+        (pack(GET, number, 60_000, 500, 16), b"".join(keys[number : number + 500]), pack(INFO, 1000 + number, 1000))
+        for number in range(300)
+    ]
     with contextlib.ExitStack() as stack:
         for _ in range(20):
             raw = stack.enter_context(RawClient(server, receive_buffer=16 * KiB))
             raw.hello(namespace.canonical())
             raw.sock.settimeout(0.1)
             with contextlib.suppress(OSError):
-                for request_id in range(300):
-                    keys = b"".join(make_keys(500, first=request_id))
-                    raw.send(pack(GET, request_id, 60_000, 500, 16), keys)
-                    raw.send(pack(INFO, 1000 + request_id, 1000))
+                for get, some, info in requests:
+                    raw.send(get, some)
+                    raw.send(info)
         stop.wait()
 
 
@@ -149,6 +154,7 @@ def test_a_shard_never_takes_more_memory_than_its_limit_and_a_fixed_overhead(sta
             for thread in threads:
                 thread.join(60)
         assert not failures, failures
+        assert not any(thread.is_alive() for thread in threads)
         with KVStoreClient(server.endpoint, make_namespace(512 * KiB, "writer 0")) as client:
             keys = make_keys(10, first=10**9)
             assert client.set(keys, blocks_of(keys, 512 * KiB)).created == 10
