@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from kvstore_client.engine import admission
 from tests.engine import witness
 
 SETTLE_S = 25.0
@@ -227,6 +228,10 @@ class Serving:
     def name_weights(self, name: str) -> None:
         """Say in all workers what the weights are called."""
         self.llm.collective_rpc("kvstore_new_weights", args=(name,))
+
+    def hope_soon(self, seconds: float) -> None:
+        """From now on a store that was slow is believed to be twice as fast after so many seconds."""
+        admission.HOPE_S = seconds  # type: ignore[misc]
 
     def metrics(self) -> dict[str, float]:
         """The connector's, as "name" or "name/label value"; what happened since the last step is not in it."""

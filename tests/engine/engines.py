@@ -161,6 +161,10 @@ class Engine:
         self._send("name_weights", name)
         self._receive(ANSWER_S)
 
+    def hope_soon(self, seconds: float) -> None:
+        self._send("hope_soon", seconds)
+        self._receive(ANSWER_S)
+
     def tier_keys(self) -> list[bytes]:
         self._send("tier_keys")
         keys: list[bytes] = self.result()
