@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import itertools
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from tests.support.disk import BLOCK
 from tests.support.harness import MakeNamespace, Server, StartServer, make_namespace
 
 _numbers = itertools.count()
+_VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder for sockets of vLLM, which engines that are killed leave behind
 
 
 # How many examples property tests try: `dev` is for quick runs, `ci` is the whole budget. A test that wants more or
@@ -37,6 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(scheduling)
     config.pluginmanager.register(progress)
     config.addinivalue_line("markers", "soak: its length is KVSTORE_SOAK_S seconds")
+    if _VLLM_SOCKETS not in os.environ:  # else another process has made it, and starts this one
+        folder = tempfile.mkdtemp(prefix="kvstore-tests-")
+        os.environ[_VLLM_SOCKETS] = folder
+        config.add_cleanup(functools.partial(shutil.rmtree, folder))
 
 
 @pytest.hookimpl(wrapper=True)
