@@ -14,9 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvstore.shard.reader import HANDSHAKE_S
 from kvstore.wire import ErrorCode
 from kvstore_client import BlockSizeMismatch, KeySizeMismatch, KVStoreClient, ProtocolError
 from tests.support import forked
+from tests.support.clock import Clock
 from tests.support.harness import (
     CONTAINS,
     DELETE,
@@ -364,11 +366,14 @@ def test_a_stranger_on_the_port_is_turned_away(server: Server, client: KVStoreCl
     assert "\nforged" not in server.log_text()
 
 
-def test_who_never_finishes_the_handshake_is_dropped(server: Server, client: KVStoreClient) -> None:
+def test_who_never_finishes_the_handshake_is_dropped(start_server: StartServer, clock: Clock) -> None:
+    server = start_server(**clock.environment)
     with RawClient(server, handshake=False) as silent, RawClient(server, handshake=False) as half:
         half.sock.sendall(GREETING[:30])
         for stranger in (silent, half):
-            stranger.sock.settimeout(15)
+            assert stranger.read(10) == GREETING[:10], "the server has greeted it"
+        clock.advance(HANDSHAKE_S)
+        for stranger in (silent, half):
             assert stranger.closed()
 
 

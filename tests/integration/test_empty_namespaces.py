@@ -11,10 +11,10 @@ from urllib.request import urlopen
 from kvstore_client import KVStoreClient, Namespace
 from tests.support.clock import Clock
 from tests.support.disk import disk_flags, disk_info, fill, open_client, wait_until_on, wait_until_written
-from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, shard_info, wait_until
+from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, shard_info
 
 BLOCK = 16 << 10
-GONE_S = 30.0  # it takes 5 s, on a machine with time
+GONE_S = 30.0  # of the servers' time; it takes 5 s
 
 
 def rows(client: KVStoreClient) -> set[str]:
@@ -36,15 +36,15 @@ def delete(server: Server, namespace: Namespace, keys: list[bytes]) -> None:
 
 
 def test_deleted_namespaces_leave_info_and_metrics_and_the_shards_counters_stay(
-    start_server: StartServer, new_namespace: MakeNamespace
+    start_server: StartServer, new_namespace: MakeNamespace, clock: Clock
 ) -> None:
-    server = start_server("--http", "127.0.0.1:0", memory="64MiB", segment="1MiB")
+    server = start_server("--http", "127.0.0.1:0", memory="64MiB", segment="1MiB", **clock.environment)
     kept, *short = (new_namespace(BLOCK) for _ in range(30))
     put(server, kept, 3)
     for namespace in short:
         delete(server, namespace, put(server, namespace, 3))
     with KVStoreClient(server.endpoint, kept) as client:
-        wait_until(lambda: rows(client) == {kept.id}, GONE_S, "only what holds blocks is told of")
+        clock.run_until(lambda: rows(client) == {kept.id}, GONE_S, "only what holds blocks is told of")
         info = shard_info(client)
         assert (info.created, info.hits, info.misses, info.evicted) == (90, 90, 0, 0)
         assert info.memory_used_bytes == info.segment_bytes, "their segments are free"
@@ -65,14 +65,14 @@ def test_a_namespace_whose_blocks_expired_disappears(
     with KVStoreClient(server.endpoint, namespace) as client:
         assert rows(client) == {namespace.id}
         clock.advance(601)
-        wait_until(lambda: not rows(client), GONE_S, "its row is gone")
+        clock.run_until(lambda: not rows(client), GONE_S, "its row is gone")
 
 
 def test_a_namespace_stays_while_it_has_blocks_on_disk_and_then_leaves_the_disks_index_too(
-    start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
+    start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path, clock: Clock
 ) -> None:
     flags = disk_flags(tmp_path / "disk", "64MiB")
-    server = start_server(*flags, memory="2MiB", segment="1MiB")
+    server = start_server(*flags, memory="2MiB", segment="1MiB", **clock.environment)
     evicted, deleted, other = (new_namespace(BLOCK) for _ in range(3))
     keys = make_keys(300)
     for namespace in (deleted, evicted, other):  # each fills the memory more than once
@@ -81,7 +81,8 @@ def test_a_namespace_stays_while_it_has_blocks_on_disk_and_then_leaves_the_disks
             wait_until_written(client)
     with open_client(server, deleted) as client:
         assert client.delete(keys) == 300
-        wait_until(lambda: rows(client) == {evicted.id, other.id}, GONE_S, "what was deleted from both tiers is gone")
+        left = {evicted.id, other.id}
+        clock.run_until(lambda: rows(client) == left, GONE_S, "what was deleted from both tiers is gone")
         before = disk_info(client)
     assert server.stop() == 0
     server.restart()

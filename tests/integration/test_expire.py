@@ -12,7 +12,7 @@ from kvstore_client import AsyncKVStoreClient, KVStoreClient, Namespace
 from kvstore_client.errors import KVStoreError
 from tests.support.clock import Clock
 from tests.support.disk import disk_flags, disk_info, open_client, read, wait_until_on, wait_until_written
-from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
+from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys
 
 BLOCK = 64 << 10
 KEYS = make_keys(4)
@@ -54,7 +54,7 @@ def test_blocks_that_were_to_stay_expire_and_their_memory_is_free(client: KVStor
     assert client.expire(KEYS, ttl_s=10).all()
     clock.advance(10.5)
     assert not client.contains(KEYS).any()
-    wait_until(lambda: not any(shard.namespaces for shard in client.info().shards), what="their namespace is gone")
+    clock.run_until(lambda: not any(shard.namespaces for shard in client.info().shards), 30, "their namespace is gone")
 
 
 def test_no_time_means_the_rule_of_the_namespace(start_server: StartServer, own: Namespace, clock: Clock) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.harness import environment
@@ -30,3 +32,13 @@ class Clock:
         """So much time passes at once, in all those processes."""
         now = int.from_bytes(self._ahead[:], "little")
         self._ahead[:] = struct.pack("<q", now + round(seconds * 1e9))
+
+    def run_until(self, condition: Callable[[], object], most_s: float, what: str) -> None:
+        """Let time pass, ten times as fast as it does, until `condition()` is true. Raises `AssertionError` after
+        `most_s` seconds of it."""
+        passed = 0.0
+        while not condition():
+            assert passed < most_s, f"not within {most_s:g} s: {what}"
+            time.sleep(0.05)
+            self.advance(0.45)
+            passed += 0.5
