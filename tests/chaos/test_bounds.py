@@ -75,7 +75,7 @@ def read_slowly(server: Server, stop: threading.Event) -> None:
     while not stop.is_set():
         with RawClient(server, receive_buffer=16 * KiB) as raw, contextlib.suppress(Closed, OSError):
             raw.hello(namespace.canonical())
-            raw.sock.settimeout(1.0)  # of what is not there, little comes
+            raw.sock.settimeout(1.0)  # replies about missing blocks are shorter than what it reads
             for request_id in range(20):
                 raw.send(pack(GET, request_id, 60_000, 2000, 16), b"".join(keys))
             for _ in range(20):
@@ -154,7 +154,7 @@ def test_a_shard_never_takes_more_memory_than_its_limit_and_a_fixed_overhead(sta
             for thread in threads:
                 thread.join(60)
         assert not failures, failures
-        assert not any(thread.is_alive() for thread in threads)
+        assert not any(thread.is_alive() for thread in threads), "every client ends when it is told to"
         with KVStoreClient(server.endpoint, make_namespace(512 * KiB, "writer 0")) as client:
             keys = make_keys(10, first=10**9)
             assert client.set(keys, blocks_of(keys, 512 * KiB)).created == 10

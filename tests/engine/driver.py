@@ -229,9 +229,9 @@ class Serving:
         """Say in all workers what the weights are called."""
         self.llm.collective_rpc("kvstore_new_weights", args=(name,))
 
-    def hope_soon(self, seconds: float) -> None:
-        """From now on a store that was slow is believed to be twice as fast after so many seconds."""
-        admission.HOPE_S = seconds  # type: ignore[misc]
+    def set_hope_s(self, seconds: float) -> None:
+        """Set this engine's `HOPE_S`: how soon it tries a store again that was too slow."""
+        admission.HOPE_S = seconds
 
     def metrics(self) -> dict[str, float]:
         """The connector's, as "name" or "name/label value"; what happened since the last step is not in it."""

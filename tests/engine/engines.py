@@ -161,8 +161,8 @@ class Engine:
         self._send("name_weights", name)
         self._receive(ANSWER_S)
 
-    def hope_soon(self, seconds: float) -> None:
-        self._send("hope_soon", seconds)
+    def set_hope_s(self, seconds: float) -> None:
+        self._send("set_hope_s", seconds)
         self._receive(ANSWER_S)
 
     def tier_keys(self) -> list[bytes]:

@@ -39,10 +39,10 @@ def test_behind_a_slow_link_prompts_are_computed_until_it_is_fast_again(
     assert numbers["defects"] == 0
 
     link.bytes_per_s = None
-    engine.hope_soon(0.5)
+    engine.set_hope_s(0.5)
 
     def is_used() -> bool:
-        time.sleep(0.5)  # hope grows with the seconds; each question in vain is computed
+        time.sleep(0.5)  # a prompt that is computed tells nothing of the store: only time makes the engine try it again
         [answer] = engine.generate(questions[0])
         return answer.cached_tokens >= full_blocks(TOKENS) - BLOCK
 

@@ -44,7 +44,7 @@ def test_deleted_namespaces_leave_info_and_metrics_and_the_shards_counters_stay(
     for namespace in short:
         delete(server, namespace, put(server, namespace, 3))
     with KVStoreClient(server.endpoint, kept) as client:
-        clock.run_until(lambda: rows(client) == {kept.id}, GONE_S, "only what holds blocks is told of")
+        clock.run_until(lambda: rows(client) == {kept.id}, GONE_S, "INFO lists only the namespace that has blocks")
         info = shard_info(client)
         assert (info.created, info.hits, info.misses, info.evicted) == (90, 90, 0, 0)
         assert info.memory_used_bytes == info.segment_bytes, "their segments are free"

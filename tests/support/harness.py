@@ -67,7 +67,7 @@ def wait_until(condition: Callable[[], Any], deadline_s: float = ANSWER_S, what:
 
 
 def stays(condition: Callable[[], Any], seconds: float, what: str = "") -> None:
-    """Check that `condition()` is true for so many seconds. Raises `AssertionError` as soon as it is not."""
+    """Raise `AssertionError` if `condition()` becomes false within so many seconds."""
     began = time.monotonic()
     while (passed := time.monotonic() - began) < seconds:
         assert condition(), f"no longer so after {passed:.2f} s: {what or condition}"
