@@ -1,7 +1,9 @@
 """How pytest-xdist distributes the tests: file by file, and tests that measure time run last, nearly alone.
 
-A module's tests share its fixtures, so one worker runs a whole file. Two workers run all engine tests, because these
-share engines and because more engines at once need more cores than a small machine has.
+A module's tests share its fixtures, so one worker runs a whole file. Half of the workers run all engine tests, because
+these share engines and because more engines at once need more cores than there are. They begin with them as soon as the
+unit tests are done, while the other workers run integration tests; who has no more of its own helps the others, but
+for the engine tests.
 
 Tests marked `exclusive` measure time or throughput: they wait until all others have ended. Then three workers run them,
 file by file as well, the clusters of tests/chaos first: these take longest, and wait most of the time.
@@ -26,25 +28,11 @@ from xdist.workermanage import WorkerController
 EXCLUSIVE: Final = "exclusive "  # how the names of their units begin
 EXCLUSIVE_WORKERS: Final = 3
 LONGEST_FIRST: Final = ("chaos", "attack", "integration", "unit")  # folders of exclusive tests
-ENGINES: Final = ("engines 1", "engines 2")
-# What the second of the two runs: half of the time of tests/engine. The first has all others.
-SECOND_ENGINES: Final = frozenset(
-    f"test_{name}.py"
-    for name in [
-        "engine_cluster",
-        "faults",
-        "load",
-        "new_weights",
-        "proxy",
-        "proxy_faults",
-        "proxy_kill",
-        "serving",
-        "soak",
-        "tier",
-        "tiers",
-        "tracing",
-        "windowed_models",
-    ]
+ENGINE_TESTS: Final = "tests/engine/"
+# Their tests share a store, two engines and a proxy, so one worker runs them all.
+FLEET: Final = "tests/engine/ with a fleet"
+OF_A_FLEET: Final = frozenset(
+    f"{ENGINE_TESTS}test_{name}.py" for name in ("proxy", "proxy_faults", "proxy_kill", "tracing")
 )
 ROOMS: Final = ("unit", "integration", "engine", "attack", "chaos")  # what is quick tells of a mistake first
 SLOW_WEIGHT: Final = 8  # a test of tests/slow.txt takes as long as so many others
@@ -111,6 +99,11 @@ def _exclusive_order(unit: str) -> int:
     return next((number for number, start in enumerate(starts) if unit.startswith(start)), len(starts))
 
 
+def _engine_workers_order(unit: str) -> int:
+    """What a worker that runs engine tests does first; else it keeps to the common order."""
+    return 0 if unit.startswith("tests/unit/") else 1 if unit.startswith(ENGINE_TESTS) else 2
+
+
 def _room(item: pytest.Item) -> int:
     return next((number for number, room in enumerate(ROOMS) if f"/tests/{room}/" in item.path.as_posix()), len(ROOMS))
 
@@ -121,7 +114,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 class FilesThenExclusive(LoadFileScheduling):
-    """The units of work are single files, two halves of the engine tests, and the exclusive tests of a file. The last
+    """The units of work are single files, the engine tests with a fleet, and the exclusive tests of a file. The last
     are given out when all else has ended."""
 
     _exclusive: frozenset[str] = frozenset()
@@ -130,9 +123,8 @@ class FilesThenExclusive(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         if nodeid in self._exclusive:
             return _exclusive_unit(nodeid)
-        if nodeid.startswith("tests/engine/"):
-            return ENGINES[nodeid.split("::", maxsplit=1)[0].rpartition("/")[2] in SECOND_ENGINES]
-        return super()._split_scope(nodeid)
+        file = super()._split_scope(nodeid)
+        return FLEET if file in OF_A_FLEET else file
 
     def schedule(self) -> None:
         if self.collection is None:  # the first time
@@ -142,13 +134,19 @@ class FilesThenExclusive(LoadFileScheduling):
         self._go_on()
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if not self._alone:
-            units = [unit for unit in self.workqueue if unit.startswith(EXCLUSIVE)]
-            for unit in sorted(units, key=_exclusive_order):
-                self.workqueue.move_to_end(unit)
-            if len(units) == len(self.workqueue):
-                return
-        super()._assign_work_unit(node)
+        unit = self._next_unit(node)
+        if unit is not None:
+            self.workqueue.move_to_end(unit, last=False)
+            super()._assign_work_unit(node)
+
+    def _next_unit(self, node: WorkerController) -> str | None:
+        """What a worker does next. None: what is left is for others, or for later."""
+        if self._alone:
+            return min(self.workqueue, key=_exclusive_order)
+        units = [unit for unit in self.workqueue if not unit.startswith(EXCLUSIVE)]
+        if node in self.nodes[-max(1, len(self.nodes) // 2) :]:
+            return min(units, key=_engine_workers_order, default=None)
+        return next((unit for unit in units if not unit.startswith(ENGINE_TESTS)), None)
 
     def _reschedule(self, node: WorkerController) -> None:
         super()._reschedule(node)
