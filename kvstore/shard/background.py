@@ -21,7 +21,7 @@ from kvstore import wire
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import JOBS, LISTS, REMOVALS, Account, LimitReached
 from kvstore.shard.peer import Peer
-from kvstore.shard.purging import MOST_SILENT, Purging
+from kvstore.shard.purging import MOST_SILENT, Purging, Removal
 from kvstore.store.generations import Generations
 from kvstore.store.listing import Listing
 from kvstore.store.namespace import NamespaceStore
@@ -85,7 +85,8 @@ class Background:
         self._check_room(peer)
         purged = purging.purge(request, peer.session.rights, peer.session.namespace)
         holders = set[Peer]().union(*map(purging.holders, purged))
-        removals = [self.remove(each) for each in purged]
+        removals: list[Removal] = [self.remove(each) for each in purged]
+        removals += filter(None, map(purging.early, purged))
         self._add(peer, request.id, self._purge(peer, request, purging, removals, holders))
 
     def remove(self, canonical: bytes) -> _Removal:
@@ -182,7 +183,7 @@ class Background:
         peer: Peer,
         request: wire.Purge,
         purging: Purging,
-        removals: list[_Removal],
+        removals: list[Removal],
         holders: set[Peer],
     ) -> Steps:
         while not all(removal.done for removal in removals):
@@ -191,7 +192,7 @@ class Background:
         while purging.silent(holders) and self._now < until:
             yield False
         silent = [holder.address for holder in purging.silent(holders)]
-        ids = [namespace_id(removal.canonical) for removal in removals]
+        ids = [namespace_id(each) for each in dict.fromkeys(removal.canonical for removal in removals)]
         reply = wire.PurgeReply(
             request.id,
             sum(removal.blocks for removal in removals),

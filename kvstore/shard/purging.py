@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Final, Protocol
 
 from kvstore import wire
 from kvstore.auth.rights import Rights
@@ -24,18 +24,27 @@ from kvstore.wire import ADMIN, WRITE, decode_namespace, namespace_id
 
 KNOWS_GENERATIONS: Final = 4  # the oldest protocol version that has them
 MOST_SILENT: Final = 16  # addresses that a reply names
+MOST_EARLY: Final = 256
+
+
+class Removal(Protocol):
+    """Blocks of earlier generations, which are being removed."""
+
+    canonical: bytes
+    blocks: int  # that were removed so far
+    done: bool
 
 
 class Purging:
     """The generations of the namespaces, and the connections that use each. `remove`: has the older blocks of a
-    namespace, given as canonical JSON, removed; nobody waits for that. `recovering`: whether the shard does not know
+    namespace, given as canonical JSON, removed. `recovering`: whether the shard does not know
     yet which blocks it has."""
 
     def __init__(
         self,
         store: Store,
         generations: Generations,
-        remove: Callable[[bytes], object],
+        remove: Callable[[bytes], Removal],
         recovering: Callable[[], bool],
     ) -> None:
         self.generations = generations
@@ -43,6 +52,7 @@ class Purging:
         self._remove = remove
         self._recovering = recovering
         self._peers: dict[bytes, set[Peer]] = {}  # by namespace
+        self._early: dict[bytes, tuple[int, Removal]] = {}  # by namespace: what a client had removed, at a generation
 
     # ---- connections -----------------------------------------------------------------------------------------
 
@@ -90,7 +100,9 @@ class Purging:
             else:
                 self.generations.begin_emptying(session.namespace_id)
                 self.generations.save()
-                self._remove(session.namespace)
+                self._early[session.namespace] = generation, self._remove(session.namespace)
+                if len(self._early) > MOST_EARLY:
+                    del self._early[next(iter(self._early))]
             self._end_older(session.namespace)
         return self.generations.of(session.namespace_id)
 
@@ -113,6 +125,12 @@ class Purging:
         for each in chosen:
             self._end_older(each)
         return chosen
+
+    def early(self, canonical: bytes) -> Removal | None:
+        """-> what was removed of a namespace before the PURGE that raised its generation came: a client that heard of
+        it from another shard was faster. None: nothing; each is given once."""
+        generation, removal = self._early.pop(canonical, (0, None))
+        return removal if generation == self.generations.of(namespace_id(canonical)) else None
 
     def _chosen(self, request: wire.Purge, rights: Rights, canonical: bytes) -> Iterator[bytes]:
         """Those with blocks, and those of which engines hold copies, also of what the store has lost."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore import wire
 from kvstore.auth.editing import add
 from kvstore.store.generations import FILE
 from kvstore.wire import zmtp
@@ -32,6 +33,7 @@ from tests.support.harness import (
 )
 
 BLOCK = 4096
+PURGE_REPLY = 76
 
 
 def rows(count: int, fill: int = 1) -> Any:
@@ -63,6 +65,27 @@ def test_what_was_made_before_a_purge_is_refused_and_what_is_made_after_it_is_st
         assert engine.set(keys, rows(60), generation=engine.generation).created == 60
         assert other.match_prefix(keys) == 60
         assert len(set(generations(other))) == 1
+
+
+def test_a_purge_counts_what_a_client_that_heard_of_it_earlier_had_removed(
+    server: Server, new_namespace: MakeNamespace
+) -> None:
+    """It heard of it from another shard, and told this one before the PURGE came. It counts once."""
+    namespace, keys = new_namespace(BLOCK), make_keys(30)
+    with KVStoreClient(server.endpoint, namespace) as client, RawClient(server) as raw:
+        client.set(keys, rows(30))
+        raw.hello(namespace.canonical())
+        generation = time.time_ns()
+        raw.send(wire.encode(wire.Raise(0, generation)))
+        wait_until(lambda: client.match_prefix(keys) == 0, what="its blocks are found no more")
+        purges = []
+        for number in (1, 2):
+            raw.send(wire.encode(wire.Purge(number, 10_000, generation=generation)))
+            while (reply := raw.reply()[0])[0] != PURGE_REPLY:
+                pass  # it is told of the generation, too
+            purges.append(reply)
+        assert [reply[2] for reply in purges] == [30, 0]
+        assert purges[0][3] == client.generation == generation and len(purges[0][4]) == 1
 
 
 def test_a_client_that_has_not_heard_of_a_purge_stores_what_it_is_given_now(
