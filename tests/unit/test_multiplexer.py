@@ -184,16 +184,22 @@ def test_what_comes_over_no_link_is_looked_at_by_the_deadline(cores: list[Core])
     """By whoever runs the call: alone, beside calls that wait for links, and among such calls only."""
     it_is_there = threading.Event()
     looks: list[bool] = []
-    threading.Timer(0.05, it_is_there.set).start()
+
+    def comes_after_a_look() -> None:
+        wait_until(lambda: looks)
+        it_is_there.set()
+
+    threading.Thread(target=comes_after_a_look).start()
     assert drive(looks_until(it_is_there.is_set, looks)) == len(looks) > 1 and not any(looks[:-1])
     for beside in (False, True):
         it_is_there.clear()
+        looks = []
         ended, never = Ended(), threading.Event()
         multiplexer = Multiplexer(lambda: FAR + time.monotonic())
         if beside:
             multiplexer.start(waits_for(cores[0], never, []), ended.of(0))
-        multiplexer.start(looks_until(it_is_there.is_set, []), ended.of(1))
-        time.sleep(0.02)  # it looks in vain
+        multiplexer.start(looks_until(it_is_there.is_set, looks), ended.of(1))
+        wait_until(lambda: looks)  # noqa: B023 - it looks in vain
         assert not ended.results
         it_is_there.set()
         wait_until(lambda ended=ended: 1 in ended.results)  # type: ignore[misc]
