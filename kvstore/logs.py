@@ -5,6 +5,7 @@ A line may carry fields beside its message: `log.info("...", extra=fields(uptime
 become log lines as well, so that machines can parse every line on standard error.
 
 Where standard error is the journal of systemd, each line has the priority of its level (`journalctl -p warning`).
+Nobody waits for who reads standard error (`standard_error.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from types import TracebackType
 from typing import Any, Final
 
 import msgspec
+
+from kvstore.standard_error import StandardError
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 FORMATS: Final = ("text", "json")
@@ -42,7 +45,7 @@ def configure(level: str, where: str, form: str = "text") -> None:
     names the process."""
     global _configured  # noqa: PLW0603 - one log a process
     _configured = (level, where, form)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _handler()
     handler.addFilter(_Bounded())
     formatter = _JSONFormatter(where) if form == "json" else _text_formatter(where)
     handler.setFormatter(_JournalFormatter(formatter) if _is_journal() else formatter)
@@ -56,6 +59,40 @@ def of_child(name: str) -> tuple[str, str, str]:
     """-> the arguments of `configure` for a child process that is to log like this one."""
     level, where, form = _configured
     return level, f"{where} {name}".strip(), form
+
+
+class _Handler(logging.Handler):
+    """Writes to standard error, and never waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._to = StandardError()
+        self._left_out = 0  # lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # a call with wrong arguments
+            self.handleError(record)
+            return
+        if self._left_out:
+            said = f"{self._left_out} lines were left out here: nobody read standard error"
+            told = logging.LogRecord(log.name, logging.WARNING, __file__, 0, said, None, None)
+            if self._write(self.format(told)):
+                self._left_out = 0
+        if not self._write(line):
+            self._left_out += 1
+
+    def _write(self, line: str) -> bool:
+        return self._to.write(line.encode("utf-8", "backslashreplace"))
+
+
+def _handler() -> logging.Handler:
+    try:
+        ours = sys.stderr.fileno() == 2
+    except (OSError, ValueError):
+        ours = False
+    return _Handler() if ours else logging.StreamHandler(sys.stderr)
 
 
 class _Bounded(logging.Filter):

@@ -2,22 +2,25 @@
 
 It is bounded: `LINES_PER_S` lines a second after a burst (a line says how many were left out), `TEXT` characters a
 field, and a file of `MOST_BYTES`, after which it is renamed to ``FILE.1`` and begun anew. Several processes write to
-one file: each line is one `write` to a file that is open for appending. Nothing waits for it: what cannot be written
-is counted and logged. One thread uses an `Audit`.
+one file: each line is one `write` to a file that is open for appending. Nothing waits for it, whatever the file is and
+whoever has locked it: what cannot be written is counted and logged. One thread uses an `Audit`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import socket
-import sys
+import stat
 import time
 from typing import Any, Final
 
 import msgspec
+
+from kvstore.standard_error import StandardError
 
 log = logging.getLogger("kvstore.audit")
 
@@ -25,6 +28,7 @@ LINES_PER_S: Final = 50
 BURST: Final = 200
 TEXT: Final = 512
 MOST_BYTES: Final = 64 << 20
+OVER_BYTES: Final = 1 << 20  # more, while another process holds the lock that is needed to rename the file
 COMPLAIN_S: Final = 60.0
 STDERR: Final = "stderr"
 SYSLOG: Final = "syslog"
@@ -46,6 +50,7 @@ class Audit:
         self._complained = -COMPLAIN_S
         self._fd = -1
         self._syslog: socket.socket | None = None
+        self._stderr = StandardError() if target == STDERR else None
         if target not in ("", STDERR, SYSLOG):
             self._fd = self._open()
 
@@ -82,9 +87,9 @@ class Audit:
             self._syslog.close()
 
     def _write(self, line: bytes) -> None:
-        if self._target == STDERR:
-            sys.stderr.write(line.decode() + "\n")
-            sys.stderr.flush()
+        if self._stderr is not None:
+            if not self._stderr.write(line):
+                raise BlockingIOError(errno.EAGAIN, "nobody reads standard error")
         elif self._target == SYSLOG:
             self._send(b"<%d>kvstore-server: " % _AUTH_NOTICE + line)
         else:
@@ -109,7 +114,13 @@ class Audit:
             raise
 
     def _open(self) -> int:
-        return os.open(self._target, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        """Raises `OSError` for what is no regular file, too: writing to a pipe would wait for who reads it."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(self._target, flags, 0o600)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "expected a regular file", self._target)
+        return fd
 
     def _in_place(self) -> bool:
         """Whether the open file still has its name: another process, or logrotate, may have renamed it."""
@@ -119,7 +130,12 @@ class Audit:
 
     def _turn_over(self) -> None:
         """Rename the file if it is full and still in place, and open the one that has its name then."""
-        fcntl.flock(self._fd, fcntl.LOCK_EX)  # held for two system calls, by a process that does nothing else meanwhile
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another process of the server has it for two system calls; or a stranger, for long
+            if os.fstat(self._fd).st_size >= MOST_BYTES + OVER_BYTES:
+                raise
+            return
         try:
             if self._in_place() and os.fstat(self._fd).st_size >= MOST_BYTES:
                 os.replace(self._target, f"{self._target}.1")

@@ -1,8 +1,13 @@
-"""Log lines: whoever can cause a line can cause a million, so lines of a kind are bounded."""
+"""Log lines: whoever can cause a line can cause a million, so lines of a kind are bounded; nobody waits for who reads
+them."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +62,67 @@ def test_lines_have_their_priority_where_standard_error_is_the_journal_and_only_
                 assert lines.pop(2) == f"{prefixes[1]}lines"
         assert [line[: len(prefix)] for line, prefix in zip(lines, prefixes, strict=True)] == prefixes
         assert all(line[len(prefix) :].startswith(first) for line, prefix in zip(lines, prefixes, strict=True)), lines
+
+
+UNREAD = """
+import logging, sys, time
+from kvstore import logs
+logs.configure("debug", "here", "json")
+log = logging.getLogger("kvstore")
+began = time.monotonic()
+for number in range(2000):
+    log.debug("a line %s", "x" * 200)
+log.debug("a long line %s", "x" * 100_000)
+print(time.monotonic() - began, flush=True)
+sys.stdin.readline()
+log.debug("the end")
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "pipe of another user", "socket"])
+def test_nobody_waits_for_who_does_not_read_standard_error(kind: str) -> None:
+    if kind == "socket":
+        near, far = socket.socketpair()
+        reader, writer = near.detach(), far.detach()
+    else:
+        reader, writer = os.pipe()
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 16)
+    program = UNREAD
+    if kind == "pipe of another user":  # which cannot be opened anew
+        program = (
+            "import os; real = os.open\n"
+            + (
+                "def refuse(path, *more, **named):\n"
+                "    if str(path).startswith('/proc/self/fd/'): raise PermissionError(path)\n"
+                "    return real(path, *more, **named)\n"
+                "os.open = refuse\n"
+            )
+            + UNREAD
+        )
+    command = [sys.executable, "-c", program]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment(), stderr=writer, text=True, **pipes) as process:  # type: ignore[call-overload]
+        os.close(writer)
+        try:
+            assert float(process.stdout.readline()) < 2.0, "it waited"
+            os.set_blocking(reader, False)
+            read = b""
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    read += os.read(reader, 1 << 20)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.wait(10) == 0
+            with contextlib.suppress(BlockingIOError):
+                while piece := os.read(reader, 1 << 20):
+                    read += piece
+        finally:
+            process.kill()
+            os.close(reader)
+    lines = read.decode().splitlines()
+    messages = [json.loads(line)["message"] for line in lines if line.endswith("}")]
+    assert messages[-1] == "the end"
+    assert messages[-2].endswith("lines were left out here: nobody read standard error")
+    written = sum(message.startswith("a line") for message in messages)
+    left_out = int(messages[-2].split()[0])
+    assert written > 50 and 2000 <= written + left_out <= 2001
