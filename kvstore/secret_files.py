@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 MOST_BYTES: Final = 4096
+
+
+def open_at_once(path: str | Path) -> BinaryIO:
+    """Open a file for reading. A pipe without a writer does not block. Raises `OSError`."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 def read_secret(path: str | Path, what: str) -> bytes:
     """-> the bytes of a file without white space at its ends. `what` begins the messages: the option that names it.
 
-    Blocks. Raises `ValueError` if it cannot be read, if users other than its owner and group can read it, or if it is
-    empty or longer than `MOST_BYTES`.
+    Blocks as long as the file system does. Raises `ValueError` if it cannot be read, if users other than its owner and
+    group can read it, or if it is empty or longer than `MOST_BYTES`.
     """
     try:
-        with open(path, "rb") as file:
+        with open_at_once(path) as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise ValueError(f"{what} {path}: it is no file: expected a file that holds the secret")

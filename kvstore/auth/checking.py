@@ -1,31 +1,34 @@
-"""Tokens that were checked already: they need not be hashed again. Thread-safe."""
+"""The policy in force: tokens that were checked under it need not be hashed again, and another one is noticed."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Final
 
-from kvstore.auth.policy import AuthFile
+from kvstore.auth.policy import AuthFile, Policy
 from kvstore.auth.rights import Rights
+from kvstore.watching import FileWatch
+
+log = logging.getLogger("kvstore.auth")
 
 MAX_KNOWN: Final = 4096
 FAILURE_S: Final = 1.0  # after which a failed login is answered
-LOOK_S: Final = 1.0  # how often the file is looked at
 
 Found = tuple[Rights, str]
 """The rights of a principal, and the hash of the token that it has shown."""
 
 
 class KnownTokens:
-    """Keeps keyed hashes of tokens, never the tokens. The oldest ones are forgotten when there are too many, and all of
-    them when the file has another policy."""
+    """Keeps keyed hashes of tokens, never the tokens. The oldest ones are forgotten when there are too many, and those
+    whose rights change with the policy. Thread-safe."""
 
     def __init__(self, file: AuthFile) -> None:
         self._file = file
-        self._look_at = 0.0
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._known: dict[bytes, Found] = {}
@@ -36,7 +39,7 @@ class KnownTokens:
 
     def remember(self, token: bytes, found: Found) -> bool:
         """Remember a token that was checked. -> False if the policy in force does not have it (any more)."""
-        if self._file.policy.rights_of(found[0].principal, found[1]) != found[0]:
+        if self._file.policy.rights_of(*_login(found)) != found[0]:
             return False
         with self._lock:
             while len(self._known) >= MAX_KNOWN:
@@ -44,17 +47,30 @@ class KnownTokens:
             self._known[self._digest(token)] = found
         return True
 
-    def look(self, now: float, asked: bool = False) -> bool:
-        """Have the file read again if it is time to and it has changed, or if that was `asked` for. -> whether another
-        policy is in force. One thread at a time, of those that use the file."""
-        if now < self._look_at and not asked:
-            return False
-        self._look_at = now + LOOK_S
-        changed = self._file.reload(asked)
-        if changed:
-            with self._lock:
-                self._known.clear()
-        return changed
+    def adopt(self, policy: Policy) -> None:
+        """Put another policy in force."""
+        self._file.policy = policy
+        log.info("%s: %d principals are in force", self._file.path, len(policy.principals))
+        with self._lock:
+            known = self._known.items()
+            self._known = {digest: found for digest, found in known if policy.rights_of(*_login(found)) == found[0]}
 
     def _digest(self, token: bytes) -> bytes:
         return hmac.digest(self._key, token, hashlib.sha256)
+
+
+def _login(found: Found) -> tuple[str, str]:
+    """-> the principal, and the hash of its token."""
+    return found[0].principal, found[1]
+
+
+def watch_policy(file: AuthFile, found: Callable[[Policy], None]) -> FileWatch:
+    """-> what looks whether the file has changed. `found`: called on its thread with each policy that is another one
+    than the last."""
+
+    def look(asked: bool) -> None:
+        policy = file.read_again(asked)
+        if policy is not None:
+            found(policy)
+
+    return FileWatch(str(file.path), look)

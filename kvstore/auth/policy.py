@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import re
 import stat
 import sys
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from typing import Any, Final
 import msgspec
 
 from kvstore.auth.rights import EVERY_TENANT, Rights, verbs_of
-from kvstore.auth.tokens import MAX_TOKEN_BYTES, NAME, check_hash, hash_token, make_token, matches, name_in
+from kvstore.auth.tokens import MAX_TOKEN_BYTES, NAME, check_hash, is_quick, matches, name_in
+from kvstore.secret_files import open_at_once
 from kvstore.sizes import parse_size
 from kvstore.wire import RIGHTS
 
@@ -32,6 +34,9 @@ log = logging.getLogger("kvstore.auth")
 MAX_FILE_BYTES: Final = 4 << 20
 MAX_TOKENS: Final = 4  # of a principal: each is one hash more for a login
 MIN_SECRET: Final = 32
+MOST: Final = (1 << 63) - 1  # of a limit
+# A key of many parts, which takes the parser a time that grows with their square: 14 s for 60 KB. No key has three.
+_LONG_KEY: Final = re.compile(r"(?:^|[\[{,])[ \t]*(?:[\w-]+[ \t]*\.[ \t]*){8}", re.MULTILINE | re.ASCII)
 _SIZES: Final = ("memory", "memory_guaranteed", "disk", "transient", "pinned")
 
 
@@ -85,7 +90,8 @@ class Limits:
 
 
 NO_LIMITS: Final = Limits()
-_NOBODYS: Final = hash_token(make_token("nobody"))
+# Of no token: for names that nobody has, where it takes time to check those of others.
+_NOBODYS: Final = "scrypt:4096:8:1:bm9ib2R5IGhhcyBpdA==:bm9ib2R5IGhhcyB0aGlzIHRva2VuLCBhdCBhbGwhISE="
 
 
 @dataclass(frozen=True)
@@ -103,16 +109,29 @@ class Policy:
     principals: dict[str, Principal]
     tenants: dict[str, Limits]
     member_secret: str = ""
+    slow: bool = False  # it has hashes that take long to check
+
+    def recognize(self, token: bytes) -> tuple[Rights, str] | None:
+        """-> the rights of who shows this token, and the hash that it matches; None: it is none of those whose hashes
+        are quick to check. Takes microseconds; any thread."""
+        principal = self.principals.get(name_in(token))
+        if principal is not None:
+            for kept in filter(is_quick, principal.tokens):
+                if matches(token, kept):
+                    return principal.rights, kept
+        return None
 
     def login(self, token: bytes) -> tuple[Rights, str] | None:
-        """-> the rights of who shows this token, and the hash that it matches; None: it is nobody's. Takes about 10 ms
-        for each token of the principal that it names, and for a name that nobody has, too; any thread."""
+        """The same of all tokens. If the policy is `slow`, it takes about 10 ms or more, for names that nobody has,
+        too; any thread."""
+        found = self.recognize(token)
+        if found is not None or not self.slow:
+            return found
         principal = self.principals.get(name_in(token))
-        if principal is None:
-            matches(token[:MAX_TOKEN_BYTES], _NOBODYS)
-            return None
-        for kept in principal.tokens:
-            if matches(token, kept):
+        slow = [kept for kept in principal.tokens if not is_quick(kept)] if principal is not None else []
+        for kept in slow or [_NOBODYS]:
+            right = matches(token[:MAX_TOKEN_BYTES], kept)
+            if right and principal is not None:
                 return principal.rights, kept
         return None
 
@@ -134,12 +153,14 @@ def member_cookie(secret: str, node: str, host: str, port: int) -> str:
 
 def parse_policy(text: str, where: str) -> Policy:
     """-> the policy of a file's text. `where`: its name, for errors. Raises `AuthFileError`."""
+    if _LONG_KEY.search(text):
+        raise AuthFileError(f"{where}: a key of more than eight parts: expected [tenants.NAME] and the like")
     try:
         file = msgspec.convert(tomllib.loads(text), _File)
-    except tomllib.TOMLDecodeError as error:
-        raise AuthFileError(f"{where}: not TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise AuthFileError(f"{where}: {error}") from None
+    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and for deep tables
+        raise AuthFileError(f"{where}: not TOML: {error}") from None
     if file.member_secret and len(file.member_secret) < MIN_SECRET:
         raise AuthFileError(
             f"{where}: member_secret has {len(file.member_secret)} characters: expected {MIN_SECRET} or more, random"
@@ -154,6 +175,7 @@ def parse_policy(text: str, where: str) -> Policy:
         principals,
         {name: _limits(name, limits, f"{where}: tenant {name!r}") for name, limits in file.tenants.items()},
         file.member_secret,
+        any(not is_quick(kept) for principal in principals.values() for kept in principal.tokens),
     )
 
 
@@ -202,8 +224,8 @@ def _limits(name: str, given: _Limits, where: str) -> Limits:
     for field in ("connections", "requests_per_s"):
         values[field] = getattr(given, field)
     for field, value in values.items():
-        if value is not None and value < 0:
-            raise AuthFileError(f"{where}: {field}: {value}: expected 0 or more")
+        if value is not None and not 0 <= value <= MOST:  # so is nan, which is no number
+            raise AuthFileError(f"{where}: {field}: {value}: expected 0 or more, and at most {MOST}")
     limits = Limits(**values)
     if limits.memory is not None and limits.memory_guaranteed > limits.memory:
         raise AuthFileError(
@@ -213,28 +235,28 @@ def _limits(name: str, given: _Limits, where: str) -> Limits:
 
 
 class AuthFile:
-    """The file of ``--auth``, and the policy that is in force. One thread uses it."""
+    """The file of ``--auth``. `policy` is in force: the first one, until who uses it puts another there."""
 
     def __init__(self, path: str | Path) -> None:
         """Read the file. Raises `AuthFileError`."""
         self.path = Path(path)
         self._seen: tuple[int, ...] = ()
-        self.policy = self._read()
+        self.policy = self._latest = self._read()
 
-    def reload(self, asked: bool = False) -> bool:
-        """Read the file again if it has changed, or if that was `asked` for. -> whether another policy is in force."""
+    def read_again(self, asked: bool = False) -> Policy | None:
+        """Read the file if it has changed, or if that was `asked` for. -> its policy; None: it is the one that was read
+        before, or cannot be used, which is logged. May take long; one thread at a time."""
         if not asked and self._stamp() == self._seen:
-            return False
+            return None
         try:
             policy = self._read()
         except AuthFileError as error:
             log.error("%s; the policy before it stays in force", error)
-            return False
-        changed = policy != self.policy
-        self.policy = policy
-        if changed:
-            log.info("%s: %d principals are in force", self.path, len(policy.principals))
-        return changed
+            return None
+        if policy == self._latest:
+            return None
+        self._latest = policy
+        return policy
 
     def _stamp(self) -> tuple[int, ...]:
         try:
@@ -246,20 +268,26 @@ class AuthFile:
     def _read(self) -> Policy:
         self._seen = self._stamp()  # before reading: a change while it is read is noticed next time
         try:
-            status = os.stat(self.path)
-            if not stat.S_ISREG(status.st_mode):
-                raise AuthFileError(f"{self.path}: expected a regular file")
-            if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
-                raise AuthFileError(
-                    f"{self.path}: mode {stat.S_IMODE(status.st_mode):o}: others may read or change it: chmod 600 it"
-                )
-            if status.st_size > MAX_FILE_BYTES:
-                raise AuthFileError(f"{self.path}: {status.st_size} bytes: expected at most {MAX_FILE_BYTES}")
-            text = self.path.read_text(encoding="utf-8")
+            with open_at_once(self.path) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise AuthFileError(f"{self.path}: expected a regular file")
+                if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+                    raise AuthFileError(
+                        f"{self.path}: mode {stat.S_IMODE(status.st_mode):o}: others may read or change it: "
+                        "chmod 600 it"
+                    )
+                data = file.read(MAX_FILE_BYTES + 1)
+            if len(data) > MAX_FILE_BYTES:
+                size = max(status.st_size, len(data))
+                raise AuthFileError(f"{self.path}: {size} bytes: expected at most {MAX_FILE_BYTES}")
+            text = data.decode()
         except OSError as error:
             raise AuthFileError(
                 f"{self.path}: {error.strerror}: expected a file as `kvstore auth add` makes it"
             ) from None
         except UnicodeDecodeError as error:
             raise AuthFileError(f"{self.path}: not UTF-8: {error}") from None
+        if not text.strip():
+            raise AuthFileError(f"{self.path}: it is empty: expected a file as `kvstore auth add` makes it")
         return parse_policy(text, str(self.path))

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvstore.auth.audit import Audit
-from kvstore.auth.checking import FAILURE_S, Found, KnownTokens
+from kvstore.auth.checking import FAILURE_S, Found, KnownTokens, watch_policy
 from kvstore.auth.policy import AuthFile
 from kvstore.auth.rights import EVERY_TENANT
 from kvstore.auth.tokens import name_in
@@ -47,6 +47,7 @@ class HTTPLogins:
         self._file = file
         self._audit = audit
         self._known = KnownTokens(file)
+        self._watch = watch_policy(file, self._known.adopt)
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
         self._waiting = threading.BoundedSemaphore(MOST_WAITING)
@@ -61,7 +62,7 @@ class HTTPLogins:
                 "401 Unauthorized", "this server wants a token, as a Bearer token or as the password of Basic"
             )
         with self._lock:
-            self._known.look(time.monotonic())
+            self._watch.start()
         found = self._known.find(token)
         if found is None or self._file.policy.rights_of(found[0].principal, found[1]) != found[0]:
             found = self._log_in(token, environ.get("REMOTE_ADDR", ""))
@@ -75,8 +76,11 @@ class HTTPLogins:
 
     def _log_in(self, token: bytes, address: str) -> Found:
         began = time.monotonic()
-        with self._hashing:  # one at a time: guesses take no more than a core
-            found = self._file.policy.login(token)
+        policy = self._file.policy
+        found = policy.recognize(token)
+        if found is None and policy.slow:
+            with self._hashing:  # one at a time: guesses take no more than a core
+                found = policy.login(token)
         if found is not None and self._known.remember(token, found):
             return found
         if not self._waiting.acquire(blocking=False):

@@ -165,8 +165,9 @@ class Supervisor:
     def _not_serving(self, shard: int) -> str:
         """-> why clients are not served by a shard; empty: they are."""
         reason = self._children[shard].not_serving
-        if self._tls is not None and not reason and self._tls.children[shard].not_serving:
-            reason = f"TLS: {self._tls.children[shard].not_serving}"
+        if self._tls is not None and not reason:
+            its_reason = self._tls.children[shard].why_not_serving()
+            reason = f"TLS: {its_reason}" if its_reason else ""
         return reason
 
     def _make_registration(self) -> Registration | None:
@@ -280,7 +281,7 @@ class Supervisor:
     def _on_hangup(self, _number: int, _frame: object) -> None:
         """Have files read again: of principals, and certificates. A process that is starting reads them anyway."""
         if self._tls is not None:
-            self._tls.certificate.reload()
+            self._tls.certificate.watch.ask()
         for child in self._processes:
             if child.process is not None and child.ready_fd < 0:
                 child.process.send_signal(signal.SIGHUP)
@@ -338,6 +339,8 @@ class Supervisor:
         """Wait for an event: a shard is ready or has died, a restart is due, or a signal came. Then handle it."""
         now = time.monotonic()
         due = [child.restart_at for child in self._processes if child.process is None]
+        if self._tls is not None:
+            due.append(now + self._tls.look())
         self._systemd.alive()
         for key, _ in self._selector.select(self._systemd.wait_s(max(0.0, min(due) - now) if due else None)):
             child = key.data

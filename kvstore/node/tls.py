@@ -7,12 +7,14 @@ and need no TLS. To shards of other nodes it connects with TLS and the node's ce
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import signal
 import socket
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.node.children import Child, ShardChild, StartError
 from kvstore.tls import TLSError, TLSOptions
@@ -27,13 +29,18 @@ from kvstore.wire.zmtp import command, greeting
 if TYPE_CHECKING:
     from kvstore.node.config import ServerConfig
 
+log = logging.getLogger("kvstore.tls")
+
+LOOK_S: Final = 1.0  # how often the processes are looked at
+SILENT_S: Final = 3.0  # after which a process that says nothing counts as down
+HANG_S: Final = 15.0  # after which it is ended
 REFUSAL = b"this port speaks TLS 1.3 only: connect with tls://HOST:PORT and the CA of its certificate (tls_ca)"
 
 
 class TLSUse(NamedTuple):
     """One TLS process, now."""
 
-    up: bool  # it accepts connections
+    up: bool  # it accepts connections; not if it hangs
     pid: int  # 0: there is none
     counts: Counts
 
@@ -57,7 +64,21 @@ class TLSChild(Child):
     def use(self) -> TLSUse:
         """-> what the process has to do. Any thread."""
         process = self.process
-        return TLSUse(not self.not_serving, process.pid if process is not None else 0, self._page.read())
+        return TLSUse(not self.why_not_serving(), process.pid if process is not None else 0, self._page.read())
+
+    def why_not_serving(self) -> str:
+        """-> why clients are not accepted; empty: they are. Any thread."""
+        silent_s = self._silent_s()
+        return self.not_serving or (f"its process has hung for {silent_s:.0f} s" if silent_s > SILENT_S else "")
+
+    def look(self) -> None:
+        """End a process that hangs; another one is started."""
+        if not self.not_serving and self.process is not None and self._silent_s() > HANG_S:
+            log.error("%s %d (pid %d) has hung for %g s; it is ended", self.kind, self.number, self.process.pid, HANG_S)
+            self.process.kill()
+
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._page.read().seen_ms / 1000
 
     def config(self, ready_fd: int) -> tuple[AcceptConfig, Sequence[int]]:
         config = self._config
@@ -109,6 +130,12 @@ class NodeTLS:
     def uses(self) -> list[TLSUse]:
         """-> the TLS process of each shard. Any thread."""
         return [child.use() for child in self.children]
+
+    def look(self) -> float:
+        """End processes that hang. -> in how many seconds to look again."""
+        for child in self.children:
+            child.look()
+        return LOOK_S
 
     def stop(self) -> None:
         """Accept no more clients; the processes end when the shards have closed their connections."""

@@ -12,7 +12,6 @@ import io
 import logging
 import socket
 import threading
-import time
 from collections import Counter
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final, TextIO
@@ -83,7 +82,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         """Accept a connection. With TLS, its handshake is left to its thread."""
         request, client_address = super().get_request()
         if self._certificate is not None:
-            self._certificate.look(time.monotonic())
             request.settimeout(READ_S)
             request = self._certificate.context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
         return request, client_address
@@ -141,6 +139,7 @@ class HTTPServer:
     """
 
     def __init__(self, address: HostPort, certificate: Certificate | None = None) -> None:
+        self._certificate = certificate
         self._server = _Server(address, certificate)
         self.port: int = self._server.server_address[1]
         self._looks: Looks | None = None
@@ -148,6 +147,8 @@ class HTTPServer:
 
     def start(self, pages: Pages) -> None:
         """Answer requests, on the server's own threads."""
+        if self._certificate is not None:
+            self._certificate.watch.start()
         self._server.set_app(pages)
         self._looks = pages.looks
         self._looks.start()

@@ -1,14 +1,16 @@
 """Logins: who a connection's HELLO says that it is, and what it may do.
 
-A token that was not seen before is checked against its hash on a thread, because that takes 10 ms. Nothing more is read
-from the connection until then, so its next requests find it logged in. A token that was checked is remembered (as a
-keyed hash, in memory only), so that an engine with many connections waits once. A login that fails is answered
-`FAILURE_S` after it came, whatever was wrong; the logins of one address that wait may be as many as are left for the
-others. So guessing is slow, and says nothing. A connection that has not logged in after `LOGIN_S` is closed.
+A right token is recognized at once, however many others guess, if the file has the hash that `kvstore auth` writes now.
+Against a scrypt hash of an earlier release, a token that was not seen before is checked on a thread, because that takes
+10 ms. Nothing more is read from the connection until then, so its next requests find it logged in. A token that was
+checked is remembered (as a keyed hash, in memory only), so that an engine with many connections waits once. A login
+that fails is answered `FAILURE_S` after it came, whatever was wrong; the logins of one address that wait may be as many
+as are left for the others. So guessing is slow, and says nothing. A connection that has not logged in after `LOGIN_S`
+is closed.
 
-The file is looked at once a second. Whose token or rights have changed is disconnected, and logs in again.
+The file is looked at once a second, on a thread. Whose token or rights have changed is disconnected, and logs in again.
 
-Used by the loop's thread only, but for `_check`.
+Used by the loop's thread only, but for `_check` and `_read`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Final, NamedTuple
 
 from kvstore import wire
 from kvstore.auth.audit import Audit
-from kvstore.auth.checking import FAILURE_S, Found, KnownTokens
+from kvstore.auth.checking import FAILURE_S, Found, KnownTokens, watch_policy
 from kvstore.auth.policy import AuthFile, Policy
 from kvstore.auth.rights import NONE, refuse
 from kvstore.auth.tokens import name_in
@@ -53,11 +55,13 @@ class Logins:
     def __init__(self, file: AuthFile, audit: Audit, done: Callable[[Peer, wire.Hello], None]) -> None:
         self.asked_to_reload = False  # set by a signal handler
         self.failed = 0  # logins
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable: checks are done
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable: checks are done, or there is a policy
         self._file = file
         self._audit = audit
         self._done = done
         self._known = KnownTokens(file)
+        self._watch = watch_policy(file, self._read)
+        self._policies: deque[Policy] = deque()  # that were read, and are not in force yet
         self._waiting = 0
         self._to_check: dict[Share, deque[_Login]] = {}  # by address, the one whose turn it is first
         self._changed = threading.Condition()  # guards it
@@ -75,9 +79,9 @@ class Logins:
             if peer.session.rights is NONE:
                 raise refuse(peer.session.rights, request)
             return True
-        known = self._known.find(token)
-        if known is not None:
-            _log_in(peer, known)
+        found = self._known.find(token) or self.policy.recognize(token)
+        if found is not None:
+            _log_in(peer, found)
             return True
         share = peer.share
         if MAX_LOGINS - self._waiting - share.logins <= 0:
@@ -90,11 +94,15 @@ class Logins:
         self._waiting += 1
         peer.session.logging_in = True  # nothing more is read until then
         peer.outbox.wake()  # so that the loop polls anew
+        login = _Login(peer, request, self.policy, now)
+        if not login.policy.slow:
+            self._failed.append(login)
+            return False
         if self._thread is None:
             self._thread = threading.Thread(target=self._check, name="kvstore-logins", daemon=True)
             self._thread.start()
         with self._changed:
-            self._to_check.setdefault(share, deque()).append(_Login(peer, request, self._file.policy, now))
+            self._to_check.setdefault(share, deque()).append(login)
             self._changed.notify()
         return False
 
@@ -117,6 +125,11 @@ class Logins:
             self._checked.append((login, found))
             os.eventfd_write(self.fd, 1)
 
+    def _read(self, policy: Policy) -> None:
+        """The file has another policy. Called by the thread that looks."""
+        self._policies.append(policy)
+        os.eventfd_write(self.fd, 1)
+
     def finish(self) -> None:
         """Log in whose token was found. Call it when `fd` is readable."""
         try:
@@ -125,14 +138,16 @@ class Logins:
             return
         while self._checked:
             login, found = self._checked.popleft()
-            peer = login.peer
             if found is not None and self._known.remember(login.request.credentials, found):
-                self._end(login)
-                _log_in(peer, found)
-                if not peer.outbox.closed:
-                    self._done(peer, login.request)
+                self._succeed(login, found)
             else:
                 self._failed.append(login)
+
+    def _succeed(self, login: _Login, found: Found) -> None:
+        self._end(login)
+        _log_in(login.peer, found)
+        if not login.peer.outbox.closed:
+            self._done(login.peer, login.request)
 
     def _end(self, login: _Login) -> None:
         login.peer.share.logins -= 1
@@ -140,11 +155,23 @@ class Logins:
         login.peer.session.logging_in = False
 
     def step(self, now: float) -> bool:
-        """Tell whose login has failed, and look at the file. -> whether another policy is in force."""
+        """Tell whose login has failed, and take the file's policy. -> whether another one is in force."""
         while self._failed and now >= self._failed[0].began + FAILURE_S:
-            self._fail(self._failed.popleft())
-        asked, self.asked_to_reload = self.asked_to_reload, False
-        return self._known.look(now, asked)
+            login = self._failed.popleft()
+            found = self.policy.recognize(login.request.credentials)  # there may be another policy meanwhile
+            if found is not None:
+                self._succeed(login, found)
+            else:
+                self._fail(login)
+        self._watch.start()
+        if self.asked_to_reload:
+            self.asked_to_reload = False
+            self._watch.ask()
+        if not self._policies:
+            return False
+        while self._policies:
+            self._known.adopt(self._policies.popleft())
+        return True
 
     def _fail(self, login: _Login) -> None:
         peer = login.peer

@@ -21,6 +21,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections import Counter
 from typing import Final
 
@@ -203,7 +204,8 @@ def main() -> None:
     listener = socket.socket(fileno=config.listen_fd)
     listener.setblocking(False)
     page = CountsPage(config.counts_fd)
-    page.write(Counts())
+    page.write(Counts(seen_ms=int(time.monotonic() * 1000)))
+    certificate.watch.start()
     loop = Loop()
     acceptor = Acceptor(loop, listener, socket.socket(fileno=config.give_fd), certificate, config.refusal)
     asked: set[int] = set()  # signals; Python handles them between two steps of the loop
@@ -219,9 +221,8 @@ def main() -> None:
             acceptor.stop()
         if signal.SIGHUP in asked:
             asked.discard(signal.SIGHUP)
-            certificate.reload()
-        certificate.look(loop.now)
-        page.write(Counts(loop.joined, acceptor.handshakes, acceptor.failed))
+            certificate.watch.ask()
+        page.write(Counts(loop.joined, acceptor.handshakes, acceptor.failed, int(loop.now * 1000)))
         if not stopping:
             acceptor.look()
 

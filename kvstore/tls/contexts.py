@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import ssl
+import stat
 from typing import Final
 
+from kvstore.secret_files import open_at_once
 from kvstore.tls import SYSTEM, TLSError, TLSOptions
 
 _EXPIRED: Final = 10
@@ -89,11 +91,14 @@ def _load_ca(context: ssl.SSLContext, ca: str) -> None:
 
 
 def _readable(file: str) -> None:
+    """Raise `TLSError` for what OpenSSL could not read, or would wait for, as for a pipe."""
     try:
-        with open(file, "rb"):
-            pass
+        with open_at_once(file) as opened:
+            regular = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
     except OSError as error:
         raise TLSError(f"{file}: {error.strerror}: expected a PEM file that this user can read") from None
+    if not regular:
+        raise TLSError(f"{file}: expected a regular file, in PEM")
 
 
 def explain(error: OSError, host: str, ca: str) -> str:

@@ -1,4 +1,5 @@
-"""What a TLS process has counted, on a page of memory that the supervisor shares. Reading it asks no process."""
+"""What a TLS process has counted, and when it was last seen to run, on a page of memory that the supervisor shares.
+Reading it asks no process."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ class Counts(NamedTuple):
     connections: int = 0  # that are open
     handshakes: int = 0  # that were done
     failed: int = 0  # connections that ended before
+    seen_ms: int = 0  # when they were written, on the monotonic clock of the host
 
 
 class CountsPage:

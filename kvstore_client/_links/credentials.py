@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from typing import Final
+
+from kvstore.secret_files import open_at_once
 
 log = logging.getLogger("kvstore_client")
 
@@ -53,7 +56,9 @@ class Credentials:
 
 
 def _read(file: str) -> bytes:
-    with open(file, "rb") as opened:
+    with open_at_once(file) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise ValueError(f"{file}: it is no file: expected a file that holds the secret")
         content = opened.read(MAX_TOKEN_BYTES + 2)
     return _check(content.decode("ascii", "replace").strip(), file)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -23,10 +24,12 @@ import pytest
 import zmq
 from cryptography import x509
 
+from kvstore.node.tls import HANG_S, SILENT_S
 from kvstore.tls import TLSOptions
 from kvstore.tls.outgoing import dial
 from kvstore_client import AsyncKVStoreClient, ConnectionLost, KVStoreClient, KVStoreError, Namespace, ProtocolError
 from tests.support.certificates import Authority, Issued
+from tests.support.clock import Clock
 from tests.support.harness import (
     GET,
     HELLO,
@@ -413,6 +416,49 @@ def test_a_client_that_takes_nothing_costs_the_node_little(
                 stores_and_reads(client, count=8, first=5000)
 
 
+def test_a_tls_process_that_hangs_is_told_and_replaced(
+    start_server: StartServer, authority: Authority, namespace: Namespace, tmp_path: Path
+) -> None:
+    clock = Clock(tmp_path / "clock")
+    flags = tls_flags(authority.issue("hanging"), "--http", "127.0.0.1:0")
+    server = start_server(*flags, **clock.environment)
+    with KVStoreClient(server.endpoint, namespace, tls_ca=authority.file, timeout_s=5) as client:
+        stores_and_reads(client)
+        assert tls_metrics(server, authority)["up"] == 1 and readiness(server, authority) == (200, "")
+        (process,) = [
+            child for child in server.shards() if any("kvstore.tls.accepting" in part for part in child.cmdline())
+        ]
+        process.suspend()
+        clock.advance(SILENT_S + 1)
+        assert tls_metrics(server, authority)["up"] == 0
+        status, reason = readiness(server, authority)
+        assert status == 503 and "TLS: its process has hung for" in reason
+        clock.advance(HANG_S)
+        wait_until(lambda: "TLS process 0 is serving again" in server.log_text(), what="it is replaced")
+        assert "has hung for" in server.log_text()
+        wait_until(lambda: readiness(server, authority) == (200, ""), what="the node is ready again")
+        wait_until(lambda: readable(client), what="the client connects again")
+
+
+def readiness(server: Server, authority: Authority) -> tuple[int, str]:
+    """-> the status of /readyz, and why shard 0 is not ready."""
+    context = ssl.create_default_context(cafile=authority.file)
+    try:
+        with urllib.request.urlopen(f"{server.http_url}/readyz", timeout=10, context=context) as answer:
+            return answer.status, json.load(answer)["shards"][0]["reason"]
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)["shards"][0]["reason"]
+
+
+def readable(client: KVStoreClient) -> bool:
+    """Whether the blocks that `stores_and_reads` has set are there."""
+    try:
+        return bool(client.contains(make_keys(64)).all())
+    except KVStoreError:
+        return False
+
+
 def test_a_tls_process_that_dies_is_replaced(
     start_server: StartServer, authority: Authority, namespace: Namespace
 ) -> None:
@@ -424,12 +470,5 @@ def test_a_tls_process_that_dies_is_replaced(
         ]
         process.kill()
         wait_until(lambda: "TLS process 0 is serving again" in server.log_text(), what="it is replaced")
-
-        def answered() -> bool:
-            try:
-                return bool(client.contains(make_keys(64)).all())  # no block is lost
-            except KVStoreError:
-                return False
-
-        wait_until(answered, what="the client connects again")
+        wait_until(lambda: readable(client), what="the client connects again, and no block is lost")
     assert server.stop() == 0

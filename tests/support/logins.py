@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import os
+import secrets
 import socket
 import ssl
 from pathlib import Path
 
 from kvstore.auth.editing import add
+from kvstore.auth.policy import parse_policy
 from kvstore_client import KVStoreClient, Namespace, NotAuthorized
 from tests.support import harness
 from tests.support.certificates import Authority
@@ -20,6 +24,26 @@ PATHS = ["tcp", "tls", "unix"]
 EVERYTHING = ["read", "write", "delete", "admin", "monitor"]
 KEYS = make_keys(2)
 KEYED = [10_000, len(KEYS), len(KEYS[0])]  # what requests about them begin with, after their number
+
+
+def scrypt_hash(token: str, cost: tuple[int, int, int] = (4096, 8, 1)) -> str:
+    """What earlier releases kept of a token."""
+    salt = secrets.token_bytes(16)
+    n, r, p = cost
+    hashed = hashlib.scrypt(token.encode(), salt=salt, n=n, r=r, p=p)
+    return f"scrypt:{n}:{r}:{p}:{base64.b64encode(salt).decode()}:{base64.b64encode(hashed).decode()}"
+
+
+def keep_as_before(file: Path, tokens: dict[str, str], cost: tuple[int, int, int] = (4096, 8, 1)) -> None:
+    """Replace the hashes of these principals' newest tokens by those that earlier releases kept."""
+    text = file.read_text()
+    policy = parse_policy(text, str(file))
+    for name, token in tokens.items():
+        text = text.replace(policy.principals[name].tokens[0], scrypt_hash(token, cost))
+    beside = file.with_suffix(".new")
+    beside.write_text(text)
+    beside.chmod(0o600)
+    beside.rename(file)
 
 
 class Guarded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -12,12 +13,14 @@ import pytest
 
 from kvstore.auth import audit as audit_log
 from kvstore.auth.audit import Audit
+from kvstore.auth.checking import KnownTokens
 from kvstore.auth.editing import add, rotate
 from kvstore.auth.policy import AuthFile, AuthFileError, member_cookie, parse_policy
 from kvstore.auth.rights import ALL, Rights, own, verbs_of
 from kvstore.auth.tokens import hash_token, make_token, matches, name_in
 from kvstore.store.quotas import Quota, Quotas
 from kvstore.wire import WireError
+from tests.support.logins import keep_as_before
 
 GOOD = """
 [[principals]]
@@ -41,6 +44,16 @@ tokens = ["scrypt:4:1:1:MTIzNDU2Nzg=:MTIzNDU2NzgxMjM0NTY3OA=="]
         (("scrypt:4:", "scrypt:1048576:"), "of at most (131072, 32, 16)"),
         (("scrypt:4:", "md5:4:"), "token 1: expected scrypt"),
         (("scrypt:4:1:1:", "secret"), "as `kvstore auth add` writes it"),
+        (("scrypt:4:1:1:", "sha256:"), "expected sha256:SALT:HASH"),
+        (("[[principals]]", f"[tenants.a]\nmemory = {'9' * 4301}\n[[principals]]"), "not TOML"),
+        (("[[principals]]", f"x = {'[' * 1000}\n[[principals]]"), "not TOML"),
+        (("[[principals]]", f"x = {'{y = ' * 1000}\n[[principals]]"), "not TOML"),
+        (("[[principals]]", f"x{'.a' * 30_000} = 1\n[[principals]]"), "a key of more than eight parts"),
+        (("[[principals]]", f"[x{'.a' * 30_000}]\n[[principals]]"), "a key of more than eight parts"),
+        (("[[principals]]", f"[tenants.a]\nmemory = {10**26}\n[[principals]]"), "at most 9223372036854775807"),
+        (("[[principals]]", "[tenants.a]\nmemory = '99999999TiB'\n[[principals]]"), "at most 9223372036854775807"),
+        (("[[principals]]", "[tenants.a]\nrequests_per_s = nan\n[[principals]]"), "requests_per_s: nan: expected 0"),
+        (("[[principals]]", "[tenants.a]\nrequests_per_s = inf\n[[principals]]"), "requests_per_s: inf: expected 0"),
         (("[[principals]]", 'member_secret = "short"\n[[principals]]'), "member_secret has 5 characters"),
         (
             ("[[principals]]", '[tenants.a]\nmemory = "lots"\n[[principals]]'),
@@ -65,6 +78,67 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     file.chmod(0o644)
     with pytest.raises(AuthFileError, match="mode 644: others may read or change it: chmod 600"):
         AuthFile(file)
+
+
+def test_what_is_no_file_or_empty_is_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "auth.toml"
+    os.mkfifo(file, 0o600)
+    with pytest.raises(AuthFileError, match="expected a regular file"):
+        AuthFile(file)
+    file.unlink()
+    file.touch(0o600)
+    with pytest.raises(AuthFileError, match="it is empty"):
+        AuthFile(file)
+
+
+def test_a_file_is_read_again_when_it_changes_and_the_last_good_policy_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "auth.toml"
+    add(file, "one", "a", ["read"])
+    auth = AuthFile(file)
+    assert auth.read_again() is None and auth.read_again(asked=True) is None, "it is as it was"
+    good = file.read_text()
+    file.write_text("")
+    assert auth.read_again() is None and "the policy before it stays in force" in caplog.text
+    file.write_text(good)
+    assert auth.read_again() is None, "it is the one that was read before"
+    add(file, "two", "a", ["read"])
+    policy = auth.read_again()
+    assert policy is not None and policy.principals.keys() == {"one", "two"}
+    assert auth.policy.principals.keys() == {"one"}, "who uses it puts it in force"
+
+
+def test_tokens_that_a_new_policy_has_stay_known(tmp_path: Path) -> None:
+    file = tmp_path / "auth.toml"
+    tokens = {name: add(file, name, "a", ["read"]).encode() for name in ("stays", "goes")}
+    auth = AuthFile(file)
+    known = KnownTokens(auth)
+    for token in tokens.values():
+        found = auth.policy.login(token)
+        assert found is not None and known.remember(token, found)
+    rotate(file, "goes", end_old=True)
+    policy = auth.read_again()
+    assert policy is not None
+    known.adopt(policy)
+    assert auth.policy is policy
+    assert known.find(tokens["stays"]) is not None and known.find(tokens["goes"]) is None
+
+
+def test_tokens_of_earlier_releases_are_accepted_and_only_theirs_take_long(tmp_path: Path) -> None:
+    file = tmp_path / "auth.toml"
+    tokens = {name: add(file, name, "a", ["read"]) for name in ("old", "new")}
+    assert not AuthFile(file).policy.slow
+    keep_as_before(file, {"old": tokens["old"]})
+    policy = AuthFile(file).policy
+    assert policy.slow
+    old, new = (token.encode() for token in tokens.values())
+    assert policy.recognize(old) is None and policy.recognize(new) is not None
+    found = policy.login(old)
+    assert found is not None and found[0].principal == "old"
+    assert policy.login(new) is not None
+    for wrong in (b"", b"kvs_old.", old[:-1], b"kvs_nobody." + b"A" * 43, b"\xff" * 300):
+        assert policy.recognize(wrong) is None and policy.login(wrong) is None
 
 
 def test_what_an_operator_wrote_stays_when_a_principal_is_added_or_gets_a_token(tmp_path: Path) -> None:
@@ -147,6 +221,38 @@ def test_the_audit_log_is_bounded_and_turned_over(tmp_path: Path, monkeypatch: p
     lines = [json.loads(line) for line in (tmp_path / "flood").read_text().splitlines()]
     assert 201 <= len(lines) < 300
     assert lines[-1]["lines_left_out"] >= 700
+
+
+def test_the_audit_log_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match=r"No such device|expected a regular file"):
+        Audit(str(pipe))
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(OSError, match="expected a regular file"):
+        Audit(str(pipe))
+    os.close(reader)
+
+    monkeypatch.setattr(audit_log, "MOST_BYTES", 1000)
+    monkeypatch.setattr(audit_log, "OVER_BYTES", 1000)
+    file = tmp_path / "audit.jsonl"
+    audit = Audit(str(file))
+    with file.open() as stranger:
+        fcntl.flock(stranger, fcntl.LOCK_EX)
+        for number in range(100):
+            audit.record("purge", number=number)
+        assert 1000 < file.stat().st_size < 2200, "it grows on for a while, and no line waits for the lock"
+    audit.record("purge", number=100)
+    [line] = map(json.loads, file.read_text().splitlines())
+    assert line["number"] == 100 and line["lines_left_out"] > 50
+    file.rename(tmp_path / "moved")
+    os.mkfifo(file)
+    audit.record("purge", number=101)
+    file.unlink()
+    audit.record("purge", number=102)
+    [line] = map(json.loads, file.read_text().splitlines())
+    assert line["number"] == 102 and line["lines_left_out"] == 1
+    audit.close()
 
 
 class Held:
