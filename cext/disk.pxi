@@ -80,22 +80,26 @@ cdef Py_ssize_t _move(int fd, char *memory, Py_ssize_t size, off_t offset, bint 
     return done
 
 
-def read_blocks(int fd, memory, places, offsets, Py_ssize_t block_bytes, sums):
+def read_blocks(int fd, memory, places, offsets, Py_ssize_t block_bytes, sums, found=None):
     """Reads block i from ``offsets[i]`` of the file into ``memory[places[i]:][:block_bytes]`` and checks it.
 
     ``places``, ``offsets``: int64, in bytes. ``sums``: uint64, the xxh3-64 that each block must have; None: the caller
-    checks them. Returns int32, one a block: 0 when its checksum is right, -1 when it is not (or the file ends too early), else the errno of its
-    read.
+    checks them, with those in ``found``, writable uint64, unless it is None, too. Returns int32, one a block: 0 when its
+    checksum is right, -1 when it is not (or the file ends too early), else the errno of its read.
     Blocks, without the GIL. Raises TypeError or ValueError before anything is read.
     """
     cdef _Blocks blocks = _Blocks(memory, places, offsets, block_bytes, True)
-    cdef _Buffers held = _Buffers(2)
+    cdef _Buffers held = _Buffers(3)
     cdef const uint64_t *sum = NULL
+    cdef uint64_t *of_it = NULL
     if sums is not None:
         sum = _sums(held, sums, blocks.count, False, "sums")
+    if found is not None:
+        of_it = _sums(held, found, blocks.count, True, "found")
     result = np.empty(blocks.count, dtype=np.int32)
     cdef int32_t *status = <int32_t *>held.take(result, PyBUF_WRITABLE, "result").buf
     cdef Py_ssize_t i, first = 0, end, done
+    cdef uint64_t hashed
     cdef int error
     with nogil:
         while first < blocks.count:
@@ -105,11 +109,15 @@ def read_blocks(int fd, memory, places, offsets, Py_ssize_t block_bytes, sums):
             for i in range(first, end):
                 if (i - first + 1) * block_bytes > done:
                     status[i] = error if error != 0 else CORRUPT_BLOCK
-                elif (sum != NULL
-                      and xxh3_64(<uint8_t *>blocks.base + blocks.places[i], block_bytes, 0, _best) != sum[i]):
+                    continue
+                status[i] = 0
+                if sum == NULL and of_it == NULL:
+                    continue
+                hashed = xxh3_64(<uint8_t *>blocks.base + blocks.places[i], block_bytes, 0, _best)
+                if of_it != NULL:
+                    of_it[i] = hashed
+                if sum != NULL and hashed != sum[i]:
                     status[i] = CORRUPT_BLOCK
-                else:
-                    status[i] = 0
             first = end
     return result
 

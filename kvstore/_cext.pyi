@@ -157,7 +157,13 @@ class BlockFrames:
 _Places: TypeAlias = npt.NDArray[np.int64]
 
 def read_blocks(
-    fd: int, memory: _Buffer, places: _Places, offsets: _Places, block_bytes: int, sums: npt.NDArray[np.uint64] | None
+    fd: int,
+    memory: _Buffer,
+    places: _Places,
+    offsets: _Places,
+    block_bytes: int,
+    sums: npt.NDArray[np.uint64] | None,
+    found: npt.NDArray[np.uint64] | None = None,
 ) -> npt.NDArray[np.int32]: ...
 def write_blocks(fd: int, memory: _Buffer, places: _Places, offsets: _Places, block_bytes: int) -> int: ...
 

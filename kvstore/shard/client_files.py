@@ -1,8 +1,9 @@
 """Memory that a client on this host shares, from which the shard copies blocks: source -> slot.
 
-A file must be sealed against shrinking, so that reading it never fails. The client may change what is in it at any
-time; then the checksum, which is computed on the way, does not match what the client said, and the SET is refused. In a
-namespace whose checksums are MACs, the readers find that out.
+A file must be sealed against shrinking, so that reading it never fails. Files of this user and of root are mapped;
+those of others are read by system calls, so that nobody has the shard pay for the pages of a file (`UNMAPPED`). The
+client may change what is in a file at any time; then the checksum, which is computed on the way, does not match what
+the client said, and the SET is refused. In a namespace whose checksums are MACs, the readers find that out.
 
 Used by the loop's thread only.
 """
@@ -11,10 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
+import socket
+import stat
+import struct
 import threading
 from queue import SimpleQueue
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,32 +30,63 @@ from kvstore.wire.remote_memory import RemoteMemoryError, Sharing, Touched
 from kvstore.wire.shared import MAX_FILES, STAGED
 from kvstore.wire.zmtp import ZMTPError
 
-_closing: SimpleQueue[int] = SimpleQueue()
+MOST_TO_CLOSE: Final = 256  # descriptors that wait to be closed
 
 
-def _close_all() -> None:
-    while True:
-        with contextlib.suppress(OSError):
-            os.close(_closing.get())
+class _Closer:
+    """Closes descriptors on a thread of its own, because that may take long, for example of a file on a network."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[int] = SimpleQueue()
+        self._begun = self._ended = 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def behind(self) -> bool:
+        """Whether so many wait that no more should come."""
+        return self._begun - self._ended >= MOST_TO_CLOSE
+
+    def close(self, descriptor: int) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvstore-close", daemon=True)
+            self._thread.start()
+        self._begun += 1
+        self._queue.put(descriptor)
+
+    def _run(self) -> None:
+        while True:
+            descriptor = self._queue.get()
+            with contextlib.suppress(OSError):
+                self.close_now(descriptor)
+            self._ended += 1
+
+    close_now = staticmethod(os.close)
 
 
-@functools.cache
-def _closer() -> threading.Thread:
-    thread = threading.Thread(target=_close_all, name="kvstore-close", daemon=True)
-    thread.start()
-    return thread
+_closer = _Closer()
 
 
 def close_foreign(descriptor: int) -> None:
-    """Close a descriptor that a client sent. If it is no memfd but, say, a socket that lingers, that may take long, so
-    another thread does it."""
+    """Close a descriptor that a client sent. If it is no memfd, that may take long."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
-        _closer()
-        _closing.put(descriptor)
+        _do_not_linger(descriptor)
+        _closer.close(descriptor)
     else:
         os.close(descriptor)
+
+
+def _do_not_linger(descriptor: int) -> None:
+    """If it is a socket with unsent bytes, closing it would wait for as long as its owner likes."""
+    if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        with socket.socket(fileno=os.dup(descriptor)) as sock, contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def can_take_files() -> bool:
+    """Whether descriptors may come from clients: those that came before could be closed, but for a few."""
+    return not _closer.behind
 
 
 class ClientFiles:
@@ -64,6 +99,11 @@ class ClientFiles:
     def take(self, descriptors: list[int]) -> None:
         """Keep descriptors that have come on the connection. Raises `ZMTPError` if there are several."""
         self._memory.receive(descriptors)
+        if not can_take_files():
+            self.close()
+            raise ZMTPError(
+                f"a descriptor came, and {MOST_TO_CLOSE} that came before cannot be closed: expected no more"
+            )
         if self._memory.waiting > 1:  # who keeps to the protocol waits for the answer to each SHARE
             self.close()
             raise ZMTPError("several descriptors came at once: expected one, with the bytes of a SHARE")

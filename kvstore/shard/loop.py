@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import select
 import socket
 import time
@@ -27,7 +28,7 @@ from kvstore.disk.tier import DiskTier
 from kvstore.networks import network_of
 from kvstore.shard.account import Share
 from kvstore.shard.answers import Answers
-from kvstore.shard.client_files import ClientFiles
+from kvstore.shard.client_files import ClientFiles, can_take_files
 from kvstore.shard.leases import Holders, Leases
 from kvstore.shard.logins import LOGIN_S
 from kvstore.shard.neighbours import Neighbours
@@ -43,7 +44,7 @@ from kvstore.shard.waiting import Waiting
 from kvstore.store.arena import Arena
 from kvstore.store.namespaces import Store
 from kvstore.tls.handing import Handed
-from kvstore.wire.remote_memory import DESCRIPTORS, Sharing, Touched, Transport
+from kvstore.wire.remote_memory import DESCRIPTORS, UNMAPPED, Sharing, Touched, Transport
 from kvstore.wire.shared import peer_credentials
 
 log = logging.getLogger("kvstore.shard")
@@ -315,7 +316,15 @@ class Shard:
                 ", ".join(map(str, self._config.unix_users)),
             )
             return None
+        if not can_take_files():
+            log.warning(
+                "process %d of user %d was refused at the Unix socket: files that clients shared cannot be closed",
+                process,
+                user,
+            )
+            return None
         self._store.arena.lending = True
+        trusted = user in (0, os.getuid()) or not self._sharing.mapped
         share = self._places.share(f"user {user} of this host")
         return Peer(
             self._state,
@@ -326,7 +335,7 @@ class Shard:
             self._to_flush,
             self._forget,
             Leases(self._answers.lending, share, self._sharing),
-            ClientFiles(self._sharing, self._touched),
+            ClientFiles(self._sharing if trusted else UNMAPPED, self._touched),
         )
 
     def _tell_retired(self, arena: Arena) -> None:

@@ -9,21 +9,26 @@ reads it there. What reads it is a `RemoteMemory`, made by a `Sharing`: `DESCRIP
 
 from __future__ import annotations
 
+import abc
 import fcntl
+import mmap
 import os
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import IdRing, LentBlocks, all_inside, copy_blocks, distinct_files
+from kvstore._cext import IdRing, LentBlocks, all_inside, copy_blocks, distinct_files, read_blocks
 from kvstore.pages import FileMap
 from kvstore.plugins import TRANSPORTS
 
 TOUCHED_BYTES: Final = 32 << 20  # of others' memory that this process has read, before it lets go of the pages
 MAX_PAGE_BYTES: Final = 64 << 10
+MAX_OPEN: Final = 4096  # files of others that a process keeps open, one descriptor each
 
 Places = npt.NDArray[np.int64]
 Sums = npt.NDArray[np.uint64]
@@ -141,10 +146,10 @@ class Touched:
         self._bytes = 0
         self._maps: set[FileMap] = set()
 
-    def add(self, maps: list[FileMap], nbytes: int) -> None:
-        """So many bytes of these were read."""
+    def add(self, maps: list[FileMap], blocks: int, size: int) -> None:
+        """So many blocks of this size were read from these. What counts is whole pages, as blocks may lie apart."""
         self._maps.update(maps)
-        self._bytes += nbytes
+        self._bytes += blocks * (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
         if self._bytes >= TOUCHED_BYTES:
             touched, self._maps, self._bytes = self._maps, set(), 0
             for each in touched:
@@ -174,7 +179,7 @@ class _MappedBlocks:
         memories = [each.memory for each in self._maps]
         sums = copy_blocks(memories, self._which, self._offsets, self._size, out, places, in_all=in_all)
         if self._touched is not None:
-            self._touched.add(self._maps, len(places) * self._size)
+            self._touched.add(self._maps, len(places), self._size)
         return sums
 
     def some(self, part: slice) -> RemoteBlocks:
@@ -184,15 +189,72 @@ class _MappedBlocks:
         return LentBlocks([each.memory for each in self._maps], self._which, self._offsets, self._size)
 
 
-class _MappedMemory:
-    """Files whose descriptors came over a Unix socket, mapped to read."""
+class _OpenFile:
+    """A file that another process shares: open, and not mapped, as long as something refers to it. Raises
+    `RemoteMemoryError` when there are too many. Thread-safe."""
 
-    def __init__(self, must_stay: bool, touched: Touched | None, close: Callable[[int], None]) -> None:
+    _count: ClassVar[int] = 0
+    _counting: ClassVar[threading.RLock] = threading.RLock()  # a finalizer may run while its thread holds it
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        with self._counting:
+            if _OpenFile._count >= MAX_OPEN:
+                raise RemoteMemoryError(f"{MAX_OPEN} files of other processes are open here: expected no more")
+            self.descriptor = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
+            _OpenFile._count += 1
+        self.nbytes = nbytes
+        weakref.finalize(self, self._close, self.descriptor).atexit = False
+
+    @classmethod
+    def _close(cls, descriptor: int) -> None:
+        with cls._counting:
+            os.close(descriptor)
+            _OpenFile._count -= 1
+
+
+class _CopiedBlocks:
+    def __init__(self, files: list[_OpenFile], which: Places, offsets: Places, size: int) -> None:
+        self._files, self._which, self._offsets, self._size = files, which, offsets, size
+
+    def read(self, out: Any, places: Places, in_all: int = 0) -> Sums:
+        memory = np.asarray(out)
+        if memory.ndim > 1:
+            memory, places = memory.reshape(-1), places * self._size
+        sums = np.empty(len(places), dtype=np.uint64)
+        for number, file in enumerate(self._files):
+            of_it = np.flatnonzero(self._which == number)
+            found = np.empty(len(of_it), dtype=np.uint64)
+            status = read_blocks(file.descriptor, memory, places[of_it], self._offsets[of_it], self._size, None, found)
+            if status.any():
+                raise RemoteMemoryError("a block could not be read: its file is shorter, or broken")
+            sums[of_it] = found
+        return sums
+
+    def some(self, part: slice) -> RemoteBlocks:
+        return _CopiedBlocks(self._files, self._which[part], self._offsets[part], self._size)
+
+    def lent(self) -> None:
+        return None
+
+
+_File = TypeVar("_File", FileMap, _OpenFile)
+
+
+class _Files(abc.ABC, Generic[_File]):
+    """Files whose descriptors came over a Unix socket."""
+
+    def __init__(self, must_stay: bool, close: Callable[[int], None]) -> None:
         self._must_stay = must_stay
-        self._touched = touched
         self._close = close
         self._descriptors: deque[int] = deque()  # that have come, and whose message has not been read
-        self._maps: dict[int, FileMap] = {}  # by number
+        self._files: dict[int, _File] = {}  # by number
+
+    @abc.abstractmethod
+    def _opened(self, descriptor: int, nbytes: int) -> _File:
+        """What is kept of a file. The descriptor is the caller's."""
+
+    @abc.abstractmethod
+    def _blocks(self, files: list[_File], which: Places, places: Places, size: int) -> RemoteBlocks: ...
 
     @property
     def waiting(self) -> int:
@@ -213,7 +275,7 @@ class _MappedMemory:
     def attach(self, number: int, nbytes: int, handle: bytes) -> None:
         descriptor = self._take()
         try:
-            if number in self._maps:
+            if number in self._files:
                 raise RemoteMemoryError(f"file {number} is attached already: expected another number")
             status = os.fstat(descriptor)
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) if self._must_stay else 0
@@ -224,7 +286,7 @@ class _MappedMemory:
                 raise RemoteMemoryError(
                     f"a file of {status.st_size} bytes with seals {seals:#x}: expected {nbytes} bytes{sealed}"
                 )
-            self._maps[number] = FileMap(descriptor, nbytes)
+            self._files[number] = self._opened(descriptor, nbytes)
         finally:
             self._close(descriptor)
 
@@ -238,25 +300,55 @@ class _MappedMemory:
             self._close(descriptor)
 
     def detach(self, number: int) -> None:
-        found = self._maps.pop(number, None)  # the mapping ends when nothing refers to it any more
-        if found is not None and self._touched is not None:
-            self._touched.forget([found])
+        self._files.pop(number, None)  # it is let go of when nothing refers to it any more
 
     def blocks(self, numbers: npt.NDArray[np.uint64], offsets: npt.NDArray[np.uint64], size: int) -> RemoteBlocks:
         distinct, which = distinct_files(numbers)
         try:
-            maps = [self._maps[number] for number in distinct]
+            files = [self._files[number] for number in distinct]
         except KeyError as error:
             raise RemoteMemoryError(f"a block in file {error}, which was not shared") from None
-        places = places_inside(offsets, size, which, [each.nbytes for each in maps])
-        return _MappedBlocks(maps, which, places, size, self._touched)
+        places = places_inside(offsets, size, which, [each.nbytes for each in files])
+        return self._blocks(files, which, places, size)
 
     def close(self) -> None:
         while self._descriptors:
             self._close(self._descriptors.popleft())
+        self._files.clear()
+
+
+class _MappedFiles(_Files[FileMap]):
+    """They are mapped to be read."""
+
+    def __init__(self, must_stay: bool, touched: Touched | None, close: Callable[[int], None]) -> None:
+        super().__init__(must_stay, close)
+        self._touched = touched
+
+    def _opened(self, descriptor: int, nbytes: int) -> FileMap:
+        return FileMap(descriptor, nbytes)
+
+    def _blocks(self, files: list[FileMap], which: Places, places: Places, size: int) -> RemoteBlocks:
+        return _MappedBlocks(files, which, places, size, self._touched)
+
+    def detach(self, number: int) -> None:
+        if self._touched is not None and number in self._files:
+            self._touched.forget([self._files[number]])
+        super().detach(number)
+
+    def close(self) -> None:
         if self._touched is not None:
-            self._touched.forget(self._maps.values())
-        self._maps.clear()
+            self._touched.forget(self._files.values())
+        super().close()
+
+
+class _OpenFiles(_Files[_OpenFile]):
+    """They are read by system calls."""
+
+    def _opened(self, descriptor: int, nbytes: int) -> _OpenFile:
+        return _OpenFile(descriptor, nbytes)
+
+    def _blocks(self, files: list[_OpenFile], which: Places, places: Places, size: int) -> RemoteBlocks:
+        return _CopiedBlocks(files, which, places, size)
 
 
 class _Descriptors:
@@ -275,8 +367,19 @@ class _Descriptors:
 
     def remote(
         self, must_stay: bool, touched: Touched | None = None, close: Callable[[int], None] = os.close
-    ) -> _MappedMemory:
-        return _MappedMemory(must_stay, touched, close)
+    ) -> RemoteMemory:
+        return _MappedFiles(must_stay, touched, close)
+
+
+class _Unmapped(_Descriptors):
+    """The same files, where the other side is not trusted: they are read by system calls. Reading a hole of a mapped
+    file would give it a page, at the expense of who reads; a system call does not. It takes up to twice as long."""
+
+    def remote(
+        self, must_stay: bool, touched: Touched | None = None, close: Callable[[int], None] = os.close
+    ) -> RemoteMemory:
+        return _OpenFiles(must_stay, close)
 
 
 DESCRIPTORS: Final = _Descriptors()
+UNMAPPED: Final = _Unmapped()
