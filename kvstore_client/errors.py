@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvstore.wire import ErrorCode
+
+MOST_TEXT: Final = 1000  # characters that another program has said
 
 
 class KVStoreError(Exception):
@@ -47,9 +51,15 @@ _BY_CODE: dict[int, type[KVStoreError]] = {
 }
 
 
+def readable(text: str) -> str:
+    """-> what another program has said, for messages and logs: one line, the first `MOST_TEXT` characters of it."""
+    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text[:MOST_TEXT])[:MOST_TEXT]
+    return shown if len(text) <= MOST_TEXT else f"{shown}… ({len(text)} characters)"
+
+
 def from_wire(code: int, message: str) -> KVStoreError:
     """The exception for an ERROR reply."""
-    return _BY_CODE.get(code, ProtocolError)(message)
+    return _BY_CODE.get(code, ProtocolError)(readable(message))
 
 
 TRANSPORT_ERRORS = (ConnectionLost, Timeout)

@@ -56,6 +56,7 @@ from kvstore.wire.shared import MAX_REFERENCES, Loan, SharedFiles
 from kvstore.wire.verbs import Reply
 
 MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # fits INFO of as many namespaces as a shard keeps
+MAX_SHARDS: Final = 256  # of a node, in WELCOME
 _HANDSHAKE_BYTES: Final = 1 << 16
 _NO_ATTRIBUTES: Final[Attributes] = np.empty(0, dtype=attributes_dtype(0))
 _NO_POSITIONS: Final[npt.NDArray[np.uint32]] = np.empty(0, dtype=np.uint32)
@@ -446,6 +447,8 @@ def check_welcome(welcome: Welcome, block_bytes: int) -> None:
         )
     if welcome.block_bytes != block_bytes:
         raise _broken(f"WELCOME with blocks of {welcome.block_bytes} bytes: expected {block_bytes}")
+    if len(welcome.shards) > MAX_SHARDS:
+        raise _broken(f"WELCOME with {len(welcome.shards)} shards: expected at most {MAX_SHARDS}")
     if not 0 <= welcome.shard < len(welcome.shards):
         raise _broken(f"it says it is shard {welcome.shard} of {len(welcome.shards)} shards")
     for shard in welcome.shards:

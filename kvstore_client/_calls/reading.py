@@ -133,6 +133,8 @@ class Reader:
             if isinstance(call.error, TRANSPORT_ERRORS):
                 self._core.stats.unanswered += call.count
             reply = outcome(call, wire.MatchReply, options.fail_open)
+            if reply is not None and not 0 <= reply.length <= call.count:
+                raise protocol_error(call.link, reply)
             length += reply.length if reply is not None else 0
             if reply is None or reply.length < call.count:
                 break

@@ -18,7 +18,7 @@ from kvstore.wire.remote_memory import DESCRIPTORS, Sharing, Transport
 from kvstore_client._links.going_local import go_local
 from kvstore_client._links.liveness import Liveness
 from kvstore_client._links.resolving import connected
-from kvstore_client.errors import ConnectionLost, ProtocolError, Timeout, from_wire
+from kvstore_client.errors import ConnectionLost, ProtocolError, Timeout, from_wire, readable
 
 SharedMemory = Literal["auto"] | bool
 WITHOUT_MEMORY_S: Final = 30.0  # for which a shard whose memory could not be read is used without
@@ -32,6 +32,7 @@ class Link(Protocol):
     port: int
     fixed_name: bool
     on_this_host: bool
+    connections: int
     liveness: Liveness
 
     def greeting(self) -> None: ...
@@ -90,18 +91,18 @@ class Connector:
                 raise ConnectionLost(f"{link}: expected shard {link.name} there, but shard {name} answered")
             if self._shared_memory is not False:
                 must = str(link) if self._shared_memory is True else ""
-                sock, dealer = go_local(
-                    sock, dealer, welcome, deadline, self._shake_hands, must, self._why_in_band, link.on_this_host
-                )
+                sock, dealer = go_local(sock, dealer, welcome, deadline, self._shake_hands, must, self._why_in_band)
             return sock, dealer, welcome
         except BaseException as error:
             sock.close()
+            # Another program may have the port of a server that is gone. A list may also have been wrong all along.
+            stranger = ConnectionLost if link.fixed_name or link.connections else ProtocolError
             if isinstance(error, Refusal):
-                raise from_wire(error.code, f"{link}: {error}") from None
+                refused = from_wire(error.code, f"{link}: {error}")
+                raise (stranger(str(refused)) if type(refused) is ProtocolError else refused) from None
             if isinstance(error, zmtp.ZMTPError | wire.WireError):
-                # In a cluster, another program may have the port of a node that is gone. In a list, the user erred.
-                kind = ConnectionLost if link.fixed_name else ProtocolError
-                raise kind(f"{link} is not a kvstore server that this client can use: {error}") from None
+                said = readable(str(error))
+                raise stranger(f"{link} is not a kvstore server that this client can use: {said}") from None
             if isinstance(error, TimeoutError):
                 raise Timeout(f"{link}: no answer to HELLO within {timeout_s:.3g} s") from None
             if isinstance(error, OSError):
