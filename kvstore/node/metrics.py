@@ -6,10 +6,12 @@ in the rows of its fields (`kvstore.wire.status`); the others are here.
 
 from __future__ import annotations
 
+import collections
+import heapq
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import accumulate, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -38,6 +40,7 @@ _BUILD: Final = {
     "protocol": str(PROTOCOL_VERSION),
     "python": platform.python_version(),
 }
+MOST_NAMESPACES: Final = 200
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _MAX_FDS: Final = re.compile(r"^Max open files\s+(\d+)", re.MULTILINE)
 
@@ -114,12 +117,26 @@ class NodeCollector(Collector):
             in_state = {shard: disk.state == state for shard, disk in disks}
             yield _gauges(f"kvstore_disk_{name}", help_, "shard", in_state)
         yield from _families(DiskInfo, ["shard"], [((shard,), disk) for shard, disk in disks])
+        shown, left_out = _largest(shards)
+        help_ = f"Namespaces beyond the {MOST_NAMESPACES} with the most memory, which have no metrics of their own."
+        yield GaugeMetricFamily("kvstore_namespaces_left_out", help_, value=left_out)
         of_namespaces = [
             ((str(shard.shard), namespace.id, model_of(namespace)), namespace)
             for shard in shards
             for namespace in shard.namespaces
+            if namespace.id in shown
         ]
         yield from _families(NamespaceInfo, ["shard", "namespace", "model"], of_namespaces)
+
+
+def _largest(shards: Sequence[ShardInfo]) -> tuple[Set[str], int]:
+    """-> the namespaces that have metrics of their own, and how many more there are: clients make namespaces."""
+    memory = collections.Counter[str]()
+    for shard in shards:
+        for namespace in shard.namespaces:
+            memory[namespace.id] += namespace.memory_bytes
+    largest = heapq.nsmallest(MOST_NAMESPACES, memory, key=lambda id_: (-memory[id_], id_))
+    return set(largest), len(memory) - len(largest)
 
 
 def _request_times(shards: Sequence[ShardInfo]) -> Metric:

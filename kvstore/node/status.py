@@ -192,7 +192,7 @@ def _namespace_row(id_: str, parts: Sequence[NamespaceInfo], minute: Table) -> N
     hits, misses = (minute.get(("namespace", id_, name), 0) for name in ("hits", "misses"))
     return NamespaceRow(
         id=id_,
-        model=model_of(parts[0])[:MAX_NAME],
+        model=model_of(parts[0]),
         block_bytes=parts[0].block_bytes,
         hits=hits,
         misses=misses,
@@ -202,5 +202,5 @@ def _namespace_row(id_: str, parts: Sequence[NamespaceInfo], minute: Table) -> N
 
 
 def model_of(namespace: NamespaceInfo) -> str:
-    """-> the model's name, as a client chose it."""
-    return str(msgspec.json.decode(namespace.namespace).get("model", ""))
+    """-> the model's name, as a client chose it, but for what is longer than a name."""
+    return str(msgspec.json.decode(namespace.namespace).get("model", ""))[:MAX_NAME]

@@ -7,17 +7,30 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvstore.node.metrics import MOST_NAMESPACES
 from kvstore.shard.account import LIMITS
 from kvstore_client import KVStoreClient
-from tests.support.harness import ROOT, MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
+from tests.support.harness import (
+    ROOT,
+    MakeNamespace,
+    Server,
+    StartServer,
+    blocks_of,
+    make_keys,
+    make_namespace,
+    wait_until,
+)
+
+
+def scrape_text(server: Server) -> str:
+    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
 
 
 def scrape(server: Server) -> dict[tuple[str, str], float]:
     """(metric, shard) -> value, summed over other labels."""
-    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
     values: dict[tuple[str, str], float] = {}
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(scrape_text(server)):
         for sample in family.samples:
             name = sample.name, sample.labels.get("shard", "")
             values[name] = values.get(name, 0) + sample.value
@@ -161,6 +174,26 @@ def test_every_metric_of_a_node_is_in_the_manual(start_server: StartServer, new_
     assert len(served) > 40
     assert not {name for name in served if f"`{name}`" not in manual}
     assert not {limit for limit in LIMITS if f"\n| `{limit}` | " not in manual}
+
+
+def test_namespaces_that_clients_invent_do_not_make_a_scrape_grow(
+    start_server: StartServer,
+) -> None:
+    """Those with the most memory have metrics of their own; a model's name is cut."""
+    server = start_server("--http", "127.0.0.1:0", memory="1GiB", segment="1MiB")
+    large = make_namespace(1 << 16, "large")
+    with KVStoreClient(server.endpoint, large) as client:
+        keys = make_keys(32)
+        client.set(keys, blocks_of(keys, 1 << 16))
+        for number in range(MOST_NAMESPACES + 20):
+            model = f"{number:04}{'x' * 5000}"
+            with KVStoreClient(server.endpoint, make_namespace(64, model), shared_memory=False) as other:
+                other.set(keys[:1], [bytes(64)])
+        text = scrape_text(server)
+    rows = [line for line in text.splitlines() if line.startswith("kvstore_blocks{")]
+    assert len(rows) == MOST_NAMESPACES and any('model="large"' in row for row in rows)
+    assert "kvstore_namespaces_left_out 21.0" in text
+    assert max(map(len, rows)) < 500
 
 
 def test_a_server_without_a_disk_tier_has_no_metrics_of_one(start_server: StartServer) -> None:
