@@ -329,12 +329,15 @@ def test_a_client_with_several_connections_to_a_shard_hears_once_and_answers_on_
 def test_a_client_with_copies_that_nobody_closed_does_not_live_for_ever(
     server: Server, new_namespace: MakeNamespace
 ) -> None:
+    before = set(threading.enumerate())
     client = KVStoreClient(server.endpoint, new_namespace(BLOCK), keeps_copies=True)
     core = weakref.ref(client._core)
+    assert any(each.name == "kvstore-listen" for each in set(threading.enumerate()) - before)
     del client
 
     def is_gone() -> bool:
         gc.collect()
-        return core() is None and not any(each.name == "kvstore-listen" for each in threading.enumerate())
+        own = set(threading.enumerate()) - before
+        return core() is None and not any(each.name == "kvstore-listen" for each in own)
 
     wait_until(is_gone, what="the client is gone, and its thread")

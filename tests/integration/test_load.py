@@ -144,10 +144,10 @@ def test_a_generator_without_sockets_blames_itself() -> None:
 
 
 def test_a_chunk_of_several_tokens_is_one_gap_and_several_tokens() -> None:
-    with Endpoint(lambda number: Behaviour(gap_s=0.2, tokens_a_chunk=4)) as endpoint:
+    with Endpoint(lambda number: Behaviour(gap_s=0.5, tokens_a_chunk=4)) as endpoint:
         made = report(endpoint.url, *poisson(2, output_tokens=9))
     assert made["tokens"]["completion"] == 18 and made["tokens"]["chunks"] == 6
-    assert 0.19 <= made["itl_s"]["p50"] <= 0.2 + NEAR_S
+    assert 0.25 <= made["itl_s"]["p50"] <= 0.5 + NEAR_S  # who reads a chunk late has a shorter gap after it
     # Two gaps, over the eight tokens after the first.
     assert made["tpot_s"]["p50"] == pytest.approx(made["itl_s"]["mean"] * 2 / 8)
 

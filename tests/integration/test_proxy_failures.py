@@ -246,13 +246,13 @@ def test_a_decode_engine_that_fails_at_once_is_replaced(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], stream: bool
 ) -> None:
     engines["a"].behave(status=500)
-    for _ in range(4):
+    for _ in range(10):
         if stream:
             assert text_of(chunks_of(proxy.url, COMPLETIONS, completion())) == expected(PROMPT, 12)
         else:
             status, body = post(proxy.url, COMPLETIONS, completion())
             assert status == 200 and expected(PROMPT, 12).encode() in body
-    assert len(engines["a"].seen()["requests"]) <= 2  # its circuit opens
+    assert len(engines["a"].seen()["requests"]) <= 5  # its circuit opens, for twice as long each time
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])

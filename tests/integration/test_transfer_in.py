@@ -510,7 +510,7 @@ def test_a_large_load_is_not_given_up_because_a_round_trip_takes_long_for_a_bloc
     put_into(server, namespace, keys[:7])
     guard = StoreGuard(server.endpoint, namespace, timeout_s=20, counters=Counters())
     transfer = TransferIn(guard, counters=Counters())
-    job = Job(transfer, keys, empty_rows(12), [index % 12 for index in range(len(keys))], left_s=1.0, chunks=4)
+    job = Job(transfer, keys, empty_rows(12), [index % 12 for index in range(len(keys))], left_s=10.0, chunks=4)
     job.wait()
     found = [hit for _, hits in job.chunks for hit in hits]  # how large the chunks are depends on the store's pace
     assert found[:7] == [True] * 7 and not any(found[7:]) and len(found) < 20
