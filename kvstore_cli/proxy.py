@@ -58,6 +58,9 @@ class ProxyOptions:
     backoff_seconds: Annotated[float, typer.Option(min=0.001, help="Without an engine after its first failure.")] = 1.0
     user_stall_seconds: Annotated[float, typer.Option(min=0.001, help="A user may read nothing for so long.")] = 120.0
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB"
+    max_bodies: Annotated[
+        str, typer.Option(metavar="SIZE", help="What the bodies of all requests may take; beyond it 503.")
+    ] = "256MiB"
     max_in_flight: Annotated[int, typer.Option(min=1, help="Requests at a time; beyond it 503.")] = 1024
     access_log: Annotated[str, typer.Option(metavar="FILE", help="A JSON object a request; - is stdout, '' none.")] = (
         "-"
@@ -99,7 +102,8 @@ def proxy(given: ProxyOptions) -> None:
             first_byte_s=given.first_byte_seconds, idle_s=given.idle_seconds, answer_s=given.answer_seconds,
             check_interval_s=given.check_seconds, check_timeout_s=given.check_timeout_seconds,
             backoff_s=given.backoff_seconds, user_stall_s=given.user_stall_seconds,
-            max_body_bytes=parse_size(given.max_body), max_in_flight=given.max_in_flight,
+            max_body_bytes=parse_size(given.max_body), max_bodies_bytes=parse_size(given.max_bodies),
+            max_in_flight=given.max_in_flight,
             access_log=given.access_log, trace_file=given.trace_file, otlp_endpoint=given.otlp_endpoint,
         )  # fmt: skip
         logs.configure(given.log_level, "proxy", given.log_format)

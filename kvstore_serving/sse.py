@@ -2,8 +2,8 @@
 
 Pure: no sockets, no clocks. The bytes of a stream may be cut anywhere; the events are the same wherever the cuts are.
 What an engine sends is not trusted: an event beyond the reader's limit is an error before it is held. Only ``data:``
-lines matter to OpenAI's API; comments (keep-alives) and other fields are skipped. A stream is whole only if it ends
-with ``[DONE]``: without it, the engine died.
+lines matter to OpenAI's API; other fields are skipped. Comments keep a connection alive: they are told apart from
+events. A stream is whole only if it ends with ``[DONE]``: without it, the engine died.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ class EventError(ValueError):
     """What came is no stream of events, or an event is too large."""
 
 
+class Comment(bytes):
+    """A comment's line, with its colon: it is no event."""
+
+
 class EventReader:
     """Takes bytes as they come. One stream, one thread. max_event_bytes: of one event."""
 
@@ -32,9 +36,9 @@ class EventReader:
         self._data_bytes = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """-> the data of the events that are complete now. Raises `EventError`."""
+        """-> the data of the events that are complete now, and the comments, in order. Raises `EventError`."""
         self._rest += piece
-        events = []
+        events: list[bytes] = []
         start = 0
         while (end := self._rest.find(b"\n", max(start, self._searched))) >= 0:
             line = bytes(self._rest[start:end]).removesuffix(b"\r")
@@ -46,6 +50,8 @@ class EventReader:
             elif line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
                 self._data_bytes += len(line)
+            elif line.startswith(b":"):
+                events.append(Comment(line))
         del self._rest[:start]
         self._searched = len(self._rest)
         if self._data_bytes + len(self._rest) > self._max:

@@ -30,7 +30,7 @@ import msgspec
 
 from kvstore_serving.load.prompts import Api
 from kvstore_serving.load.records import Outcome, Planned
-from kvstore_serving.sse import DONE, EventError, EventReader
+from kvstore_serving.sse import DONE, Comment, EventError, EventReader
 
 REACH_S: Final = 10.0
 _MAX_ERROR_BYTES: Final = 65536
@@ -194,6 +194,8 @@ class _Answer:
     def add(self, received: bytes, now_s: float) -> None:
         """Raises `EventError` and `msgspec.DecodeError`."""
         for data in self._reader.feed(received):
+            if isinstance(data, Comment):
+                continue
             if data == DONE:
                 self._done = True
                 continue

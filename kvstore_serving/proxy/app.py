@@ -3,7 +3,8 @@
     POST /v1/completions, /v1/chat/completions     served by P and D, or by D alone
     GET  /v1/models                                the models of all healthy engines
     GET  /health /healthz /readyz /metrics /status of the proxy itself
-    the paths in `PASSED`                          passed to a D engine as they are; any other: 404
+    the paths in `PASSED`                          passed to a D engine as they are; those above, too, in other ways
+    /v1/responses/ID                               passed to the engine that keeps the response; any other path: 404
 
 One event loop. Every request ends in one record, whatever happens; when its user leaves, so do its requests to engines.
 """
@@ -20,41 +21,60 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from kvstore_serving.proxy import plain
-from kvstore_serving.proxy.ask import CHAT, COMPLETIONS, AskError, understand
+from kvstore_serving.proxy.ask import CHAT, COMPLETIONS, Ask, AskError, NotUnderstood, understand
+from kvstore_serving.proxy.bodies import Bodies, BodyTooLarge, BodyTooSlow, NoRoom
 from kvstore_serving.proxy.handover import StreamedAnswer
 from kvstore_serving.proxy.pools import Engine
 from kvstore_serving.proxy.record import AccessLog, Record, begin
+from kvstore_serving.proxy.responses import PATH, Responses, is_of_one, named_in
 from kvstore_serving.proxy.serving import Request, Serving, engine_span
 from kvstore_serving.proxy.tracing import Tracing
 from kvstore_serving.proxy.upstream import EngineFailed
-from kvstore_serving.proxy.user import BodyTooLarge, BodyTooSlow, User, UserGone
+from kvstore_serving.proxy.user import JSON, User, UserGone
 
 log = logging.getLogger(__name__)
 
+MODELS: Final = "/v1/models"
 # Nothing that changes an engine is passed on.
 PASSED: Final = frozenset(
     {
+        *(COMPLETIONS, CHAT, MODELS),
         *("/tokenize", "/detokenize", "/version", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/responses"),
         *("/v1/messages", "/pooling", "/classify", "/score", "/rerank"),
     }
 )
 _RETRY: Final = {"retry-after": "1"}
-_TEXT: Final = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+_TEXT: Final = (("content-type", "text/plain; version=0.0.4; charset=utf-8"),)
+
+Serve = Callable[[User, Record, bytes], Awaitable[None]]
+"""Serves a request, whose body is given."""
 
 
 class Proxy:
     """The ASGI application. `draining`: no new requests are taken."""
 
     def __init__(
-        self, serving: Serving, access_log: AccessLog, tracing: Tracing, status: Callable[[], dict[str, Any]]
+        self,
+        serving: Serving,
+        access_log: AccessLog,
+        tracing: Tracing,
+        status: Callable[[], dict[str, Any]],
+        look_again: Callable[[str | None], Awaitable[bool]],
     ) -> None:
-        """`status`: what /status says beside the pools."""
+        """`status`: what /status says beside the pools. `look_again`: asks engines for their models, when none is known
+        to have this one, and says whether one has."""
         self.serving = serving
         self.in_flight: set[asyncio.Task[None]] = set()
         self.draining = False
         self._access_log = access_log
         self._tracing = tracing
         self._status = status
+        self._look_again = look_again
+        self._responses = Responses(serving.pools)
+        settings = serving.settings
+        self._bodies = Bodies(
+            settings.max_body_bytes, settings.max_bodies_bytes, settings.max_in_flight, settings.user_stall_s
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,18 +87,17 @@ class Proxy:
             "/readyz": self._ready,
             "/metrics": self._metrics,
             "/status": self._state,
-            "/v1/models": self._models,
+            MODELS: self._models,
         }.get(path)
         try:
             if own is not None and method in ("GET", "HEAD"):
                 await own(user)
-            elif path in (COMPLETIONS, CHAT) and method == "POST":
-                await self._recorded(user, method, path, self._generate)
-            elif path in PASSED:
+            elif path in PASSED or is_of_one(path):
                 query = scope["query_string"].decode("latin-1")
-                whole = f"{path}?{query}" if query else path
-                await self._recorded(user, method, path, lambda user, record: self._pass(user, record, method, whole))
-            elif own is not None or path in (COMPLETIONS, CHAT):
+                pass_on = self._passing(method, path, query)
+                understood = path in (COMPLETIONS, CHAT) and method == "POST" and _is_json(user)
+                await self._recorded(user, method, path, self._generating(pass_on) if understood else pass_on)
+            elif own is not None:
                 await user.refuse(405, f"{method} {path} is not allowed", "invalid_request_error")
             else:
                 await user.refuse(404, f"this proxy has no {path}; see docs/proxy.md", "NotFoundError")
@@ -87,34 +106,61 @@ class Proxy:
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
-    async def _recorded(
-        self, user: User, method: str, path: str, serve: Callable[[User, Record], Awaitable[None]]
-    ) -> None:
+    async def _recorded(self, user: User, method: str, path: str, serve: Serve) -> None:
         """Serve a request, unless the proxy drains or has too many; end it when its user leaves; write its record."""
         record = begin(method, path, user.headers)
-        work: asyncio.Task[None] | None = None
+        user.request_id = record.id
         try:
-            if self.draining:
-                record.outcome = "rejected"
-                await user.refuse(503, "this proxy is shutting down; ask another one", "unavailable", None, _RETRY)
-                return
-            if len(self.in_flight) >= self.serving.settings.max_in_flight:
-                record.outcome = "rejected"
-                most = self.serving.settings.max_in_flight
-                message = f"{most} requests are being served, as many as are allowed; ask again later"
-                await user.refuse(503, message, "overloaded", None, _RETRY)
-                return
-            work = asyncio.create_task(self._guarded(user, record, serve))
-            self.in_flight.add(work)
-            self.serving.metrics.in_flight.set(len(self.in_flight))
-            await work
+            if await self._takes_more(user, record):
+                async with self._bodies.body(user) as body:
+                    if await self._takes_more(user, record):  # it may have taken long to come
+                        await self._served(user, record, lambda user, record: serve(user, record, body))
         except UserGone:
             record.outcome = "disconnect"
+        except (BodyTooLarge, BodyTooSlow, NoRoom) as error:
+            record.outcome = "rejected" if isinstance(error, NoRoom) else "refused"
+            await self._refuse_body(user, error)
         finally:
-            if work is not None:
-                self.in_flight.discard(work)
-                self.serving.metrics.in_flight.set(len(self.in_flight))
             self._ended(user, record)
+
+    async def _served(self, user: User, record: Record, serve: Callable[[User, Record], Awaitable[None]]) -> None:
+        work = asyncio.create_task(self._guarded(user, record, serve))
+        self.in_flight.add(work)
+        self.serving.metrics.in_flight.set(len(self.in_flight))
+        try:
+            await work
+        finally:
+            self.in_flight.discard(work)
+            self.serving.metrics.in_flight.set(len(self.in_flight))
+
+    async def _takes_more(self, user: User, record: Record) -> bool:
+        """Whether a request can be served now; if not, its user is told."""
+        most = self.serving.settings.max_in_flight
+        if self.draining:
+            record.outcome = "rejected"
+            await user.refuse(503, "this proxy is shutting down; ask another one", "unavailable", None, _RETRY)
+            return False
+        if len(self.in_flight) >= most:
+            record.outcome = "rejected"
+            message = f"{most} requests are being served, as many as are allowed; ask again later"
+            await user.refuse(503, message, "overloaded", None, _RETRY)
+            return False
+        return True
+
+    async def _refuse_body(self, user: User, error: BodyTooLarge | BodyTooSlow | NoRoom) -> None:
+        settings = self.serving.settings
+        status, kind, headers = 503, "overloaded", _RETRY
+        message = f"the bodies of other requests take {settings.max_bodies_bytes} bytes, the most that all may take"
+        if isinstance(error, BodyTooLarge):
+            status, kind, headers = 413, "BadRequestError", {}
+            message = f"the body is larger than {settings.max_body_bytes} bytes, the most that is taken"
+        elif isinstance(error, BodyTooSlow):
+            status, kind, headers = 408, "BadRequestError", {"connection": "close"}
+            message = f"the body did not come within {settings.user_stall_s:g} s, or as long as there was room for it"
+        try:
+            await user.refuse(status, message, kind, None, headers)
+        except UserGone:
+            log.debug("the user has gone, too")
 
     async def _guarded(self, user: User, record: Record, serve: Callable[[User, Record], Awaitable[None]]) -> None:
         try:
@@ -152,19 +198,32 @@ class Proxy:
         self._access_log.write(record)
         self._tracing.ended(record)
 
-    async def _generate(self, user: User, record: Record) -> None:
-        """A completion, of a prompt or of a chat."""
-        body = await self._body(user, record)
-        if body is None:
-            return
-        try:
-            ask = understand(record.path, msgspec.json.decode(body))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AskError) as error:
-            record.outcome = "refused"
-            param = error.param if isinstance(error, AskError) else None
-            message = str(error) if isinstance(error, AskError) else f"the body is no JSON: {error}"
-            await user.refuse(400, message, "BadRequestError", param)
-            return
+    def _generating(self, pass_on: Serve) -> Serve:
+        """What serves a completion, of a prompt or of a chat. `pass_on`: for bodies that only an engine can refuse."""
+
+        async def serve(user: User, record: Record, body: bytes) -> None:
+            try:
+                ask = understand(record.path, msgspec.json.decode(body))
+            except AskError as error:
+                record.outcome = "refused"
+                await user.refuse(400, str(error), "BadRequestError", error.param)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, NotUnderstood):
+                await pass_on(user, record, body)
+            else:
+                if await self._lacks(ask.model):
+                    await pass_on(user, record, body)
+                else:
+                    await self._generate(user, record, ask)
+
+        return serve
+
+    async def _lacks(self, model: str | None) -> bool:
+        """Whether engines work, and none of them has this model, also when they are asked: they may say so."""
+        healthy = [engine for engine in self.serving.pools.engines.values() if engine.healthy]
+        lacking = bool(healthy) and not any(engine.serves(model) for engine in healthy)
+        return lacking and not await self._look_again(model)
+
+    async def _generate(self, user: User, record: Record, ask: Ask) -> None:
         record.model, record.stream = ask.model or "", ask.stream
 
         async def work() -> None:
@@ -185,11 +244,6 @@ class Proxy:
     async def _nobody(self, user: User, record: Record, model: str | None) -> None:
         """No engine serves the model now."""
         pools = self.serving.pools
-        known = {name for engine in pools.engines.values() for name in engine.models}
-        if model is not None and model not in known and any(engine.healthy for engine in pools.engines.values()):
-            record.outcome = "refused"
-            await user.refuse(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
-            return
         record.outcome = "failed"
         down = "; ".join(f"{engine.url}: {engine.why_down}" for engine in pools.engines.values() if not engine.healthy)
         message = (
@@ -197,27 +251,44 @@ class Proxy:
         )
         await user.refuse(503, message, "unavailable", None, _RETRY)
 
-    async def _pass(self, user: User, record: Record, method: str, path: str) -> None:
-        """A request that a D engine answers as it is."""
-        body = await self._body(user, record)
-        if body is None:
-            return
-        engine = self.serving.pools.decoder(_model_of(body), {}, 0)
-        if engine is None:
-            await self._nobody(user, record, _model_of(body))
-            return
-        record.decision, record.why, record.decode = "passed", "path", engine.url
-        await _while_there(user, self._passed_to(engine, user, record, method, path, body))
+    def _passing(self, method: str, path: str, query: str) -> Serve:
+        """What serves a request that an engine answers as it is."""
+
+        async def serve(user: User, record: Record, body: bytes) -> None:
+            model, response = _model_of(body), named_in(path, body)
+            if response:
+                engine = self._responses.engine_of(response)
+            else:
+                engine = self.serving.pools.decoder(None if await self._lacks(model) else model, {}, 0)
+            if engine is None and response:
+                record.outcome = "refused"
+                message = (
+                    f"no engine here is known to have the response {response!r}: it is gone, or this proxy was started "
+                    "after it was made; send the whole conversation as input"
+                )
+                await user.refuse(404, message, "NotFoundError", "previous_response_id")
+                return
+            if engine is None:
+                await self._nobody(user, record, model)
+                return
+            record.decision, record.why, record.decode = "passed", "path", engine.url
+            whole = f"{path}?{query}" if query else path
+            await _while_there(user, self._passed_to(engine, user, record, method, whole, body))
+
+        return serve
 
     async def _passed_to(self, engine: Engine, user: User, record: Record, method: str, path: str, body: bytes) -> None:
         upstream, pools = self.serving.upstream, self.serving.pools
-        headers: dict[str, str] = {}
+        events, makes_response = False, path.partition("?")[0] == PATH and method == "POST"
         try:
             with pools.running(engine, 0), engine_span(record, "pass", "proxy to D", engine, method) as span:
                 sent = record.for_engine(span)
+                if makes_response:
+                    sent["accept-encoding"] = "identity"  # its id is read
                 async with upstream.passed(engine, method, path, body, sent) as (status, headers, pieces):
+                    events = dict(headers).get("content-type", "").startswith("text/event-stream")
                     await user.start(status, headers)
-                    async for piece in pieces:
+                    async for piece in self._responses.noting(engine, pieces) if makes_response else pieces:
                         await user.write(piece)
                     await user.write(b"", more=False)
             record.outcome = "ok" if status < 400 else "refused"
@@ -226,23 +297,9 @@ class Proxy:
             record.outcome = "cut" if user.status else "failed"
             if not user.status:
                 await user.refuse(502, f"the engine failed: {error}", "upstream_error", None, _RETRY)
-            elif headers.get("content-type", "").startswith("text/event-stream"):
+            elif events:
                 await self._cut_off(user, "the engine failed")
             # Else the server breaks the connection, so that nobody takes the part for the whole.
-
-    async def _body(self, user: User, record: Record) -> bytes | None:
-        most = self.serving.settings.max_body_bytes
-        try:
-            return await user.body(most)
-        except BodyTooLarge:
-            record.outcome = "refused"
-            await user.refuse(413, f"the body is larger than {most} bytes, the most that is taken", "BadRequestError")
-            return None
-        except BodyTooSlow:
-            record.outcome = "refused"
-            seconds = self.serving.settings.user_stall_s
-            await user.refuse(408, f"nothing more of the body came for {seconds:g} s", "BadRequestError")
-            return None
 
     # ---- about the proxy -----------------------------------------------------------------------------------------
 
@@ -265,7 +322,21 @@ class Proxy:
         await user.reply(200, self.serving.metrics.text(), _TEXT)
 
     async def _models(self, user: User) -> None:
-        await user.reply(200, msgspec.json.encode({"object": "list", "data": self.serving.pools.cards()}))
+        """An engine's own answer, with the models of all: it knows what it wants of a user, and what CORS allows."""
+        record, headers = begin("GET", MODELS, user.headers), [*JSON]
+        engine = self.serving.pools.decoder(None, {}, 0)
+        if engine is not None:
+            try:
+                timeout_s = self.serving.settings.check_timeout_s
+                answer = await self.serving.upstream.get(engine, MODELS, record.for_engine(record.root), timeout_s)
+            except EngineFailed as error:
+                log.debug("%s does not say its models: %s", engine.url, error)
+            else:
+                if answer.status != 200:
+                    await user.reply(answer.status, answer.body, answer.headers)
+                    return
+                headers = answer.headers
+        await user.reply(200, msgspec.json.encode({"object": "list", "data": self.serving.pools.cards()}), headers)
 
     async def _state(self, user: User) -> None:
         pools = self.serving.pools
@@ -296,6 +367,12 @@ async def _while_there(user: User, work: Awaitable[None]) -> None:
         for task in (doing, leaving):
             task.cancel()
         await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+def _is_json(user: User) -> bool:
+    """Whether a body is said to be JSON, or nothing is said; engines refuse what is not."""
+    kind = user.headers.get("content-type", "")
+    return not kind or kind.partition(";")[0].strip().lower() == "application/json"
 
 
 class _Named(msgspec.Struct):

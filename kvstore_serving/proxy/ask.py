@@ -20,6 +20,7 @@ from typing import Any, Final
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 _LAST_TOKEN: Final = (1 << 31) - 1
+_MANY_TOKENS: Final = 4096  # of an answer without a limit
 _DEFAULT_MAX_TOKENS: Final = 16  # of completions, by OpenAI's API
 _OURS: Final = ("do_remote_decode", "do_remote_prefill")
 
@@ -48,6 +49,10 @@ class AskError(ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class NotUnderstood(ValueError):
+    """The body is none of this API. Engines say so in their own words."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,12 @@ class Ask:
         return given if type(given) is int else None
 
     @property
+    def most_output(self) -> int:
+        """-> how many tokens the answers may have together, roughly."""
+        many = self.body.get("n")
+        return (self.max_tokens or _MANY_TOKENS) * (many if type(many) is int and many > 0 else 1)
+
+    @property
     def stops(self) -> list[str]:
         stop = self.body.get("stop")
         if isinstance(stop, str):
@@ -103,7 +114,7 @@ class Ask:
             one_prompt
             and body.get("n") in (None, 1)
             and body.get("best_of") in (None, 1)
-            and not any(body.get(name) for name in _NOT_PLAIN)
+            and not any(_asked(body.get(name)) for name in _NOT_PLAIN)
         )
 
     @property
@@ -142,7 +153,7 @@ class Ask:
         embeddings, also of a part of the prompt, are more bytes to send twice than they save."""
         body = self.body
         return not (
-            any(body.get(name) for name in ("prompt_logprobs", "echo", "use_beam_search", "prompt_embeds"))
+            any(_asked(body.get(name)) for name in ("prompt_logprobs", "echo", "use_beam_search", "prompt_embeds"))
             or _has_embeddings(body.get("messages"))
         )
 
@@ -211,12 +222,12 @@ class Ask:
 
 
 def understand(path: str, body: object) -> Ask:
-    """-> the request. Raises `AskError`."""
+    """-> the request. Raises `AskError` and `NotUnderstood`."""
     if not isinstance(body, dict):
-        raise AskError(f"the body is {type(body).__name__}; expected a JSON object")
+        raise NotUnderstood
     given = body.get("kv_transfer_params")
     if given is not None and not isinstance(given, dict):
-        raise AskError("kv_transfer_params must be an object", "kv_transfer_params")
+        raise NotUnderstood
     for flag in _OURS:
         if given and flag in given:
             raise AskError(
@@ -225,7 +236,7 @@ def understand(path: str, body: object) -> Ask:
             )
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
-        raise AskError(f"stream_options is {type(options).__name__}; expected an object", "stream_options")
+        raise NotUnderstood
     prompt = body.get("prompt")
     tokens = [each for each in prompt if type(each) is int] if isinstance(prompt, list) else []
     if tokens and not 0 <= min(tokens) <= max(tokens) <= _LAST_TOKEN:
@@ -241,6 +252,11 @@ def with_trace(body: dict[str, Any], traceparent: str) -> dict[str, Any]:
     if not isinstance(ours, dict):
         return body  # the engine says what is wrong with it
     return {**body, "kv_transfer_params": {**given, "kvstore": {**ours, "traceparent": traceparent}}}
+
+
+def _asked(value: object) -> bool:
+    """Whether a field asks for something: the 0 of `logprobs` does."""
+    return value is not None and value is not False and value not in ("", [], {})
 
 
 def _has_embeddings(messages: object) -> bool:

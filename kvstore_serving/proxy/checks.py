@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any, Final
 
 import msgspec
 
 from kvstore_serving.proxy.pools import Engine, Model, Pools
+from kvstore_serving.proxy.silence import LEAST_S, weight
 from kvstore_serving.proxy.upstream import EngineFailed, Upstream
 
 log = logging.getLogger(__name__)
 
 _MODELS_EVERY: Final = 15  # checks
+LOOK_AGAIN_S: Final = 1.0
+LOOK_S: Final = 0.25  # whether requests are late
 
 
 class Checks:
@@ -28,18 +32,21 @@ class Checks:
         self._upstream = upstream
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._tasks: dict[Engine, asyncio.Task[None]] = {}
+        self._tasks: dict[Engine, tuple[asyncio.Task[None], ...]] = {}
         self._asked: dict[Engine, asyncio.Event] = {}  # set: once at least
         self._unpaired: list[dict[str, Any]] = []  # logged
+        self._looking: asyncio.Future[list[BaseException | None]] | None = None
+        self._look_at = 0.0
 
     def follow(self) -> None:
         """Begin and end the checks that the pools need now."""
         engines = set(self._pools.engines.values())
         for engine in engines - self._tasks.keys():
             self._asked[engine] = asyncio.Event()
-            self._tasks[engine] = asyncio.create_task(self._watch(engine))
+            self._tasks[engine] = asyncio.create_task(self._watch(engine)), asyncio.create_task(self._listen(engine))
         for engine in self._tasks.keys() - engines:
-            self._tasks.pop(engine).cancel()
+            for task in self._tasks.pop(engine):
+                task.cancel()
             self._asked.pop(engine).set()
 
     async def first(self) -> None:
@@ -47,7 +54,7 @@ class Checks:
         await asyncio.gather(*(asked.wait() for asked in list(self._asked.values())))
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
+        tasks = [task for each in self._tasks.values() for task in each]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -64,11 +71,54 @@ class Checks:
             if engine.healthy or number == 0:
                 log.warning("engine %s takes no requests: %s", engine.url, error.why)
             engine.down(error.why)
+            if engine.silence.late():
+                engine.silence.give_up()
             return
         if not engine.healthy:
             names = ", ".join(engine.models)
             log.info("engine %s takes requests for %s", engine.url, names)
         engine.up()
+
+    async def look_again(self, model: str | None) -> bool:
+        """Ask healthy engines for their models, if none is known to have this one: adapters come at any time. ->
+        whether one has it now. They are asked once in `LOOK_AGAIN_S` at most."""
+        now = time.monotonic()
+        healthy = [engine for engine in self._pools.engines.values() if engine.healthy]
+        if model is None or any(engine.serves(model) for engine in healthy):
+            return False
+        if self._looking is None or (self._looking.done() and now >= self._look_at):
+            self._look_at = now + LOOK_AGAIN_S
+            self._looking = asyncio.ensure_future(
+                asyncio.gather(*(self._identify(engine) for engine in healthy), return_exceptions=True)
+            )
+        await asyncio.shield(self._looking)
+        return any(engine.serves(model) for engine in healthy)
+
+    async def _listen(self, engine: Engine) -> None:
+        """Find out that an engine is silent, and that one which failed works again."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if engine.healthy and (engine.silence.late() or (engine.failures and time.monotonic() >= engine.ask_at)):
+                await self.ask_for_a_token(engine)
+
+    async def ask_for_a_token(self, engine: Engine) -> None:
+        """An answer brings the engine back; if none comes while requests are late, it is silent."""
+        usual_s = engine.silence.limit_s(weight(1, 1))
+        before, late = engine.failures, engine.silence.late()
+        try:
+            await self._upstream.token(engine, min(max(self._timeout_s, LEAST_S), usual_s))
+        except EngineFailed as error:
+            engine.failed()
+            if late and not engine.silent:
+                engine.silent = True
+                log.warning("engine %s gets no requests: it is silent (%s)", engine.url, error.why)
+            if engine.silent:
+                engine.silence.give_up()
+            return
+        if before:
+            log.info("engine %s works again", engine.url)
+        engine.worked()
+        engine.silence.answers()
 
     async def _watch(self, engine: Engine) -> None:
         number, asked = 0, self._asked[engine]

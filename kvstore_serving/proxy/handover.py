@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from kvstore_serving import sse
 from kvstore_serving.proxy.ask import COMPLETIONS
 from kvstore_serving.proxy.prefill import beside, prefill_only, prefill_shown
 from kvstore_serving.proxy.serving import Request
+from kvstore_serving.proxy.silence import weight
 from kvstore_serving.proxy.transcript import Diverged, Follower, Transcript
 from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, Stream
-from kvstore_serving.proxy.usage import read_usage
-from kvstore_serving.proxy.user import EVENTS, error_body
+from kvstore_serving.proxy.usage import body_with_found, read_usage, usage_of, with_found
+from kvstore_serving.proxy.user import error_body
 
 _REPLACEMENT = "\ufffd"
 
@@ -48,6 +50,7 @@ class StreamedAnswer:
         self._pieces = 0
         self._prefilled: float | None = None  # when P's token was there
         self._raw_sent = False
+        self._last_chunk: dict[str, Any] | None = None  # ends the answer, and is not sent yet
         self._found: int | None = None  # tokens of the prompt, by the engine that answers
 
     async def run(self) -> None:
@@ -81,16 +84,19 @@ class StreamedAnswer:
                 with serving.pools.running(request.engine, request.decision.prompt_tokens), request.attempt() as span:
                     headers = record.for_engine(span, record.retries)
                     body = request.traced(body, headers)
-                    async with await serving.upstream.stream(request.engine, path, body, headers) as stream:
+                    async with await serving.upstream.stream(
+                        request.engine, path, body, headers, weight(request.decision.prompt_tokens)
+                    ) as stream:
                         stream.span = span
                         if self._ask.plain:
                             if not request.user.status:
-                                await request.user.start(200, EVENTS)
+                                await request.user.start(200, stream.headers)
                             await self._relay(stream, continues)
                         else:
                             await self._relay_raw(stream)
                 request.engine.worked()
                 request.answered(self._found)
+                await self._send_last({})
                 await self._write(sse.END, more=False)
                 record.outcome = "ok"
                 return
@@ -148,7 +154,7 @@ class StreamedAnswer:
 
     async def _relay(self, stream: Stream, continues: int | None) -> None:
         """Pass on what is new in a stream, and P's chunks as long as there is nothing else."""
-        reading: asyncio.Task[dict[str, Any] | None] | None = None
+        reading: asyncio.Task[dict[str, Any] | sse.Comment | None] | None = None
         showing: asyncio.Task[dict[str, Any] | None] | None = None
         follower = Follower(self._transcript, continues)
         try:
@@ -157,28 +163,26 @@ class StreamedAnswer:
                 showing = showing or asyncio.create_task(self._early.get())
                 await asyncio.wait({reading, showing}, return_when=asyncio.FIRST_COMPLETED)
                 if showing.done():
-                    chunk, showing = showing.result(), None
-                    if chunk is None:
+                    early, showing = showing.result(), None
+                    if early is None:
                         self._early_over = True
-                    elif await self._show(chunk):
+                    elif await self._show(early):
                         return
                     follower = Follower(self._transcript, continues)  # of D nothing but a role was sent
                 else:
                     chunk, reading = reading.result(), None
                     if chunk is None:
                         return
-                    self._note_found(chunk, continues)
-                    await self._send(follower.feed(chunk))
+                    await self._take(chunk, follower, continues)
             if reading is not None:
                 chunk, reading = await reading, None
             else:
                 chunk = await stream.chunk()
             while chunk is not None:
-                if self._prefilled is not None:
+                if self._prefilled is not None and not isinstance(chunk, sse.Comment):
                     self._observe("handover", time.monotonic() - self._prefilled)
                     self._prefilled = None
-                self._note_found(chunk, continues)
-                await self._send(follower.feed(chunk))
+                await self._take(chunk, follower, continues)
                 chunk = await stream.chunk()
         finally:
             for task in (reading, showing):
@@ -186,10 +190,17 @@ class StreamedAnswer:
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
 
-    def _note_found(self, chunk: dict[str, Any], continues: int | None) -> None:
+    async def _take(self, chunk: dict[str, Any] | sse.Comment, follower: Follower, continues: int | None) -> None:
+        """Pass on what is new in a chunk of D, or a comment."""
+        if isinstance(chunk, sse.Comment):
+            await self._write(b"%b\n\n" % chunk)
+            return
         usage = read_usage(chunk.get("usage")) if continues is None else None
         if usage is not None:
             self._found = usage.cached_tokens
+            if self._found is not None:
+                chunk["usage"] = with_found(chunk["usage"], self._request.record.found_before(self._found))
+        await self._send(follower.feed(chunk))
 
     async def _show(self, chunk: dict[str, Any]) -> bool:
         """Pass on a chunk of P, if it can be shown. -> True: the answer ended with it."""
@@ -229,21 +240,47 @@ class StreamedAnswer:
         """
         user, begun = self._request.user, False
         while (data := await stream.next()) is not None:
-            if not begun or b'"error"' in data:
+            comment = isinstance(data, sse.Comment)
+            if not comment and (not begun or b'"error"' in data):
                 stream.parse(data)
             if not user.status:
-                await user.start(200, EVENTS)
+                await user.start(200, stream.headers)
+            if comment:
+                await self._write(b"%b\n\n" % data)
+                continue
             self._raw_sent = begun = True
-            await self._write(b"data: %b\n\n" % data, token=True)
+            await self._write(b"data: %b\n\n" % self._with_found(data), token=True)
         if not user.status:
-            await user.start(200, EVENTS)
+            await user.start(200, stream.headers)
+
+    def _with_found(self, data: bytes) -> bytes:
+        record = self._request.record
+        if not record.prefill or b'"cached_tokens"' not in data:
+            return data
+        usage = usage_of(data)
+        found = usage.cached_tokens if usage is not None else None
+        return data if found is None else body_with_found(data, record.found_before(found))
 
     # ---- to the user -----------------------------------------------------------------------------------------
 
     async def _send(self, chunk: dict[str, Any] | None) -> None:
-        if chunk is None or (not chunk.get("choices") and not self._ask.wants_usage):
-            return  # the proxy itself asks for usage
+        if chunk is None:
+            return
+        if not self._ask.wants_usage:  # the proxy itself asks for it
+            if chunk.get("choices") and self._transcript.finished:
+                self._last_chunk = chunk  # without usage, what engines say at the end would be in this one
+                return
+            if not chunk.get("choices"):
+                said = {name: value for name, value in chunk.items() if name not in ("choices", "usage")}
+                await self._send_last(said)
+                return
         await self._write(sse.encode(chunk), token=not self._transcript.empty)
+
+    async def _send_last(self, said: Mapping[str, Any]) -> None:
+        """Send the chunk that ends the answer, if there is one to be sent, with what else the engine said."""
+        last, self._last_chunk = self._last_chunk, None
+        if last is not None:
+            await self._write(sse.encode({**said, **last}), token=not self._transcript.empty)
 
     async def _write(self, piece: bytes, *, more: bool = True, token: bool = False) -> None:
         if token:
@@ -261,11 +298,13 @@ class StreamedAnswer:
         transcript = self._transcript
         for chunk in transcript.ending():
             await self._send(transcript.stamp(chunk))
+        await self._send_last({})
         await self._write(sse.END, more=False)
         self._request.record.outcome = "ok"
 
     async def _break_off(self, why: str, body: bytes = b"") -> None:
         """End a stream that cannot go on: an error event, and no [DONE]."""
+        await self._send_last({})
         message = f"the answer was cut off: {why}; ask again"
         await self._write(b"data: %b\n\n" % (body or error_body(502, message, "upstream_error")), more=False)
         self._request.record.outcome = "cut"

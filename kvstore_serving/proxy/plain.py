@@ -10,8 +10,9 @@ import time
 
 from kvstore_serving.proxy.prefill import beside, prefill_only
 from kvstore_serving.proxy.serving import Request
+from kvstore_serving.proxy.silence import weight
 from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused
-from kvstore_serving.proxy.usage import usage_of
+from kvstore_serving.proxy.usage import body_with_found, usage_of
 
 
 async def serve(request: Request) -> None:
@@ -28,7 +29,8 @@ async def _serve(request: Request) -> None:
             with serving.pools.running(request.engine, request.decision.prompt_tokens), request.attempt() as span:
                 headers = record.for_engine(span, record.retries)
                 body = request.traced(request.ask.for_decode(split=split), headers)
-                answer = await serving.upstream.ask(request.engine, request.ask.path, body, headers)
+                heavy = weight(request.decision.prompt_tokens, request.ask.most_output)
+                answer = await serving.upstream.ask(request.engine, request.ask.path, body, headers, heavy)
         except EngineRefused as error:
             await request.fail(error)
             return
@@ -38,13 +40,15 @@ async def _serve(request: Request) -> None:
                 return
             continue
         request.engine.worked()
-        usage = usage_of(answer.body)
+        usage, whole = usage_of(answer.body), answer.body
+        if usage is not None and usage.cached_tokens is not None and split:
+            whole = body_with_found(whole, record.found_before(usage.cached_tokens))
         request.answered(None if usage is None else usage.cached_tokens)
         if usage is not None:
             record.prompt_tokens = usage.prompt_tokens
             record.output_tokens = usage.completion_tokens or 0
             record.note_cached(usage.cached_tokens)
         record.outcome = "ok"
-        await request.user.reply(answer.status, answer.body, answer.headers)
+        await request.user.reply(answer.status, whole, answer.headers)
         record.seconds = time.monotonic() - record.began
         return

@@ -1,8 +1,9 @@
 """The engines: which there are, which of them work, how busy they are, and which one takes a request.
 
 Kept by one event loop, used by its tasks only. An engine is a candidate if its last health check passed and its circuit
-is closed: failures of requests open it, for a time that doubles with each failure and ends with the next success. If
-every healthy engine's circuit is open they are candidates all the same: a suspect is better than nobody.
+is closed: failures of requests open it, and silence does (`silence.py`). The proxy then asks for a token itself, at
+times that are twice as far apart after each failure, and an answer closes it. If every healthy engine's circuit is open
+they are candidates all the same: a suspect is better than nobody.
 
 P and D are paired only if they run the same weights: the same root of the model, and the same weights version where it
 is known. Load is what this proxy has in flight, so it is exact for one proxy and a fair guess for several.
@@ -16,6 +17,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from kvstore_serving.proxy.silence import Silence, nothing_usual
 
 Role: TypeAlias = Literal["prefill", "decode"]
 ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
@@ -56,8 +59,10 @@ class Engine:
     version: str = ""
     cards: list[dict[str, Any]] = field(default_factory=list)  # of /v1/models, for the proxy's own
     life: int = 0  # another one each time that it comes to be healthy: what it had cached before is gone
-    failures: int = 0  # of requests, one after the other
-    shunned_until: float = 0.0
+    failures: int = 0  # of requests and of the proxy's questions, one after the other
+    ask_at: float = 0.0  # when the proxy asks for a token, to see whether it works again
+    silent: bool = False  # it accepts requests, and answers none
+    silence: Silence = field(default_factory=Silence)
     queued_tokens: int = 0  # uncached prompt tokens that it was sent to prefill
     running: int = 0  # requests
     running_tokens: int = 0
@@ -74,13 +79,13 @@ class Engine:
         return served.max_model_len if served else None
 
     def failed(self) -> None:
-        """A request failed here that was not to blame for it."""
+        """A request failed here that was not to blame for it, or the proxy's own question did."""
         wait_s = self.backoff_s * 2 ** min(self.failures, 10)
-        self.shunned_until = time.monotonic() + min(_LONGEST_BACKOFF_S, wait_s)
+        self.ask_at = time.monotonic() + min(_LONGEST_BACKOFF_S, wait_s)
         self.failures += 1
 
     def worked(self) -> None:
-        self.failures, self.shunned_until = 0, 0.0
+        self.failures, self.silent = 0, False
 
     def down(self, why: str) -> None:
         self.healthy, self.why_down = False, why
@@ -88,11 +93,14 @@ class Engine:
     def up(self) -> None:
         if not self.healthy:
             self.life = next(_lives)
+            self.worked()
         self.healthy, self.why_down = True, ""
 
     @property
     def shunned(self) -> bool:
-        return time.monotonic() < self.shunned_until
+        """Whether it gets no requests while there are others. The proxy's own question brings it back, or a request of
+        the time when there were no others."""
+        return self.failures > 0
 
     def status(self) -> dict[str, Any]:
         return {
@@ -101,6 +109,7 @@ class Engine:
             "healthy": self.healthy,
             "why_down": self.why_down,
             "shunned": self.shunned,
+            "silent": self.silent,
             "models": [model._asdict() for model in self.models.values()],
             "version": self.version,
             "weights": self.weights,
@@ -115,13 +124,15 @@ class Pools:
 
     def __init__(self, backoff_s: float = 1.0) -> None:
         self._backoff_s = backoff_s
+        self._usual = nothing_usual()
         self.engines: dict[str, Engine] = {}
 
     def set(self, url: str, roles: Collection[Role], weights: str = "") -> Engine:
         """Add an engine, or change its roles. An engine with other weights than before begins anew."""
         engine = self.engines.get(url)
         if engine is None or engine.weights != weights:
-            engine = self.engines[url] = Engine(url, frozenset(roles), weights, self._backoff_s)
+            engine = Engine(url, frozenset(roles), weights, self._backoff_s, silence=Silence(self._usual))
+            self.engines[url] = engine
         engine.roles = frozenset(roles)
         return engine
 

@@ -13,8 +13,10 @@ from typing import Any, Final
 
 from kvstore_client.engine.spans import Span
 from kvstore_serving.proxy.serving import Request, engine_span
-from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused
+from kvstore_serving.proxy.silence import weight
+from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, Stream
 from kvstore_serving.proxy.usage import Usage, read_usage, usage_of
+from kvstore_serving.sse import Comment
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +30,8 @@ async def prefill_only(request: Request) -> None:
     with _counted(request) as span:
         headers = request.record.for_engine(span)
         body = request.traced(request.ask.for_prefill(shown=False), headers)
-        answer = await request.serving.upstream.ask(engine, request.ask.path, body, headers)
+        heavy = weight(request.decision.prompt_tokens, 1)
+        answer = await request.serving.upstream.ask(engine, request.ask.path, body, headers, heavy)
         _note_usage(request, usage_of(answer.body))
 
 
@@ -40,10 +43,12 @@ async def prefill_shown(request: Request, chunks: asyncio.Queue[dict[str, Any] |
         with _counted(request) as span:
             headers = request.record.for_engine(span)
             body = request.traced(request.ask.for_prefill(shown=True), headers)
-            async with await request.serving.upstream.stream(engine, request.ask.path, body, headers) as stream:
+            heavy = weight(request.decision.prompt_tokens)
+            upstream = request.serving.upstream
+            async with await upstream.stream(engine, request.ask.path, body, headers, heavy) as stream:
                 stream.span = span
                 for _ in range(_MOST_CHUNKS):
-                    chunk = await stream.chunk()
+                    chunk = await _no_comment(stream)
                     if chunk is None:
                         break
                     _note_usage(request, read_usage(chunk.get("usage")))
@@ -51,6 +56,12 @@ async def prefill_shown(request: Request, chunks: asyncio.Queue[dict[str, Any] |
                         chunks.put_nowait(chunk)
     finally:
         chunks.put_nowait(None)
+
+
+async def _no_comment(stream: Stream) -> dict[str, Any] | None:
+    while isinstance(chunk := await stream.chunk(), Comment):
+        pass  # it keeps a connection alive that nobody but the proxy has
+    return chunk
 
 
 def _note_usage(request: Request, usage: Usage | None) -> None:

@@ -23,8 +23,13 @@ from kvstore_client.engine.trace_context import TraceContext, new_trace, parse_t
 
 log = logging.getLogger(__name__)
 
-_PASSED_ON: Final = ("authorization", "tracestate", "baggage")
-_NEVER: Final = ("x-request-id", "x-forwarded-", "x-real-ip")
+# Of one hop, or set anew for each engine, or about a hop before this one.
+_NOT_PASSED_ON: Final = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authorization", "proxy-connection", "te", "trailer", "transfer-encoding"),
+        *("upgrade", "host", "content-length", "expect", "traceparent", "x-request-id", "forwarded", "x-real-ip"),
+    }
+)
 
 
 @dataclass
@@ -62,9 +67,17 @@ class Record:
         return self.root.began
 
     def note_cached(self, by_decode: int | None) -> None:
-        """What D found of the prompt. Of a split one counts what P found: D finds what P has just computed, too."""
-        found = by_decode if self.prefill_cached_tokens is None else self.prefill_cached_tokens
+        """What D found of the prompt; None: it does not say."""
+        found = self.prefill_cached_tokens if by_decode is None else self.found_before(by_decode)
         self.cached_tokens = self.cached_tokens if found is None else found
+
+    def found_before(self, by_decode: int) -> int:
+        """How many tokens of the prompt were cached, where D says that it found so many: D finds what P has just
+        computed, too."""
+        if not self.prefill or self.prefill_outcome in ("failed", "refused"):
+            return by_decode
+        known = self.prefill_cached_tokens
+        return min(by_decode, self.cached_tokens if known is None else known)
 
     @contextlib.contextmanager
     def span(self, name: str, kind: Kind = "internal", row: str = "proxy") -> Iterator[Span]:
@@ -120,11 +133,14 @@ def begin(method: str, path: str, headers: Mapping[str, str]) -> Record:
     trace = parse_traceparent(headers.get("traceparent", ""))
     given = headers.get("x-request-id", "")
     usable = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
+    of_this_hop = {each.strip().lower() for each in headers.get("connection", "").split(",")}
     passed = {
         name: value
         for name, value in headers.items()
-        if (name in _PASSED_ON and (trace is not None or name != "tracestate"))
-        or (name.startswith("x-") and not name.startswith(_NEVER))
+        if name not in _NOT_PASSED_ON
+        and name not in of_this_hop
+        and not name.startswith("x-forwarded-")
+        and (name != "tracestate" or trace is not None)
     }
     root = Span(f"{method} {path}", "server", "proxy", {"http.request.method": method, "http.route": path})
     return Record(given if usable else secrets.token_hex(16), path, trace or new_trace(), root, passed)

@@ -70,7 +70,13 @@ async def _run(settings: Settings) -> None:
     pairs = Pairs(settings.backoff_s)
     decider = Decider(settings, pools, upstream, Prefixes(events, store), store, pairs)
     serves = Serving(settings, pools, upstream, Metrics(pools, store), decider, tracing.on)
-    proxy = Proxy(serves, access_log, tracing, lambda: {"store": store.status(), "not_arriving": pairs.status()})
+    proxy = Proxy(
+        serves,
+        access_log,
+        tracing,
+        lambda: {"store": store.status(), "not_arriving": pairs.status()},
+        checks.look_again,
+    )
     stop = asyncio.Event()
     _on_signals(stop)
     try:

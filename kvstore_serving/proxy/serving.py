@@ -21,7 +21,7 @@ from kvstore_serving.proxy.pools import Engine, Pools
 from kvstore_serving.proxy.record import Record
 from kvstore_serving.proxy.settings import Settings
 from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, Upstream
-from kvstore_serving.proxy.user import User, error_body
+from kvstore_serving.proxy.user import JSON, User, error_body
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Request:
             return
         self.record.outcome = "failed"
         body = error_body(502, f"no engine could serve this request; the last one: {error}", "upstream_error")
-        await self.user.reply(502, body, {"content-type": "application/json", "retry-after": "1"})
+        await self.user.reply(502, body, [*JSON, ("retry-after", "1")])
 
     def _another(self, without: set[str]) -> Engine | None:
         decision, model = self.decision, self.ask.model

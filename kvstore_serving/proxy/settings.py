@@ -48,6 +48,7 @@ class Settings:
     check_timeout_s: float = 2.0
     user_stall_s: float = 120.0  # a user who does not read
     max_body_bytes: int = 32 << 20
+    max_bodies_bytes: int = 256 << 20  # of all requests, those that are still coming and those that are served
     max_answer_bytes: int = 64 << 20
     max_header_bytes: int = 64 << 10
     max_in_flight: int = 1024
@@ -84,6 +85,11 @@ class Settings:
         for name in ("split_tokens", "max_in_flight", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; expected 1 or more")
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise SettingsError(
+                f"--max-bodies is {self.max_bodies_bytes} bytes; expected at least those of --max-body, "
+                f"{self.max_body_bytes}"
+            )
 
     def named(self) -> list[EngineRecord]:
         """The engines of the flags."""

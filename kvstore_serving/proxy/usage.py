@@ -25,6 +25,7 @@ class _Document(msgspec.Struct):
 
 
 _decode: Final = msgspec.json.Decoder(_Document).decode
+_decode_parts: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def usage_of(body: bytes) -> Usage | None:
@@ -38,3 +39,23 @@ def usage_of(body: bytes) -> Usage | None:
 def read_usage(value: object) -> Usage | None:
     """Of what a chunk of a stream has as its usage. None: that is none."""
     return None if value is None else usage_of(msgspec.json.encode({"usage": value}))
+
+
+def with_found(usage: dict[str, Any], found: int) -> dict[str, Any]:
+    """-> a usage that says so many cached tokens, if it says any number of them."""
+    details = usage.get("prompt_tokens_details")
+    if not isinstance(details, dict) or details.get("cached_tokens") is None:
+        return usage
+    return {**usage, "prompt_tokens_details": {**details, "cached_tokens": found}}
+
+
+def body_with_found(body: bytes, found: int) -> bytes:
+    """-> an answer whose usage says so many cached tokens; all else is as it was."""
+    try:
+        parts = _decode_parts(body)
+        usage = msgspec.json.decode(parts["usage"])
+    except (msgspec.DecodeError, KeyError):
+        return body
+    if not isinstance(usage, dict) or (changed := with_found(usage, found)) == usage:
+        return body
+    return msgspec.json.encode({**parts, "usage": changed})

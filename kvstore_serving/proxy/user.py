@@ -1,29 +1,21 @@
-"""One user's connection, for one request: the body, the reply as it is made, and whether the user is still there.
+"""One user's connection, for one request: the reply as it is made, and whether the user is still there.
 
-An ASGI connection. What must hold: a body is refused as soon as it is too large; a reply that the user does not read
-ends after `stall_s`; what is written waits for the user's socket, so nothing piles up here.
+An ASGI connection. What must hold: a reply that the user does not read ends after `stall_s`; what is written waits for
+the user's socket, so nothing piles up here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-JSON: Final = {"content-type": "application/json"}
-EVENTS: Final = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-
-
-class BodyTooLarge(Exception):
-    """The body is larger than the proxy takes."""
-
-
-class BodyTooSlow(Exception):
-    """Nothing more of the body came for as long as a user may read nothing."""
+Headers = Iterable[tuple[str, str]]
+JSON: Final = (("content-type", "application/json"),)
 
 
 class UserGone(Exception):
@@ -38,6 +30,7 @@ class User:
         for name, value in scope["headers"]:
             key, text = name.decode("latin-1"), value.decode("latin-1")
             self.headers[key] = f"{self.headers[key]},{text}" if key in self.headers else text
+        self.request_id = ""  # that a reply names, unless it names another one
         self.began = time.monotonic()
         self.status = 0  # of the reply, once it has begun
         self.ended = False  # whether the whole reply was sent
@@ -48,27 +41,12 @@ class User:
         self._writing_since: float | None = None
         self._left = False
 
-    async def body(self, most: int) -> bytes:
-        """-> the whole body. Raises `BodyTooLarge`, `BodyTooSlow`, `UserGone`."""
-        given = self.headers.get("content-length", "0")
-        if given.isdigit() and int(given) > most:
-            raise BodyTooLarge
-        pieces = bytearray()
-        while True:
-            try:
-                message = await asyncio.wait_for(self._receive(), self._stall_s)
-            except asyncio.TimeoutError:
-                raise BodyTooSlow from None
-            if message["type"] == "http.disconnect":
-                raise UserGone
-            pieces += message.get("body", b"")
-            if len(pieces) > most:
-                raise BodyTooLarge
-            if not message.get("more_body", False):
-                return bytes(pieces)
+    async def receive(self) -> dict[str, Any]:
+        """-> the next message of the connection: a part of the body, or that the user has left."""
+        return dict(await self._receive())
 
     async def gone(self) -> None:
-        """Returns when the user has left, or has not read for too long. To be called after `body`."""
+        """Returns when the user has left, or has not read for too long. To be called when the body has come."""
         receiving = asyncio.ensure_future(self._receive())
         try:
             while True:
@@ -85,9 +63,11 @@ class User:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
 
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+    async def start(self, status: int, headers: Headers) -> None:
         self.status = status
-        pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        pairs = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers]
+        if self.request_id and not any(name == b"x-request-id" for name, _ in pairs):
+            pairs.append((b"x-request-id", self.request_id.encode()))
         await self._write({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def write(self, piece: bytes, *, more: bool = True) -> None:
@@ -97,16 +77,16 @@ class User:
         self.ended = not more
         await self._write({"type": "http.response.body", "body": piece, "more_body": more})
 
-    async def reply(self, status: int, body: bytes, headers: Mapping[str, str] = JSON) -> None:
+    async def reply(self, status: int, body: bytes, headers: Headers = JSON) -> None:
         """The whole reply."""
-        await self.start(status, {**headers, "content-length": str(len(body))})
+        await self.start(status, [*headers, ("content-length", str(len(body)))])
         await self.write(body, more=False)
 
     async def refuse(
         self, status: int, message: str, kind: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         """An error in the form of OpenAI's API."""
-        await self.reply(status, error_body(status, message, kind, param), {**JSON, **(headers or {})})
+        await self.reply(status, error_body(status, message, kind, param), [*JSON, *(headers or {}).items()])
 
     async def _write(self, message: dict[str, Any]) -> None:
         # Checked before and after: a server takes what is sent to a user who has gone, and says nothing.

@@ -414,12 +414,8 @@ def test_bodies_and_headers_have_bounds(proxy: ProxyProcess) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"{", b"no JSON"),
-        ([1], b"expected a JSON object"),
         (completion(kv_transfer_params={"do_remote_prefill": True}), b"do_remote_prefill"),
         (completion(kv_transfer_params={"do_remote_decode": False}), b"do_remote_decode"),
-        (completion(kv_transfer_params=3), b"kv_transfer_params"),
-        (completion(stream=True, stream_options=[1]), b"stream_options is list; expected an object"),
         (completion(prompt=[5, 1 << 63]), b"the token id 9223372036854775808; expected 0 to 2147483647"),
         (completion(prompt=[5, -1]), b"the token id -1; expected 0 to"),
     ],
@@ -429,10 +425,12 @@ def test_requests_that_no_engine_can_serve_are_refused_here(proxy: ProxyProcess,
     assert status == 400 and says in reply
 
 
-def test_models_that_nobody_serves_and_paths_that_are_not_passed_are_404(proxy: ProxyProcess) -> None:
+def test_models_that_nobody_serves_and_paths_that_are_not_passed_are_404(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine]
+) -> None:
     assert post(proxy.url, COMPLETIONS, completion(model="other"))[0] == 404
     assert post(proxy.url, "/reset_prefix_cache", {})[0] == 404
-    assert get(proxy.url, COMPLETIONS)[0] == 405
+    assert get(proxy.url, COMPLETIONS) == get(engines["a"].url, COMPLETIONS), "the engine's own 405"
     assert post(proxy.url, "/tokenize", {"model": MODEL, "prompt": "ab"}) == (200, b'{"tokens":[97,98]}')
     assert MODEL.encode() in get(proxy.url, "/v1/models")[1]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
 import json
 import os
 import time
@@ -19,11 +20,15 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 MODEL = "stand-in"
+PROBE = "kvstore-proxy-asks-for-a-token"
 
 
 def next_token(prompt: list[int], drift: int = 0) -> int:
@@ -53,6 +58,7 @@ class StandIn:
         self.running = 0
         self.given_up = 0
         self.streamed = 0
+        self.responses: list[str] = []
 
     async def behave(self, request: Request) -> Response:
         self.behaviour = await request.json()
@@ -80,6 +86,31 @@ class StandIn:
         body = await request.json()
         return JSONResponse({"tokens": _tokens(body)})
 
+    async def respond(self, request: Request) -> Response:
+        """As /v1/responses: the state is this engine's own."""
+        body = await request.json()
+        before = body.get("previous_response_id")
+        if before is not None and before not in self.responses:
+            return JSONResponse({"error": {"message": f"{before} not found", "code": 404}}, 404)
+        self.responses.append(f"resp_{os.getpid()}_{len(self.responses)}")
+        return JSONResponse({"id": self.responses[-1], "object": "response", "engine": os.getpid()})
+
+    async def response(self, request: Request) -> Response:
+        known = request.path_params["name"] in self.responses
+        return JSONResponse({"id": request.path_params["name"], "engine": os.getpid()}, 200 if known else 404)
+
+    async def reflect(self, request: Request) -> Response:
+        """What came, as the answer."""
+        body = await request.body()
+        headers = [(name.decode(), value.decode("latin-1")) for name, value in request.headers.raw]
+        told = {
+            "method": request.method,
+            "headers": headers,
+            "body": body.decode("latin-1"),
+            "query": request.url.query,
+        }
+        return JSONResponse(told, headers={"set-cookie": "a=1", "x-engine": "yes", "content-language": "de"})
+
     async def embed(self, request: Request) -> Response:
         """Half an answer, and then the connection breaks."""
 
@@ -92,12 +123,20 @@ class StandIn:
     async def complete(self, request: Request) -> Response:
         body = await request.json()
         path = request.url.path
-        self.seen.append({"path": path, "body": body, "headers": dict(request.headers)})
+        if request.headers.get("x-request-id") != PROBE:
+            self.seen.append({"path": path, "body": body, "headers": dict(request.headers)})
+        if body.get("model") not in (None, MODEL, *self.adapters):
+            error = {"message": f"no model {body['model']}", "type": "NotFoundError", "param": "model", "code": 404}
+            return JSONResponse({"error": error}, 404)
         count = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         # `only`: the behaviour is for requests of so many tokens
         how = self.behaviour if self.behaviour.get("only", count) == count else {}
+        if how.get("frozen"):  # its worker; it still says that it is well
+            await asyncio.sleep(3600)
         if "delay_s" in how:
             await asyncio.sleep(how["delay_s"])
+        if "headers" in how:
+            return Response(b"{}", how.get("status", 200), how["headers"], "application/json")
         if "status" in how:
             error = {"error": {"message": "as told", "type": "told", "param": None, "code": how["status"]}}
             return JSONResponse(error, how["status"])
@@ -130,6 +169,12 @@ class StandIn:
         self.running += 1
         done = False
         try:
+            for _ in range(how.get("comments", 0)):
+                yield b": keep-alive\n\n"
+                await asyncio.sleep(how.get("gap_s", 0))
+            while how.get("only_comments"):
+                yield b": keep-alive\n\n"
+                await asyncio.sleep(0.05)
             if how.get("silent"):
                 await asyncio.sleep(3600)
             if chat:
@@ -156,7 +201,7 @@ class StandIn:
                     "index": 0,
                     "logprobs": None,
                     "finish_reason": finish,
-                    "token_ids": [token] if ids else None,
+                    "token_ids": how.get("odd_ids", [token]) if ids else None,
                 }
                 text = f"{token} " + "x" * how.get("pad", 0)
                 choice |= {"delta": {"content": text}} if chat else {"text": text}
@@ -176,6 +221,35 @@ class StandIn:
             self.given_up += not done
 
 
+class Packing:
+    """Compresses what is not streamed, also for those who have not asked for it, as some sidecars do."""
+
+    def __init__(self, app: ASGIApp, engine: StandIn) -> None:
+        self._app, self._engine = app, engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._engine.behaviour.get("packs") or scope["path"] in ("/behave", "/seen"):
+            await self._app(scope, receive, send)
+            return
+        start: dict[str, Any] = {}
+        body = bytearray()
+
+        async def pack(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+                return
+            body.extend(message.get("body", b""))
+            if message.get("more_body"):
+                return
+            packed = gzip.compress(bytes(body))
+            kept = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+            start["headers"] = [*kept, (b"content-encoding", b"gzip"), (b"content-length", str(len(packed)).encode())]
+            await send(start)
+            await send({"type": "http.response.body", "body": packed})
+
+        await self._app(scope, receive, pack)
+
+
 def _error(how: dict[str, Any]) -> dict[str, Any]:
     """What an engine says instead of a chunk; `alone`: not in `error`, as some engines do."""
     error = {"message": "as told", "type": "told", "code": how.get("code", 500)}
@@ -188,6 +262,8 @@ def _usage(how: dict[str, Any], prompt: list[int], said: int) -> dict[str, Any]:
         "completion_tokens": said,
         "total_tokens": len(prompt) + said,
     }
+    if "odd_usage" in how:
+        return dict(how["odd_usage"])
     if "cached" in how:
         usage["prompt_tokens_details"] = {"cached_tokens": how["cached"]}
     return usage
@@ -224,6 +300,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--root", default="/models/stand-in")
     parser.add_argument("--adapter", action="append", default=[])
+    parser.add_argument("--keep-alive-s", type=int, default=5)
     options = parser.parse_args()
     engine = StandIn(options.root, options.adapter)
     app = Starlette(
@@ -235,11 +312,24 @@ def main() -> None:
             Route("/version", engine.version),
             Route("/tokenize", engine.tokenize, methods=["POST"]),
             Route("/v1/embeddings", engine.embed, methods=["POST"]),
+            Route("/v1/responses", engine.respond, methods=["POST"]),
+            Route("/v1/responses/{name}", engine.response),
+            Route("/pooling", engine.reflect, methods=["GET", "POST", "PUT"]),
             Route("/v1/completions", engine.complete, methods=["POST"]),
             Route("/v1/chat/completions", engine.complete, methods=["POST"]),
-        ]
+        ],
+        middleware=[
+            Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]),
+            Middleware(Packing, engine=engine),
+        ],
     )
-    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
+    uvicorn.run(
+        app,
+        host=options.host,
+        port=options.port,
+        log_level="warning",
+        timeout_keep_alive=options.keep_alive_s,
+    )
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ STREAM = (
     b"data: [DONE]\n\n"
     b"data: not ended\n"
 )
-EVENTS = [b'{"a": 1}', b'{"text": "\xc3\xa4\\n"}', b"first\nsecond", b"[DONE]"]
+EVENTS = [b": a comment", b'{"a": 1}', b'{"text": "\xc3\xa4\\n"}', b"first\nsecond", b"[DONE]"]
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
@@ -260,7 +260,8 @@ def test_events_are_given_as_soon_as_they_end() -> None:
     parser = EventReader(MAX_EVENT_BYTES)
     given_after = [len(parser.feed(bytes([byte]))) for byte in STREAM]
     assert [at for at, count in enumerate(given_after) if count] == [
-        STREAM.index(end) + len(end) - 1 for end in (b"1}\n\n", b'\\n"}\r\n\r\n', b"second\n\n", b"[DONE]\n\n")
+        STREAM.index(end) + len(end) - 1
+        for end in (b"comment\r\n", b"1}\n\n", b'\\n"}\r\n\r\n', b"second\n\n", b"[DONE]\n\n")
     ]
 
 

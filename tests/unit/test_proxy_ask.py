@@ -44,3 +44,25 @@ def test_a_prompt_with_embeddings_is_not_split_wherever_they_are(path: str, body
 )
 def test_other_chats_are_split(body: dict[str, Any]) -> None:
     assert understand(CHAT, body).splittable
+
+
+@pytest.mark.parametrize(
+    ("more", "plain"),
+    [
+        ({}, True),
+        ({"logprobs": None}, True),
+        ({"logprobs": False}, True),
+        ({"logprobs": 0}, False),
+        ({"echo": False}, True),
+        ({"prompt_logprobs": 0}, False),
+        ({"tools": []}, True),
+        ({"suffix": ""}, True),
+        ({"presence_penalty": 0}, True),
+    ],
+    ids=str,
+)
+def test_a_zero_that_asks_for_something_is_asked_for(more: dict[str, Any], plain: bool) -> None:
+    """`logprobs: 0` wants the log probability of each token; without a value nothing is wanted."""
+    ask = understand(COMPLETIONS, {"prompt": "a", **more})
+    assert ask.plain == ask.may_continue == plain
+    assert ask.splittable == ("prompt_logprobs" not in more)

@@ -1,0 +1,123 @@
+"""The bodies of requests that the proxy holds: of those that are coming, and of those that are being served.
+
+All together they take at most so many bytes. A body that is still coming gives way to others, the oldest first: who
+sends slowly, or never sends the end, keeps nobody out. What is being served keeps its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from kvstore_serving.proxy.user import User, UserGone
+
+SLOWEST: Final = 100_000  # bytes a second of a body, beside the time that a user may be silent
+
+
+class BodyTooLarge(Exception):
+    """The body is larger than the proxy takes."""
+
+
+class BodyTooSlow(Exception):
+    """Too little of the body has come, or nothing more; or it has given way to others."""
+
+
+class NoRoom(Exception):
+    """The bodies of requests that are being served take all that bodies may."""
+
+
+class Bodies:
+    """One event loop. most_bytes: of one body; in_all: of all; most_coming: how many may be coming."""
+
+    def __init__(self, most_bytes: int, in_all: int, most_coming: int, stall_s: float) -> None:
+        self.held_bytes = 0
+        self._most_bytes = most_bytes
+        self._in_all = in_all
+        self._most_coming = most_coming
+        self._stall_s = stall_s
+        self._coming: dict[_Coming, None] = {}  # the oldest first
+
+    @contextlib.asynccontextmanager
+    async def body(self, user: User) -> AsyncIterator[bytes]:
+        """The whole body of a user's request, which counts until the block ends. Raises `BodyTooLarge`, `BodyTooSlow`,
+        `NoRoom`, `UserGone`."""
+        coming = _Coming()
+        self._coming[coming] = None
+        if len(self._coming) > self._most_coming:
+            self._oldest().give_way()
+        try:
+            try:
+                body = await self._receive(user, coming)
+            finally:
+                self._coming.pop(coming, None)
+            yield body
+        finally:
+            self.held_bytes -= coming.counted
+
+    async def _receive(self, user: User, coming: _Coming) -> bytes:
+        given = user.headers.get("content-length", "0")
+        if given.isdigit() and int(given) > self._most_bytes:
+            raise BodyTooLarge
+        while True:
+            message = await coming.next(user, self._stall_s)
+            if message["type"] == "http.disconnect":
+                raise UserGone
+            piece = message.get("body", b"")
+            self._make_room(len(piece), coming)
+            coming.pieces.append(piece)
+            if coming.counted > self._most_bytes:
+                raise BodyTooLarge
+            if not message.get("more_body", False):
+                return b"".join(coming.pieces)
+
+    def _make_room(self, nbytes: int, coming: _Coming) -> None:
+        """Count so many bytes more. Raises `NoRoom`."""
+        while self.held_bytes + nbytes > self._in_all:
+            oldest = self._oldest()
+            if oldest is coming:
+                raise NoRoom
+            self.held_bytes -= oldest.give_way()
+        self.held_bytes += nbytes
+        coming.counted += nbytes
+
+    def _oldest(self) -> _Coming:
+        """-> the one that has been coming for longest, which is coming no more."""
+        oldest = next(iter(self._coming))
+        del self._coming[oldest]
+        return oldest
+
+
+class _Coming:
+    """A body that is coming."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.counted = 0  # bytes
+        self._began = time.monotonic()
+        self._gives_way = False
+        self._receiving: asyncio.Future[dict[str, Any]] | None = None
+
+    async def next(self, user: User, stall_s: float) -> dict[str, Any]:
+        """-> the next message of the connection. Raises `BodyTooSlow`."""
+        patience_s = min(stall_s, self._began + stall_s + self.counted / SLOWEST - time.monotonic())
+        self._receiving = receiving = asyncio.ensure_future(user.receive())
+        try:
+            await asyncio.wait({receiving}, timeout=max(0.0, patience_s))
+            if self._gives_way or not receiving.done():
+                raise BodyTooSlow
+            return receiving.result()
+        finally:
+            receiving.cancel()
+            self._receiving = None
+
+    def give_way(self) -> int:
+        """Let go of what has come, and have the user told. -> how many bytes that was."""
+        counted, self.counted = self.counted, 0
+        self.pieces.clear()
+        self._gives_way = True
+        if self._receiving is not None:
+            self._receiving.cancel()
+        return counted

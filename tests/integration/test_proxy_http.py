@@ -1,0 +1,357 @@
+"""The proxy as a hop of HTTP: it adds nothing and loses nothing, and holds no more of a request than it may.
+
+Real processes; tests/engine/test_transparent.py compares it with a real engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from tests.support.harness import Server, wait_until
+from tests.support.proxies import ProxyProcess, Reading, StandInEngine, chunks_of, get, post, text_of
+from tests.support.stand_in_engine import MODEL, expected
+
+PROMPT = list(range(100, 140))
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MiB = 1 << 20
+
+
+def completion(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, **more}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StandInEngine]]:
+    """Prefill engine p and decode engine d, which closes idle connections after a second."""
+    folder = tmp_path_factory.mktemp("engines")
+    found = {name: StandInEngine(folder / f"{name}.log", "--keep-alive-s", "1") for name in "pd"}
+    yield found
+    for engine in found.values():
+        engine.kill()
+
+
+@pytest.fixture(scope="module")
+def shared(
+    both: dict[str, StandInEngine], tcp_server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ProxyProcess]:
+    with ProxyProcess(tmp_path_factory.mktemp("proxy"), *options(tcp_server, both), "--policy=split") as proxy:
+        yield proxy
+
+
+def options(store: Server, engines: dict[str, StandInEngine]) -> list[str]:
+    roles = [f"--prefill={engines['p'].url}", f"--decode={engines['d'].url}"]
+    times = ["--check-seconds=0.1", "--backoff-seconds=0.1", "--idle-seconds=1.5", "--first-byte-seconds=3"]
+    return [f"--store={store.endpoint}", *roles, *times]
+
+
+@pytest.fixture
+def engines(both: dict[str, StandInEngine]) -> dict[str, StandInEngine]:
+    for engine in both.values():
+        engine.behave()
+    return both
+
+
+@pytest.fixture
+def proxy(shared: ProxyProcess, engines: dict[str, StandInEngine]) -> ProxyProcess:
+    wait_until(lambda: all(not each["shunned"] and each["healthy"] for each in engines_of(shared)), what="all are well")
+    return shared
+
+
+def engines_of(proxy: ProxyProcess) -> list[dict[str, Any]]:
+    return [each for pool in proxy.status()["pools"].values() for each in pool]
+
+
+def ask(
+    url: str, method: str, path: str, body: bytes | None = None, **headers: str
+) -> tuple[int, list[tuple[str, str]], bytes]:
+    """-> status, headers with names in small letters, body."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers)
+        reply = connection.getresponse()
+        return reply.status, [(name.lower(), value) for name, value in reply.getheaders()], reply.read()
+
+
+# ---- what is passed on -------------------------------------------------------------------------------------------
+
+
+def test_headers_go_through_in_both_directions_but_those_of_one_hop(proxy: ProxyProcess) -> None:
+    sent = {
+        "Accept-Language": "de",
+        "Authorization": "Bearer k",
+        "Content-Type": "text/plain; charset=latin-1",
+        "Cookie": "c=1",
+        "User-Agent": "somebody",
+        "X-Custom": "yes",
+        "Connection": "keep-alive, X-Hop",
+        "X-Hop": "not beyond",
+        "Proxy-Authorization": "for you",
+        "X-Forwarded-For": "1.2.3.4",
+    }
+    status, headers, body = ask(proxy.url, "PUT", "/pooling?a=1&b=%20", b"\xff\x00raw", **sent)
+    told = json.loads(body)
+    came = dict(told["headers"])
+    assert (status, told["method"], told["body"], told["query"]) == (200, "PUT", "\xff\x00raw", "a=1&b=%20")
+    for name in ("Accept-Language", "Authorization", "Content-Type", "Cookie", "User-Agent", "X-Custom"):
+        assert came[name.lower()] == sent[name], name
+    assert not {"x-hop", "proxy-authorization", "x-forwarded-for"} & came.keys()
+    back = dict(headers)
+    assert (back["set-cookie"], back["x-engine"], back["content-language"]) == ("a=1", "yes", "de")
+    assert back["x-request-id"] == came["x-request-id"], "so that the user and the engine have one name for it"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/models", "/tokenize"])
+def test_browsers_may_ask_as_they_may_ask_the_engine(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], path: str
+) -> None:
+    question = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+    through = ask(proxy.url, "OPTIONS", path, **question)
+    itself = ask(engines["d"].url, "OPTIONS", path, **question)
+    assert through[0] == itself[0] == 200 and through[2] == itself[2]
+    assert cors(through[1]) == cors(itself[1]) and len(cors(itself[1])) >= 2
+    body = {COMPLETIONS: completion(), CHAT: completion(), "/tokenize": completion()}.get(path)
+    data = None if body is None else json.dumps(body).encode()
+    method = "GET" if body is None else "POST"
+    answers = [
+        ask(url, method, path, data, **{"Origin": "http://page", "Content-Type": "application/json"})
+        for url in (proxy.url, engines["d"].url)
+    ]
+    assert answers[0][0] == answers[1][0] == 200 and cors(answers[0][1]) == cors(answers[1][1]) != []
+
+
+def cors(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return sorted((name, value) for name, value in headers if name.startswith("access-control-"))
+
+
+def test_an_engine_behind_a_sidecar_that_packs_is_of_use(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine]
+) -> None:
+    for engine in engines.values():
+        engine.behave(packs=True, cached=3)
+    life = time.monotonic() + 1.0
+    while time.monotonic() < life:  # some checks
+        assert all(each["healthy"] for each in engines_of(proxy))
+        status, headers, body = ask(proxy.url, "POST", COMPLETIONS, json.dumps(completion()).encode())
+        assert status == 200 and json.loads(body)["choices"][0]["text"] == expected(PROMPT, 6)
+        assert "content-encoding" not in dict(headers)
+    assert text_of(chunks_of(proxy.url, COMPLETIONS, completion())) == expected(PROMPT, 6)
+    _, headers, body = ask(proxy.url, "POST", "/pooling", b"as it is")
+    assert dict(headers)["content-encoding"] == "gzip" and b"as it is" in gzip.decompress(body)
+    assert MODEL.encode() in get(proxy.url, "/v1/models")[1]
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": 1}], ids=str)
+def test_comments_of_an_engine_keep_the_users_connection_alive(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], more: dict[str, Any]
+) -> None:
+    engines["p"].behave(delay_s=1.0)
+    engines["d"].behave(comments=5, gap_s=0.05)
+    with Reading(proxy.url, COMPLETIONS, completion(**more)) as reading:
+        lines = iter(reading._reply.readline, b"")
+        began, first = time.monotonic(), next(lines)
+        assert first == b": keep-alive\n" and time.monotonic() - began < 1.0
+        rest = list(lines)
+    assert rest.count(b": keep-alive\n") == 4 and rest[-2] == b"data: [DONE]\n"
+
+
+def test_an_engine_that_sends_only_comments_is_given_up(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> None:
+    engines["d"].behave(only_comments=True)
+    began = time.monotonic()
+    with Reading(proxy.url, COMPLETIONS, completion()) as reading:
+        chunks = list(reading)
+    assert time.monotonic() - began < 30 and (not reading.done or text_of(chunks) == expected(PROMPT, 6))
+    wait_until(lambda: not engines["d"].seen()["running"], what="its request has ended")
+
+
+def test_connections_that_an_engine_has_closed_are_no_failure(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine]
+) -> None:
+    """It closes them a second after its last answer, which is when the next request comes."""
+    before = proxy.metrics()
+    for number in range(20):
+        time.sleep(0.98 + number % 5 * 0.01 if number % 2 else 0)
+        if number % 2:
+            assert post(proxy.url, "/tokenize", {"model": MODEL, "prompt": "ab"})[0] == 200
+        else:
+            assert post(proxy.url, COMPLETIONS, completion())[0] == 200
+    after = proxy.metrics()
+    for name in ("failures", "retries"):
+        for row in [row for row in after if name in row]:
+            assert after[row] == before.get(row, 0.0), row
+    assert not any(each["shunned"] for each in engines_of(proxy))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{}, {"n": 2}], ids=str)
+def test_users_are_told_what_was_cached_before_they_asked(
+    tcp_server: Server, engines: dict[str, StandInEngine], tmp_path: Path, stream: bool, more: dict[str, Any]
+) -> None:
+    """D finds all that P has just computed; who asked pays for that."""
+    engines["p"].behave(cached=16)
+    engines["d"].behave(cached=39, delay_s=0.2)
+    with ProxyProcess(tmp_path, *options(tcp_server, engines), "--policy=split") as proxy:
+        if stream:
+            chunks = chunks_of(proxy.url, COMPLETIONS, completion(stream_options={"include_usage": True}, **more))
+            [usage] = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+        else:
+            usage = json.loads(post(proxy.url, COMPLETIONS, completion(**more))[1])["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+def test_what_is_no_request_of_this_api_is_refused_by_an_engine_in_its_own_words(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine]
+) -> None:
+    for body in (b"{", b"", b"[1]", b"\xff"):
+        seen = [post(url, "/pooling", body)[0] for url in (proxy.url, engines["d"].url)]
+        assert seen == [200, 200]
+        statuses = [post(url, COMPLETIONS, body)[0] for url in (proxy.url, engines["d"].url)]
+        assert statuses[0] == statuses[1] == 500, "the stand-in's own error"
+
+
+# ---- state in an engine ------------------------------------------------------------------------------------------
+
+
+def test_requests_with_state_stay_with_their_engine(tcp_server: Server, tmp_path: Path) -> None:
+    engines = [StandInEngine(tmp_path / f"{number}.log") for number in range(3)]
+    roles = [f"--decode={engine.url}" for engine in engines]
+    try:
+        with ProxyProcess(tmp_path / "proxy", f"--store={tcp_server.endpoint}", "--check-seconds=0.1", *roles) as proxy:
+            made = [json.loads(post(proxy.url, RESPONSES, {"model": MODEL, "input": "a"})[1]) for _ in range(12)]
+            for first in made:
+                status, body = post(proxy.url, RESPONSES, {"model": MODEL, "previous_response_id": first["id"]})
+                assert (status, json.loads(body)["engine"]) == (200, first["engine"])
+                assert get(proxy.url, f"{RESPONSES}/{first['id']}") == (
+                    200,
+                    json.dumps({"id": first["id"], "engine": first["engine"]}, separators=(",", ":")).encode(),
+                )
+            for unknown in ("resp_unknown", made[0]["id"] + "x"):
+                status, body = post(proxy.url, RESPONSES, {"model": MODEL, "previous_response_id": unknown})
+                assert status == 404 and b"send the whole conversation" in body
+            assert get(proxy.url, f"{RESPONSES}/../pooling")[0] == 404
+    finally:
+        for engine in engines:
+            engine.kill()
+
+
+# ---- engines that misbehave --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [101, 199, 600, 999])
+def test_a_status_that_is_none_is_the_engines_failure(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], status: int
+) -> None:
+    engines["d"].behave(status=status, headers={})
+    for path in (COMPLETIONS, "/pooling"):
+        if path == COMPLETIONS:
+            code, body = post(proxy.url, path, completion())
+            assert code in (200, 502) and b"Internal Server Error" not in body
+
+
+def test_headers_of_any_bytes_are_passed_on(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> None:
+    """What HTTP calls obs-text; a user agent may know what it means."""
+    for engine in engines.values():
+        engine.behave(headers={"x-said": "gr\xfc\xdf", "www-authenticate": 'Basic realm="\xe9"'}, status=401)
+    status, headers, _ = ask(proxy.url, "POST", COMPLETIONS, json.dumps(completion()).encode())
+    assert status == 401
+    assert dict(headers)["x-said"].encode("latin-1") == b"gr\xfc\xdf"
+    assert dict(headers)["www-authenticate"].encode("latin-1") == b'Basic realm="\xe9"'
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"odd_ids": "abc"},
+        {"odd_ids": [1, "two"]},
+        {"odd_ids": {"a": 1}},
+        {"odd_usage": {"prompt_tokens": "many", "completion_tokens": [1]}},
+        {"odd_usage": {"prompt_tokens_details": 7}},
+    ],
+    ids=str,
+)
+def test_chunks_of_odd_types_are_the_engines_failure(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], how: dict[str, Any]
+) -> None:
+    engines["d"].behave(**how)
+    with Reading(proxy.url, COMPLETIONS, completion(stream_options={"include_usage": True})) as reading:
+        chunks = list(reading)
+    assert reading.status in (200, 502)
+    assert reading.done or any("error" in chunk for chunk in chunks)
+    assert "Traceback" not in proxy.log.read_text()
+
+
+# ---- what requests may take --------------------------------------------------------------------------------------
+
+
+class Sending:
+    """A body of which a part has come."""
+
+    def __init__(self, url: str, length: int, sent: int) -> None:
+        where = urlsplit(url)
+        assert where.hostname is not None and where.port is not None
+        self.sock = socket.create_connection((where.hostname, where.port), 30)
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        self.sock.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + b" " * sent)
+
+    def status(self) -> int:
+        """-> of the reply, which comes before the body has ended."""
+        self.sock.settimeout(30)
+        return int(self.sock.recv(1 << 16).split()[1])
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def test_the_bodies_that_come_take_no_more_than_they_may(
+    tcp_server: Server, engines: dict[str, StandInEngine], tmp_path: Path
+) -> None:
+    """Those that have been coming for longest give way to others, and a user with a small one notices nothing."""
+    limits = ["--max-body=16MiB", "--max-bodies=32MiB"]
+    with (
+        ProxyProcess(tmp_path, *options(tcp_server, engines), *limits) as proxy,
+        contextlib.ExitStack() as stack,
+    ):
+        process = psutil.Process(proxy.process.pid)
+        assert post(proxy.url, COMPLETIONS, completion())[0] == 200
+        before = process.memory_info().rss
+        slow = [stack.enter_context(contextlib.closing(Sending(proxy.url, 16 * MiB, 15 * MiB))) for _ in range(12)]
+        assert [each.status() for each in slow[:8]] == [408] * 8
+        assert process.memory_info().rss < before + 150 * MiB, "of 180 MiB that were sent"
+        began = time.monotonic()
+        assert post(proxy.url, COMPLETIONS, completion())[0] == 200 and time.monotonic() - began < 5
+        assert post(proxy.url, COMPLETIONS, b" " * (17 * MiB))[0] == 413
+
+
+def test_bodies_that_never_end_keep_nobody_out(
+    tcp_server: Server, engines: dict[str, StandInEngine], tmp_path: Path
+) -> None:
+    with (
+        ProxyProcess(tmp_path, *options(tcp_server, engines), "--max-in-flight=20") as proxy,
+        contextlib.ExitStack() as stack,
+    ):
+        endless = [stack.enter_context(contextlib.closing(Sending(proxy.url, 100, 1))) for _ in range(60)]
+        for _ in range(5):
+            assert post(proxy.url, COMPLETIONS, completion())[0] == 200
+        assert endless[0].status() == 408
+
+
+def test_a_body_must_get_on(tcp_server: Server, engines: dict[str, StandInEngine], tmp_path: Path) -> None:
+    """A byte now and then is not enough."""
+    with ProxyProcess(tmp_path, *options(tcp_server, engines), "--user-stall-seconds=1") as proxy:
+        sending, began = Sending(proxy.url, 10_000, 1), time.monotonic()
+        with contextlib.closing(sending), contextlib.suppress(OSError):
+            while time.monotonic() - began < 20:
+                sending.sock.sendall(b" ")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 10, "its connection is closed"
