@@ -77,7 +77,7 @@ class Record:
         if not self.prefill or self.prefill_outcome in ("failed", "refused"):
             return by_decode
         known = self.prefill_cached_tokens
-        return min(by_decode, self.cached_tokens if known is None else known)
+        return min(by_decode, self.cached_tokens) if known is None else known
 
     @contextlib.contextmanager
     def span(self, name: str, kind: Kind = "internal", row: str = "proxy") -> Iterator[Span]:

@@ -4,6 +4,8 @@ One event loop. Two errors come out of here. `EngineFailed`: the engine is to bl
 `EngineRefused`: the engine's own answer, which is passed on as it is. Leaving a stream closes its connection, and an
 engine whose connection is closed stops computing. Reading is ahead of what the caller takes by a socket's buffer only,
 so a slow user slows the engine down instead of filling this process.
+
+Over 400 lines because the ways to ask an engine end in the same two errors, and share one opening of a request.
 """
 
 from __future__ import annotations
