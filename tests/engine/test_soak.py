@@ -26,6 +26,7 @@ AT_LENGTH = "KVSTORE_SOAK_S" in os.environ
 SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "8"))
 WARM_UP_S = max(SOAK_S / 4, 4.0)
 WARM_UP_ROUNDS = 3  # at least: on a busy machine a round takes seconds
+MOST_ROUNDS = 30  # until requests were preempted and given up
 PREPARED_SHAPES = 32  # multiplications of so many lengths of a step that vLLM keeps prepared, of every layer
 GROWTH_BYTES = CPU_BYTES + 16 * MiB  # after the warm-up: rows not used before, and what the allocator keeps
 
@@ -51,7 +52,11 @@ def test_busy_engines_with_a_failing_store_stay_right_quick_and_small(
         watch = Watch(engines, scene.servers, SERVER_BYTES, GROWTH_BYTES)
         turn = requests = preemptions = aborted = 0
         busy_s = 0.0
-        while busy_s < SOAK_S or turn < 2 * WARM_UP_ROUNDS or (busy_s < 3 * SOAK_S and not (preemptions and aborted)):
+        while (
+            busy_s < SOAK_S
+            or turn < 2 * WARM_UP_ROUNDS
+            or ((busy_s < 3 * SOAK_S or turn < MOST_ROUNDS) and not (preemptions and aborted))
+        ):
             asked = scene.asks(turn, talk)
             started = time.monotonic()
             for engine, its_own in zip(engines, asked, strict=True):

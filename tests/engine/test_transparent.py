@@ -128,6 +128,7 @@ STREAMS: dict[str, dict[str, Any]] = {
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     },
 }
+TRIES = 10
 BASE = {"model": MODEL, "max_tokens": 12, "temperature": 0}
 PLAIN_CHAT = {**BASE, "messages": [{"role": "user", "content": WORDS}]}
 PLAIN = {**BASE, "prompt": [301, 302, 303, 304]}
@@ -268,12 +269,16 @@ CASES = {"generated": list(generated()), "others": list(others())}
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", CASES)
 def test_answers_through_the_proxy_are_the_engines_own(fleet: Fleet, alone: ProxyProcess, kind: str) -> None:
-    """The engine is asked first, so both times it has the prompt in its own cache."""
+    """The engine is asked first, so both times it has the prompt in its own cache. On a busy machine an engine puts two
+    tokens into one event now and then: what differs is asked for again, and a difference of the proxy's stays."""
     different = {}
     for case in CASES[kind]:
         ask(fleet.d.url, case)  # the prompt is cached from now on, which usage tells
-        right, through = comparable(ask(fleet.d.url, case)), comparable(ask(alone.url, case))
-        if through != right:
+        for _ in range(TRIES):
+            right, through = comparable(ask(fleet.d.url, case)), comparable(ask(alone.url, case))
+            if through == right:
+                break
+        else:
             different[case.name] = through, right
     print(f"{len(CASES[kind])} cases, {len(different)} differ: {', '.join(different)}")
     told = "\n".join(f"{name}\n  proxy  {through}\n  engine {right}" for name, (through, right) in different.items())
