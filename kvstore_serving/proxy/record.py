@@ -73,11 +73,10 @@ class Record:
 
     def found_before(self, by_decode: int) -> int:
         """How many tokens of the prompt were cached, where D says that it found so many: D finds what P has just
-        computed, too."""
-        if not self.prefill or self.prefill_outcome in ("failed", "refused"):
-            return by_decode
-        known = self.prefill_cached_tokens
-        return min(by_decode, self.cached_tokens) if known is None else known
+        computed, too. If P has not finished, D has not had it from there."""
+        if self.prefill and self.prefill_cached_tokens is not None:
+            return self.prefill_cached_tokens
+        return min(by_decode, self.cached_tokens) if self.prefill and self.prefill_outcome == "ok" else by_decode
 
     @contextlib.contextmanager
     def span(self, name: str, kind: Kind = "internal", row: str = "proxy") -> Iterator[Span]:
