@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -10,9 +11,13 @@ from typing import BinaryIO, Final
 MOST_BYTES: Final = 4096
 
 
-def open_at_once(path: str | Path) -> BinaryIO:
-    """Open a file for reading. A pipe without a writer does not block. Raises `OSError`."""
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file for reading. Raises `OSError`, also for what is no regular file: reading a pipe would wait."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return file
 
 
 def read_secret(path: str | Path, what: str) -> bytes:
@@ -22,10 +27,8 @@ def read_secret(path: str | Path, what: str) -> bytes:
     group can read it, or if it is empty or longer than `MOST_BYTES`.
     """
     try:
-        with open_at_once(path) as file:
+        with open_regular(path) as file:
             mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
-                raise ValueError(f"{what} {path}: it is no file: expected a file that holds the secret")
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise ValueError(f"{what} {path}: {error.strerror or error}: expected a file that can be read") from None

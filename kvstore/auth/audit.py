@@ -119,7 +119,7 @@ class Audit:
         fd = os.open(self._target, flags, 0o600)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise OSError(errno.EINVAL, "expected a regular file", self._target)
+            raise OSError(errno.EINVAL, "not a regular file", self._target)
         return fd
 
     def _in_place(self) -> bool:

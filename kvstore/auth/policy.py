@@ -20,7 +20,7 @@ import msgspec
 
 from kvstore.auth.rights import EVERY_TENANT, Rights, verbs_of
 from kvstore.auth.tokens import MAX_TOKEN_BYTES, NAME, check_hash, is_quick, matches, name_in
-from kvstore.secret_files import open_at_once
+from kvstore.secret_files import open_regular
 from kvstore.sizes import parse_size
 from kvstore.wire import RIGHTS
 
@@ -268,10 +268,8 @@ class AuthFile:
     def _read(self) -> Policy:
         self._seen = self._stamp()  # before reading: a change while it is read is noticed next time
         try:
-            with open_at_once(self.path) as file:
+            with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    raise AuthFileError(f"{self.path}: expected a regular file")
                 if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
                     raise AuthFileError(
                         f"{self.path}: mode {stat.S_IMODE(status.st_mode):o}: others may read or change it: "

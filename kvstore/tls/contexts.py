@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import ssl
-import stat
 from typing import Final
 
-from kvstore.secret_files import open_at_once
+from kvstore.secret_files import open_regular
 from kvstore.tls import SYSTEM, TLSError, TLSOptions
 
 _EXPIRED: Final = 10
@@ -93,12 +92,10 @@ def _load_ca(context: ssl.SSLContext, ca: str) -> None:
 def _readable(file: str) -> None:
     """Raise `TLSError` for what OpenSSL could not read, or would wait for, as for a pipe."""
     try:
-        with open_at_once(file) as opened:
-            regular = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
+        with open_regular(file):
+            pass
     except OSError as error:
         raise TLSError(f"{file}: {error.strerror}: expected a PEM file that this user can read") from None
-    if not regular:
-        raise TLSError(f"{file}: expected a regular file, in PEM")
 
 
 def explain(error: OSError, host: str, ca: str) -> str:

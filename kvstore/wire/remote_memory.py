@@ -373,7 +373,7 @@ class _Descriptors:
 
 class _Unmapped(_Descriptors):
     """The same files, where the other side is not trusted: they are read by system calls. Reading a hole of a mapped
-    file would give it a page, at the expense of who reads; a system call does not. It takes up to twice as long."""
+    file would give it a page, at the expense of who reads; a system call does not. It is slower."""
 
     def remote(
         self, must_stay: bool, touched: Touched | None = None, close: Callable[[int], None] = os.close

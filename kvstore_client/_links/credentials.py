@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 from typing import Final
 
-from kvstore.secret_files import open_at_once
+from kvstore.secret_files import open_regular
 
 log = logging.getLogger("kvstore_client")
 
@@ -56,9 +55,7 @@ class Credentials:
 
 
 def _read(file: str) -> bytes:
-    with open_at_once(file) as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise ValueError(f"{file}: it is no file: expected a file that holds the secret")
+    with open_regular(file) as opened:
         content = opened.read(MAX_TOKEN_BYTES + 2)
     return _check(content.decode("ascii", "replace").strip(), file)
 

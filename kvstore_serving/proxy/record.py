@@ -20,16 +20,12 @@ import msgspec
 
 from kvstore_client.engine.spans import Kind, Span
 from kvstore_client.engine.trace_context import TraceContext, new_trace, parse_traceparent
+from kvstore_serving.proxy.hop import of_this_hop
 
 log = logging.getLogger(__name__)
 
-# Of one hop, or set anew for each engine, or about a hop before this one.
-_NOT_PASSED_ON: Final = frozenset(
-    {
-        *("connection", "keep-alive", "proxy-authorization", "proxy-connection", "te", "trailer", "transfer-encoding"),
-        *("upgrade", "host", "content-length", "expect", "traceparent", "x-request-id", "forwarded", "x-real-ip"),
-    }
-)
+# Set anew for each engine, or about a hop before this one.
+_NOT_PASSED_ON: Final = frozenset({"host", "expect", "traceparent", "x-request-id", "forwarded", "x-real-ip"})
 
 
 @dataclass
@@ -132,14 +128,11 @@ def begin(method: str, path: str, headers: Mapping[str, str]) -> Record:
     trace = parse_traceparent(headers.get("traceparent", ""))
     given = headers.get("x-request-id", "")
     usable = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
-    of_this_hop = {each.strip().lower() for each in headers.get("connection", "").split(",")}
+    left_out = of_this_hop(headers.get("connection", "")) | _NOT_PASSED_ON
     passed = {
         name: value
         for name, value in headers.items()
-        if name not in _NOT_PASSED_ON
-        and name not in of_this_hop
-        and not name.startswith("x-forwarded-")
-        and (name != "tracestate" or trace is not None)
+        if name not in left_out and not name.startswith("x-forwarded-") and (name != "tracestate" or trace is not None)
     }
     root = Span(f"{method} {path}", "server", "proxy", {"http.request.method": method, "http.route": path})
     return Record(given if usable else secrets.token_hex(16), path, trace or new_trace(), root, passed)

@@ -79,10 +79,14 @@ class Silence:
     def ended(self, waiting: Waiting) -> None:
         """Its answer is over, or nobody wants it any more, as the answer of a prefill engine when the decode engine was
         faster."""
+        lacks = waiting in self._waiting and not waiting.answered and not waiting.given_up.done()
         self._waiting.pop(waiting, None)
-        lacks = not waiting.answered and not waiting.given_up.done()
-        if lacks and waiting.began > self._heard and len(self._unanswered) < 2:
+        if lacks and waiting.weight < float("inf") and waiting.began > self._heard and len(self._unanswered) < 2:
             self._unanswered.append(waiting.began)
+
+    def refused(self, waiting: Waiting) -> None:
+        """It was answered by a refusal, which says nothing of whether the engine computes."""
+        self._waiting.pop(waiting, None)
 
     def answers(self) -> None:
         """It does, as the proxy's own question has shown, or an answer."""
@@ -91,10 +95,12 @@ class Silence:
 
     def limit_s(self, weight: float) -> float:
         """-> after how long a request of this weight is late."""
+        return max(LEAST_S, TIMES * self._usual_s() * weight)
+
+    def _usual_s(self) -> float:
+        """-> what nearly all requests of weight 1 take at most; infinite: it is not known."""
         usual = self._usual if len(self._usual) >= ENOUGH else self._everywhere
-        if len(usual) < ENOUGH:
-            return float("inf")
-        return max(LEAST_S, TIMES * sorted(usual)[int(0.95 * len(usual))] * weight)
+        return sorted(usual)[int(0.95 * len(usual))] if len(usual) >= ENOUGH else float("inf")
 
     def late(self) -> bool:
         """Whether a request has waited for too long, or two were left without an answer, and nothing else came from the
@@ -102,11 +108,11 @@ class Silence:
         now = time.monotonic()
         if len(self._unanswered) > 1 and now - self._unanswered[0] > LEAST_S:
             return True
-        begun = 1.0 + sum(
-            each.weight for each in self._waiting if not each.answered
-        )  # what is computed before the rest
+        # The rest of an answer may wait for the prompts of others.
+        prompts = 1.0 + sum(each.weight for each in self._waiting if not each.answered)
+        longest_s = TIMES * self._usual_s()
         return any(
-            now - max(each.began, self._heard) > self.limit_s(begun if each.answered else each.weight)
+            now - max(each.began, self._heard) > max(LEAST_S, longest_s * (prompts if each.answered else each.weight))
             for each in self._waiting
         )
 

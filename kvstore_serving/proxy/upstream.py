@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,21 +24,16 @@ import msgspec
 
 from kvstore_client.engine.spans import Span
 from kvstore_serving import sse
+from kvstore_serving.proxy.hop import of_this_hop
 from kvstore_serving.proxy.pools import Engine
 from kvstore_serving.proxy.settings import Settings
 from kvstore_serving.proxy.silence import Waiting
 
 # Worth another engine: this one is broken, or has no room.
 _RETRIED: Final = frozenset({408, 425, 429, *range(500, 600)})
-# Headers of one hop (RFC 9110, 7.6.1), and of how a body is sent, which is done anew.
-_OF_A_HOP: Final = frozenset(
-    {
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te"),
-        *("trailer", "transfer-encoding", "upgrade", "content-length"),
-    }
-)
 PROBE: Final = "kvstore-proxy-asks-for-a-token"  # the id of such a request
 _SILENT: Final = "it is silent: it accepts requests and answers none"
+_IDLE_CLOSED_S: Final = 0.5  # after which a connection that ends was not idle
 _KEEP_ALIVE_S: Final = 2.0  # less than engines keep an idle connection: uvicorn closes it after 5 s
 _MAX_EVENT_BYTES: Final = 32 << 20  # the first event may carry the token ids of a long prompt
 _encoder: Final = msgspec.json.Encoder()
@@ -265,8 +261,10 @@ class Upstream:
             if response.status == 200:
                 stream = Stream(engine, response, waiting, first_s, idle_s)
                 if response.content_type == "application/json":  # no events: it says why there are none
+                    engine.silence.refused(waiting)
                     stream.refuse((await self._read(engine, response)).body)
                 return stream
+            engine.silence.refused(waiting)
             raise_for(engine, await self._read(engine, response))
         except BaseException:
             engine.silence.ended(waiting)
@@ -282,7 +280,10 @@ class Upstream:
         waiting = engine.silence.begin(weight)
         try:
             answer = await _unless_given_up(engine, waiting, asking)
-            engine.silence.came(waiting)
+            if answer.status == 200:
+                engine.silence.came(waiting)
+            else:
+                engine.silence.refused(waiting)
         finally:
             engine.silence.ended(waiting)
         raise_for(engine, answer)
@@ -352,6 +353,7 @@ class Upstream:
         session = self._reading if reads else self._passing
         while True:
             used: set[str] = set()
+            began = time.monotonic()
             try:
                 response = await session.request(
                     method,
@@ -365,8 +367,8 @@ class Upstream:
             except asyncio.TimeoutError:
                 raise EngineFailed(engine, f"no answer to {path} within {timeout_s:g} s") from None
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, OSError) as error:
-                if used:  # the engine closed a connection that was idle: it has not seen the request
-                    continue
+                if used and time.monotonic() - began < _IDLE_CLOSED_S:
+                    continue  # the engine has closed a connection that was idle: it has not seen the request
                 raise EngineFailed(engine, f"{type(error).__name__}: {error}") from None
             except (aiohttp.ClientError, ValueError) as error:
                 raise EngineFailed(engine, f"{type(error).__name__}: {error}") from None
@@ -426,8 +428,7 @@ def _closing(response: aiohttp.ClientResponse) -> Iterator[None]:
 
 def _passed_on(response: aiohttp.ClientResponse, unpacked: bool = False) -> Headers:
     """-> the headers of an engine's answer that its user gets. `unpacked`: a body that was packed is so no more."""
-    named = {each.strip().lower() for each in response.headers.get("connection", "").split(",")}
-    left_out = _OF_A_HOP | named | ({"content-encoding"} if unpacked else set())
+    left_out = of_this_hop(response.headers.get("connection", "")) | ({"content-encoding"} if unpacked else set())
     return [(name.lower(), value) for name, value in response.headers.items() if name.lower() not in left_out]
 
 

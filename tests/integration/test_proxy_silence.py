@@ -6,6 +6,7 @@ With the default time-outs, which are minutes. Real processes.
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -124,11 +125,11 @@ def test_a_stream_that_freezes_goes_on_elsewhere(
             chunks = iter(reading)
             first = [next(chunks), next(chunks)]
             [here] = [engines[name] for name in "ab" if engines[name].seen()["running"]]
-            here.process.send_signal(19)
+            here.process.send_signal(signal.SIGSTOP)
             try:
                 assert text_of([*first, *chunks]) == expected(PROMPT, 12) and reading.done
             finally:
-                here.process.send_signal(18)
+                here.process.send_signal(signal.SIGCONT)
         assert time.monotonic() - began < SOON_S
 
 

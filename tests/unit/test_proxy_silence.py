@@ -135,3 +135,16 @@ async def test_two_that_were_left_without_an_answer_are_as_bad_as_one_that_waits
     assert found.late()
     found.answers()
     assert not found.late()
+
+
+@in_loop
+async def test_refusals_and_requests_of_unknown_weight_are_no_evidence(time: Time) -> None:
+    """An engine's server refuses, and tokenizes, though its worker has frozen; or the other way round."""
+    found = Silence()
+    for _ in range(3):
+        refused, passed = found.begin(1.0), found.begin(float("inf"))
+        found.refused(refused)
+        found.ended(refused)
+        found.ended(passed)
+    time.now += LEAST_S + 1
+    assert not found.late() and found.limit_s(1.0) == float("inf")
