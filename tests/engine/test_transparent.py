@@ -129,6 +129,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     },
 }
 TRIES = 10
+WITH_USAGE = ("plain", "one token", "two answers", "stop", "logprobs 0", "top logprobs 0", "token ids", "too hot")
 BASE = {"model": MODEL, "max_tokens": 12, "temperature": 0}
 PLAIN_CHAT = {**BASE, "messages": [{"role": "user", "content": WORDS}]}
 PLAIN = {**BASE, "prompt": [301, 302, 303, 304]}
@@ -138,6 +139,8 @@ def generated() -> Iterator[Case]:
     for path, plain, own in ((COMPLETIONS, PLAIN, OF_COMPLETIONS), (CHAT, PLAIN_CHAT, OF_CHATS)):
         for name, more in (*SAMPLING.items(), *own.items()):
             for how, stream in STREAMS.items():
+                if "stream_options" in stream and name not in WITH_USAGE:
+                    continue
                 yield Case(f"{path} {name}, {how}", path, {**plain, **stream, **more})
 
 
@@ -269,11 +272,10 @@ CASES = {"generated": list(generated()), "others": list(others())}
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", CASES)
 def test_answers_through_the_proxy_are_the_engines_own(fleet: Fleet, alone: ProxyProcess, kind: str) -> None:
-    """The engine is asked first, so both times it has the prompt in its own cache. On a busy machine an engine puts two
-    tokens into one event now and then: what differs is asked for again, and a difference of the proxy's stays."""
+    """What differs is asked for again: the first answer found less in the engine's cache, and a busy engine puts two
+    tokens into one event now and then. A difference of the proxy's stays."""
     different = {}
     for case in CASES[kind]:
-        ask(fleet.d.url, case)  # the prompt is cached from now on, which usage tells
         for _ in range(TRIES):
             right, through = comparable(ask(fleet.d.url, case)), comparable(ask(alone.url, case))
             if through == right:
