@@ -36,7 +36,8 @@ _Text = Annotated[str, msgspec.Meta(max_length=1024)]
 
 class EngineRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """An engine. `weights`: their version, empty if there is none; engines are paired only if it is the same.
-    `events`, `replay`: the addresses of its KV events as a proxy reaches them, empty if it publishes none."""
+    `events`, `replay`: the addresses of its KV events as a proxy reaches them, empty if it publishes none.
+    `namespaces`, `generation`: see `BlockNames`; not known before the engine's first step."""
 
     url: Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s/?#]+$", max_length=1024)]
     roles: Annotated[tuple[Literal["prefill", "decode"], ...], msgspec.Meta(min_length=1, max_length=2)]
@@ -45,6 +46,8 @@ class EngineRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     events: _Text = ""
     replay: _Text = ""
+    namespaces: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    generation: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
 
 _read_record: Final = msgspec.json.Decoder(EngineRecord).decode
@@ -68,12 +71,22 @@ def parse_engines_url(url: str) -> EtcdURL:
 class Registered:
     """An engine's entry, while this object is open. Thread-safe. The constructor does not wait for etcd."""
 
-    def __init__(self, url: str, name: str, record: EngineRecord, *, ttl_s: int = TTL_S) -> None:
-        """`url`: of the directory. `name`: of the engine, the same after a restart. Raises `ValueError` for what cannot
-        be used, `DirectoryError` if requests is not installed."""
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        record: EngineRecord,
+        *,
+        ttl_s: int = TTL_S,
+        latest: Callable[[EngineRecord], EngineRecord] = lambda record: record,
+    ) -> None:
+        """`url`: of the directory. `name`: of the engine, the same after a restart. `latest`: makes the present record
+        from the last one; called in a thread of this object, three times in `ttl_s`, and by `update`. Raises
+        `ValueError` for what cannot be used, `DirectoryError` if requests is not installed."""
         if not is_name(name):
             raise ValueError(f"the engine's name is {name!r}; expected 1 to 64 letters, digits, '.', '_' and '-'")
         self.record = record
+        self._latest = latest
         self._value = _checked(record)
         self._directory = EtcdDirectory(parse_engines_url(url), _TIMEOUT_S, _FOLDER)
         self._name = name
@@ -84,10 +97,8 @@ class Registered:
         self._thread = threading.Thread(target=self._run, name="kvstore-engine-registration", daemon=True)
         self._thread.start()
 
-    def update(self, record: EngineRecord) -> None:
-        """The entry is this one from now on. Does not wait for etcd. Raises `msgspec.ValidationError`."""
-        self._value = _checked(record)
-        self.record = record
+    def update(self) -> None:
+        """Something has changed: ask for the latest record now. Does not wait for etcd."""
         self._due.set()
 
     def close(self) -> None:
@@ -110,7 +121,7 @@ class Registered:
             self._due.clear()
             if self._end.is_set():
                 break
-            value = self._value
+            value = self._now()
             try:
                 if not self._lease or not self._directory.keep_alive(self._lease):
                     self._lease, written = self._directory.grant(self._ttl_s), b""
@@ -128,6 +139,16 @@ class Registered:
                 self._directory.withdraw(self._name, self._lease)
         except DirectoryError as error:
             log.info("kvstore: engine %s was not withdrawn: %s; its lease ends by itself", self._name, error)
+
+    def _now(self) -> bytes:
+        """-> what is to be written."""
+        try:
+            record = self._latest(self.record)
+            if record != self.record:
+                self._value, self.record = _checked(record), record
+        except Exception:  # a defect must not end the registration
+            log.exception("kvstore: engine %s: the last record counts", self._name)
+        return self._value
 
 
 class EngineList:

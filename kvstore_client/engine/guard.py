@@ -260,14 +260,15 @@ class Purges:
 
     def __init__(self, guards: Sequence[StoreGuard] = ()) -> None:
         self._guards = guards
-        self.known: Mapping[str, int] = self._now()
+        self.known: Mapping[str, int] = self.now()
 
-    def _now(self) -> dict[str, int]:
+    def now(self) -> dict[str, int]:
+        """-> the generations at this moment. Any thread may ask."""
         return {guard.namespace.id: guard.generation for guard in self._guards}
 
     def noticed(self) -> bool:
         """Whether there was a purge since the last call."""
-        now = self._now()
+        now = self.now()
         if now == self.known:
             return False
         before, self.known = self.known, now

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 
+from kvstore_client.engine.block_names import NOT_SHARED
 from kvstore_client.engine.directory import TTL_S, EngineList, EngineRecord, Registered
 from tests.engine.engines import StartEngine
 from tests.support.etcd import Etcd
@@ -36,12 +36,19 @@ def test_an_engine_is_in_the_directory_while_it_runs(
         wait_until(lambda: heard and heard[-1], what="it is registered")
         reached = f"tcp://127.0.0.1:{publisher}", f"tcp://127.0.0.1:{replay}"
         record = EngineRecord(URL, ("prefill", "decode"), str(model), "7", 1, *reached)
-        assert heard[-1] == {"127.0.0.1-8000": record}
+        assert heard[-1] == {"127.0.0.1-8000": record}, "before its first step it does not know its namespaces"
+        engine.generate([1, 2, 3])
+        wait_until(lambda: heard[-1]["127.0.0.1-8000"].namespaces, what="it has made a step")
+        names = heard[-1]["127.0.0.1-8000"]
+        assert len(names.namespaces) == 32 and names.generation >= 0
         engine.change_weights(1)
+        engine.generate([4, 5, 6])
+        wait_until(lambda: heard[-1]["127.0.0.1-8000"].namespaces == NOT_SHARED, what="its weights have changed")
         engine.name_weights("step-1")
         engine.generate([1, 2, 3])
-        renamed = msgspec.structs.replace(record, weights="step-1")
-        wait_until(lambda: heard[-1] == {"127.0.0.1-8000": renamed}, what="its weights have another name")
+        wait_until(lambda: heard[-1]["127.0.0.1-8000"].weights == "step-1", what="its weights have another name")
+        renamed = heard[-1]["127.0.0.1-8000"]
+        assert renamed.namespaces not in ("", NOT_SHARED, names.namespaces)
         assert engine.stop() == 0
         wait_until(lambda: not heard[-1], what="it has left")
         engines.close()

@@ -73,7 +73,8 @@ class Sharing:
     @property
     def is_named_in_part(self) -> bool:
         """Whether some ranks were told another name than others."""
-        return bool(self._names) and (len(self._names) < self._ranks or len(set(self._names.values())) > 1)
+        names = list(self._names.values())  # at once: other threads ask, too
+        return bool(names) and (len(names) < self._ranks or len(set(names)) > 1)
 
     @property
     def waits(self) -> bool:

@@ -129,6 +129,10 @@ class BlockKeys:
         self._weights = name
         self._named.clear()
 
+    def adapter(self, request: Request) -> str:
+        """A digest of the content of the request's LoRA adapter, and of what the engine makes of it; empty: none."""
+        return self._salt(request.lora_request).hex() if request.lora_request is not None else ""
+
     def _known(self, request: Request) -> _Named:
         named = self._named.get(request)
         if named is None:

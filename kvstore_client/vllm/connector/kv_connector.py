@@ -37,6 +37,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore_client import Namespace
 from kvstore_client.engine.admission import Admission
+from kvstore_client.engine.block_names import BlockNames
 from kvstore_client.engine.computing_pace import ComputingPace
 from kvstore_client.engine.flights import Flights
 from kvstore_client.engine.guard import Counters, Purges, StoreGuard
@@ -61,6 +62,7 @@ from kvstore_client.vllm.connector.options import ConnectorOptions
 from kvstore_client.vllm.connector.page_probe import KNOWN, page_fingerprint
 from kvstore_client.vllm.connector.rank_namespace import among_replicas, head_parts, rank_namespace, replica
 from kvstore_client.vllm.connector.registration import register
+from kvstore_client.vllm.connector.request_options import NAME, is_to_describe
 from kvstore_client.vllm.connector.request_spans import RequestSpans
 from kvstore_client.vllm.connector.save_planner import SavePlanner
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
@@ -134,7 +136,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._waiting_told = 0
         schedules = role == KVConnectorRole.SCHEDULER
         self._registered = (
-            register(vllm_config, transfer, self._options) if schedules and self._options.engines else None
+            register(vllm_config, transfer, self._options, self._present)
+            if schedules and self._options.engines
+            else None
         )
         self._spans = self._trace() if schedules and self._options.trace_file else None
         recompute_failed_loads(transfer, get_current_vllm_config_or_none())
@@ -222,7 +226,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             loads,
             cache=self._cache,
             purges=Purges(self._guards),
-            renamed=lambda name: self._never_raise(lambda: self._register_weights(name), None),
+            names_changed=self._register_again,
         )
 
     def _books(self, ranks: Sequence[RankStore]) -> Books:
@@ -265,10 +269,22 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
         )
 
-    def _register_weights(self, name: str) -> None:
-        """Tell proxies what the weights are called now. Raises `msgspec.ValidationError` if that is too long."""
+    def _register_again(self) -> None:
+        """Have proxies told now what has changed."""
         if (registered := self._registered) is not None:
-            registered.update(msgspec.structs.replace(registered.record, weights=name))
+            registered.update()
+
+    def _present(self) -> tuple[str, BlockNames]:
+        """-> what the weights are called, and how blocks are named. Called by a thread of the registration."""
+        if (half := self._scheduler) is None:
+            return self._options.weights_version, BlockNames()
+        return half.books.sharing.name, half.block_names()
+
+    def _described(self, request: Request) -> dict[str, Any]:
+        """What `reply` has for a request that asks how this engine names its blocks."""
+        if (half := self._scheduler) is None:
+            return {}
+        return {NAME: msgspec.to_builtins(half.block_names(self._keys.adapter(request)))}
 
     def _explain_mismatch(self, guard: StoreGuard) -> None:
         """Log a warning if the store has blocks of this model, but under namespaces that this engine does not share."""
@@ -332,6 +348,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return False, None
         self._never_raise(lambda: half.saves.save_rest(request, block_ids), None)
         reply = half.books.hand_overs.reply(request)
+        if is_to_describe(request):
+            described: dict[str, Any] = {}
+            reply = {**(reply or {}), **self._never_raise(lambda: self._described(request), described)} or None
         return half.finished(request), reply
 
     def take_events(self) -> Iterable[KVCacheEvent]:

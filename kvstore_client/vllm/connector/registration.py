@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvstore.cluster.members import DirectoryError
+from kvstore_client.engine.block_names import BlockNames
 from kvstore_client.engine.directory import EngineRecord, Registered
 from kvstore_client.vllm.connector.options import ConnectorOptions
 
@@ -16,9 +18,14 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
 
-def register(config: VllmConfig, transfer: KVTransferConfig, options: ConnectorOptions) -> Registered:
-    """Tell proxies of this engine, for as long as it runs. They find out themselves when it serves. Raises
-    `ValueError`."""
+def register(
+    config: VllmConfig,
+    transfer: KVTransferConfig,
+    options: ConnectorOptions,
+    present: Callable[[], tuple[str, BlockNames]],
+) -> Registered:
+    """Tell proxies of this engine, for as long as it runs. They find out themselves when it serves. present: what its
+    weights are called, and how it names its blocks; a thread asks. Raises `ValueError`."""
     prefill: tuple[Literal["prefill"], ...] = ("prefill",) if transfer.is_kv_producer else ()
     decode: tuple[Literal["decode"], ...] = ("decode",) if transfer.is_kv_consumer else ()
     publisher, replay = "", ""
@@ -42,8 +49,15 @@ def register(config: VllmConfig, transfer: KVTransferConfig, options: ConnectorO
         replay,
     )
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", options.engine_url.partition("://")[2])[:64]
+
+    def latest(record: EngineRecord) -> EngineRecord:
+        weights, names = present()
+        return msgspec.structs.replace(
+            record, weights=weights, namespaces=names.namespaces, generation=names.generation
+        )
+
     try:
-        return Registered(options.engines, name, record)
+        return Registered(options.engines, name, record, latest=latest)
     except (DirectoryError, msgspec.ValidationError) as error:
         raise ValueError(f"kvstore: the engine cannot be registered at {options.engines}: {error}") from None
 

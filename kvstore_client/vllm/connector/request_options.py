@@ -26,7 +26,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_save_tokens: at most so many, counted from where the engine's own cache ends, and from the prompt's beginning.
     priority, ttl_s: of the blocks that are stored for it, as `KVStoreClient.set` takes them. wait_s: how long at most
     the engine waits for a prompt that another one computes; then it computes what has not come. traceparent: to which
-    trace the request belongs, for engines that write traces."""
+    trace the request belongs, for engines that write traces. describe: whether the answer's own ``kv_transfer_params``
+    are to say how the engine names its blocks, see `BlockNames`."""
 
     load: bool = True
     save: bool = True
@@ -36,10 +37,17 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)] | None = None
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] | None = None
     traceparent: str = ""
+    describe: bool = False
 
 
 _DEFAULTS: Final = RequestOptions()
 _REFUSED: Final = RequestOptions(load=False, save=False)
+
+
+def is_to_describe(request: Request) -> bool:
+    """Whether the request asks how the engine names its blocks."""
+    given = (request.kv_transfer_params or {}).get(NAME)
+    return isinstance(given, Mapping) and given.get("describe") is True
 
 
 def request_options(request: Request, counters: Counters) -> RequestOptions:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvstore_client.engine.block_names import NOT_SHARED, BlockNames
 from kvstore_client.engine.guard import Purges
 from kvstore_client.engine.paged.plan import StepPlan, WorkerReport
 from kvstore_client.engine.paged.sharing import salt_name
@@ -48,16 +49,16 @@ class SchedulerHalf:
         *,
         cache: EngineCache | None = None,
         purges: Purges | None = None,
-        renamed: Callable[[str], None] = lambda name: None,
+        names_changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """cache: the engine's own. purges: what tells of them. renamed: is told how the weights are called from now on;
-        it must not raise."""
+        """cache: the engine's own. purges: what tells of them. names_changed: is told that `block_names` may be others
+        now; it must not raise."""
         self.books = books
         self.saves = saves
         self.loads = loads
         self._cache = cache or EngineCache()
         self._purges = purges or Purges()
-        self._renamed = renamed
+        self._names_changed = names_changed
         self._reset = False  # and no check has agreed since
         self.held_back = HeldBackTimes()
 
@@ -71,6 +72,13 @@ class SchedulerHalf:
             "held_back": len(self.held_back),
             "busy_slots": self.books.tier.busy,
         }
+
+    def block_names(self, adapter: str = "") -> BlockNames:
+        """How this engine names its blocks at this moment. Any thread may ask."""
+        sharing = self.books.sharing
+        if sharing.stands_still:
+            return BlockNames(NOT_SHARED)
+        return BlockNames.of(self._purges.now(), salt_name(sharing), adapter)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """`LoadPlanner.matched_tokens`; how long the request waits for that is measured."""
@@ -163,7 +171,6 @@ class SchedulerHalf:
         if (name := sharing.new_name()) is not None:
             self.books.keys.name_weights(salt_name(sharing))
             self.drop_all()
-            self._renamed(name)
             logger.info("kvstore: the weights are called %s, and blocks are shared under that name", name)
         elif sharing.is_restored():
             self.drop_all()
@@ -219,9 +226,9 @@ class SchedulerHalf:
         return True
 
     def drop_all(self) -> None:
-        """Forget everything that this engine holds and believes: its CPU tier, what waits to be sent, loads under way,
-        what the store was found to have, its promises, and the engine's own cache. Requests that run go on with their
-        blocks, which are neither saved nor found by others."""
+        """Forget everything that this engine holds and believes, because what it depends on has changed: its CPU tier,
+        what waits to be sent, loads under way, what the store was found to have, its promises, and the engine's own
+        cache. Requests that run go on with their blocks, which are neither saved nor found by others."""
         self.books.hand_overs.forget()
         self.books.lookups.forget()
         self.books.tier.clear()
@@ -229,6 +236,7 @@ class SchedulerHalf:
         self.loads.reset()
         self.saves.reset()
         self._cache.evict_all()
+        self._names_changed()
 
     def close(self) -> None:
         if self.books.spans is not None:
