@@ -85,6 +85,19 @@ class Ask:
         return None
 
     @property
+    def brings_tokens(self) -> bool:
+        """Whether the user gives a chat's tokens beside its messages."""
+        return (self.body.get("kv_transfer_params") or {}).get("prompt_token_ids") is not None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the prompt's tokens say all of it, so that engines may get them instead of the text."""
+        body = self.body
+        if body.get("truncate_prompt_tokens") is not None or _asked(body.get("return_prompt_text")):
+            return False
+        return _only_text(body.get("messages")) if self.chat else isinstance(body.get("prompt"), str)
+
+    @property
     def max_tokens(self) -> int | None:
         """None: as many as fit."""
         names = ("max_completion_tokens", "max_tokens") if self.chat else ("max_tokens",)
@@ -165,9 +178,11 @@ class Ask:
             return self
         return replace(self, body={**self.body, "seed": secrets.randbits(32)})
 
-    def for_prefill(self, *, shown: bool) -> dict[str, Any]:
-        """The prompt and one token. `shown`: that token is for the user, so it comes as a stream."""
-        body = {**self.body, "kv_transfer_params": self._transfer("do_remote_decode")}
+    def for_prefill(self, tokens: list[int] | None = None, *, shown: bool) -> dict[str, Any]:
+        """The prompt and one token. `tokens`: what the prompt is, if it is known. `shown`: that token is for the user,
+        so it comes as a stream."""
+        body = dict(self.body)
+        self._hand_over(body, "do_remote_decode", tokens)
         for name in ("max_tokens", "max_completion_tokens", "n", "best_of", "logprobs", "top_logprobs"):
             body.pop(name, None)
         body["max_completion_tokens" if self.chat else "max_tokens"] = 1
@@ -181,11 +196,12 @@ class Ask:
             body.pop("stream_options", None)
         return body
 
-    def for_decode(self, *, split: bool) -> dict[str, Any]:
-        """The request as it is. `split`: a prefill engine computes the prompt meanwhile."""
+    def for_decode(self, tokens: list[int] | None = None, *, split: bool) -> dict[str, Any]:
+        """The request as it is. `split`: a prefill engine computes the prompt meanwhile. `tokens`: what it is, if it is
+        known."""
         body = dict(self.body)
         if split:
-            body["kv_transfer_params"] = self._transfer("do_remote_prefill")
+            self._hand_over(body, "do_remote_prefill", tokens)
         if self.stream and self.plain:
             body["return_token_ids"] = True
             if not self.wants_usage:  # what it found of the prompt; `continuous_usage_stats` counts only with usage
@@ -217,8 +233,12 @@ class Ask:
             body["kv_transfer_params"] = dict(given)
         return body
 
-    def _transfer(self, flag: str) -> dict[str, Any]:
-        return {**(self.body.get("kv_transfer_params") or {}), flag: True}
+    def _hand_over(self, body: dict[str, Any], flag: str, tokens: list[int] | None) -> None:
+        transfer = body["kv_transfer_params"] = {**(self.body.get("kv_transfer_params") or {}), flag: True}
+        if tokens is not None and self.chat:
+            transfer["prompt_token_ids"] = tokens  # vLLM takes them instead of rendering the messages
+        elif tokens is not None:
+            body["prompt"] = tokens
 
 
 def understand(path: str, body: object) -> Ask:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvstore_serving.proxy.describing import Describing
 from kvstore_serving.proxy.pools import Engine, Model, Pools
 from kvstore_serving.proxy.silence import LEAST_S, weight
 from kvstore_serving.proxy.upstream import EngineFailed, Upstream
@@ -27,14 +28,17 @@ LOOK_S: Final = 0.25  # whether requests are late
 class Checks:
     """Follows the pools: engines that are added are checked, those that are removed no more."""
 
-    def __init__(self, pools: Pools, upstream: Upstream, interval_s: float, timeout_s: float) -> None:
+    def __init__(
+        self, pools: Pools, upstream: Upstream, describing: Describing, interval_s: float, timeout_s: float
+    ) -> None:
         self._pools = pools
         self._upstream = upstream
+        self._describing = describing
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._tasks: dict[Engine, tuple[asyncio.Task[None], ...]] = {}
         self._asked: dict[Engine, asyncio.Event] = {}  # set: once at least
-        self._unpaired: list[dict[str, Any]] = []  # logged
+        self._unpaired: list[tuple[str, ...]] = []  # logged
         self._looking: asyncio.Future[list[BaseException | None]] | None = None
         self._look_at = 0.0
 
@@ -78,6 +82,8 @@ class Checks:
             names = ", ".join(engine.models)
             log.info("engine %s takes requests for %s", engine.url, names)
         engine.up()
+        if not engine.shunned:
+            await self._describing.look(engine)
 
     async def look_again(self, model: str | None) -> bool:
         """Ask healthy engines for their models, if none is known to have this one: adapters come at any time. ->
@@ -142,27 +148,36 @@ class Checks:
             models = [_model(card) for card in cards]
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise EngineFailed(engine, f"/v1/models: cannot read the answer: {error!r}") from None
-        engine.cards, engine.models = cards, {model.name: model for model in models}
+        before, engine.cards, engine.models = engine.models, cards, {model.name: model for model in models}
+        for name in [name for name in engine.adapters if engine.models.get(name) != before.get(name)]:
+            del engine.adapters[name]  # it came again, perhaps from other files
         version = await self._upstream.own(engine, "/version", self._timeout_s)
         engine.version = _version(version.body) if version.status == 200 else ""
 
     def _compare(self) -> None:
         """Log which engines cannot be paired, when that changes."""
         unpaired = self._pools.unpaired()
-        if unpaired != self._unpaired:
+        told: list[tuple[str, ...]] = [
+            (each["model"], each["decode"]["url"], other["url"], other["why"])
+            for each in unpaired
+            for other in each["prefill"]
+        ]
+        if told != self._unpaired:
             for each in unpaired:
                 log.warning(
-                    "model %s: no prefill engine has the weights of the decode engine %s, which works alone: %s",
+                    "model %s: the decode engine %s is not paired with %s, and %s (docs/proxy.md)",
                     each["model"],
-                    each["decode"],
-                    each["prefill"],
+                    each["decode"]["url"],
+                    ", ".join(f"{other['url']}: {other['why']}" for other in each["prefill"]),
+                    "works alone" if each["alone"] else "has others",
                 )
-        self._unpaired = unpaired
+        self._unpaired = told
 
 
 def _model(card: dict[str, Any]) -> Model:
     longest = card.get("max_model_len")
-    return Model(card["id"], str(card.get("root") or card["id"]), longest if isinstance(longest, int) else None)
+    root, parent = str(card.get("root") or card["id"]), str(card.get("parent") or "")
+    return Model(card["id"], root, longest if isinstance(longest, int) else None, parent)
 
 
 def _version(body: bytes) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.cluster.members import DirectoryError
+from kvstore_client.engine.block_names import BlockNames
 from kvstore_client.engine.directory import EngineList, EngineRecord
 from kvstore_serving.proxy.checks import Checks
 from kvstore_serving.proxy.engine_events import EngineEvents
@@ -74,17 +75,19 @@ class Following:
         """From now on these engines there are, and no others. -> what cannot be used of them, in words."""
         roles: dict[str, set[Role]] = {}
         weights: dict[str, str] = {}
+        names: dict[str, BlockNames] = {}
         events: dict[str, tuple[str, str]] = {}
         for record in engines:
             roles.setdefault(record.url, set()).update(record.roles)
             weights[record.url] = record.weights
+            names[record.url] = BlockNames(record.namespaces, record.generation)
             if record.events:
                 events[record.url] = record.events, record.replay
         for url in self._pools.engines.keys() - roles.keys():
             log.info("engine %s has left", url)
             self._pools.remove(url)
         for url, found in roles.items():
-            self._pools.set(url, found, weights[url])
+            self._pools.set(url, found, weights[url], names[url])
         self._checks.follow()
         problems = await self._events.follow(events)
         for problem in problems:

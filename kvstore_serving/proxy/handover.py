@@ -72,7 +72,10 @@ class StreamedAnswer:
         serving, record = request.serving, request.record
         continues: int | None = None  # the number of tokens that the next stream goes on after
         while True:
-            path, body = self._ask.path, self._ask.for_decode(split=request.decision.prefill is not None)
+            path, body = (
+                self._ask.path,
+                self._ask.for_decode(request.decision.given, split=request.decision.prefill is not None),
+            )
             if continues is not None:
                 engine_longest = request.engine.max_model_len(self._ask.model)
                 going_on = self._ask.continued(transcript.prompt_ids or [], transcript.ids[:continues], engine_longest)

@@ -106,13 +106,21 @@ class _Engines(Collector):
             "kvstore_proxy_engine_queued_tokens", "Uncached prompt tokens it was sent.", labels=["engine"]
         )
         unpaired = GaugeMetricFamily(
-            "kvstore_proxy_unpaired_engines", "Decode engines without a prefill engine of the same weights."
+            "kvstore_proxy_unpaired_engines", "Decode engines that no prefill engine can hand prompts over to."
         )
+        pairs = GaugeMetricFamily(
+            "kvstore_proxy_unpaired_pairs", "1: these two are not paired, for this reason.",
+            labels=["model", "prefill", "decode", "why"],
+        )  # fmt: skip
         for engine in list(self._pools.engines.values()):
             for role in ROLES:
                 if role in engine.roles:
                     up.add_metric([engine.url, role], float(engine.healthy and not engine.shunned))
             running.add_metric([engine.url], engine.running)
             queued.add_metric([engine.url], engine.queued_tokens)
-        unpaired.add_metric([], len(self._pools.unpaired()))
-        return [up, running, queued, unpaired]
+        apart = self._pools.unpaired()
+        unpaired.add_metric([], sum(each["alone"] for each in apart))
+        for each in apart:
+            for other in each["prefill"]:
+                pairs.add_metric([each["model"], other["url"], each["decode"]["url"], other["why"]], 1)
+        return [up, running, queued, unpaired, pairs]

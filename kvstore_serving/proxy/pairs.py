@@ -3,7 +3,7 @@
 That happens if the two name blocks differently, as after a reset of one of them, or with other block sizes, or if their
 ways to the store differ: each prompt that is split is then computed twice, and waited for. After `_ENOUGH` such prompts
 in a row the pair is left alone for a time, which doubles each time that a single prompt, sent then, is lost again. A
-prompt that arrives, or a restart of either engine, ends it.
+prompt that arrives, a restart of either engine, or another name for its blocks, ends it.
 
 One event loop. Bounded: engines that are in the pools, in pairs.
 """
@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvstore_serving.proxy.pools import Engine
 
@@ -25,9 +25,12 @@ _WAITS: Final = 10.0  # times the back-off of engines, at first
 _LONGEST_WAIT_S: Final = 300.0
 
 
+_Life: TypeAlias = "tuple[int, int]"  # of an engine, and of the names of its blocks
+
+
 @dataclass
 class _Pair:
-    lives: tuple[int, int]
+    lives: tuple[_Life, _Life]
     lost: int = 0  # prompts in a row
     tries: int = 0  # prompts that were to show whether it is of use again
     until: float = 0.0  # without prompts
@@ -42,7 +45,7 @@ class Pairs:
 
     def off(self, decode: Engine, engines: Mapping[str, Engine]) -> frozenset[str]:
         """-> which of these engines are not to prefill for this decode engine now."""
-        lives, now = {url: engine.life for url, engine in engines.items()}, time.monotonic()
+        lives, now = {url: _life(engine) for url, engine in engines.items()}, time.monotonic()
         self._pairs = {
             (p, d): pair for (p, d), pair in self._pairs.items() if (lives.get(p), lives.get(d)) == pair.lives
         }
@@ -57,9 +60,9 @@ class Pairs:
             pair.tries += 1
             pair.until = time.monotonic() + self._wait_s(pair)
 
-    def lost(self, prefill: Engine, decode: Engine) -> None:
-        """What P computed D did not find."""
-        lives = prefill.life, decode.life
+    def lost(self, prefill: Engine, decode: Engine) -> bool:
+        """What P computed D did not find. -> whether the pair is left alone from now on."""
+        lives = _life(prefill), _life(decode)
         pair = self._pairs.get((prefill.url, decode.url))
         if pair is None or pair.lives != lives:
             pair = self._pairs[prefill.url, decode.url] = _Pair(lives)
@@ -75,6 +78,7 @@ class Pairs:
                 pair.lost,
                 wait_s,
             )
+        return pair.lost >= _ENOUGH
 
     def arrived(self, prefill: Engine, decode: Engine) -> None:
         """D found what P computed."""
@@ -93,3 +97,7 @@ class Pairs:
 
     def _wait_s(self, pair: _Pair) -> float:
         return float(min(_LONGEST_WAIT_S, self._first_s * 2 ** min(pair.tries, 10)))
+
+
+def _life(engine: Engine) -> _Life:
+    return engine.life, engine.renamed

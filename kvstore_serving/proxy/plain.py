@@ -28,7 +28,7 @@ async def _serve(request: Request) -> None:
         try:
             with serving.pools.running(request.engine, request.decision.prompt_tokens), request.attempt() as span:
                 headers = record.for_engine(span, record.retries)
-                body = request.traced(request.ask.for_decode(split=split), headers)
+                body = request.traced(request.ask.for_decode(request.decision.given, split=split), headers)
                 heavy = weight(request.decision.prompt_tokens, request.ask.most_output)
                 answer = await serving.upstream.ask(request.engine, request.ask.path, body, headers, heavy)
         except EngineRefused as error:

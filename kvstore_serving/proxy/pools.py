@@ -5,8 +5,8 @@ is closed: failures of requests open it, and silence does (`silence.py`). The pr
 times that are twice as far apart after each failure, and an answer closes it. If every healthy engine's circuit is open
 they are candidates all the same: a suspect is better than nobody.
 
-P and D are paired only if they run the same weights: the same root of the model, and the same weights version where it
-is known. Load is what this proxy has in flight, so it is exact for one proxy and a fair guess for several.
+P and D are paired only if D finds what P saves (`Identity.unlike`). Load is what this proxy has in flight, so it is
+exact for one proxy and a fair guess for several.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
+import msgspec
+
+from kvstore_client.engine.block_names import NOT_SHARED, BlockNames
 from kvstore_serving.proxy.silence import Silence, nothing_usual
 
 Role: TypeAlias = Literal["prefill", "decode"]
@@ -28,21 +31,55 @@ _REQUEST_TOKENS: Final = 256  # what a running request weighs beside its tokens:
 
 
 class Identity(NamedTuple):
-    """What P and D must agree on. Empty: not known."""
+    """A model of an engine, as others must have it. root: where the engine has it from. weights: their version, empty:
+    not known. names: of its blocks. is_adapter: it is a LoRA adapter."""
 
     root: str
     weights: str
+    names: BlockNames = BlockNames()
+    is_adapter: bool = False
 
-    def fits(self, other: Identity) -> bool:
-        return self.root == other.root and (not self.weights or not other.weights or self.weights == other.weights)
+    def same_weights(self, other: Identity) -> bool:
+        """Whether one engine may go on with what the other has said. What is in the files counts more than where they
+        are."""
+        if self.weights and other.weights and self.weights != other.weights:
+            return False
+        mine, others = self.names, other.names
+        if self.is_adapter and mine.adapter and others.adapter:
+            return mine.adapter == others.adapter
+        same_names = mine.namespaces == others.namespaces not in ("", NOT_SHARED)
+        return self.root == other.root or (same_names and not self.is_adapter)
+
+    def unlike(self, other: Identity) -> str:
+        """-> why a prompt cannot be handed over from one engine to the other, in words; empty: it can."""
+        mine, others = self.names, other.names
+        if NOT_SHARED in (mine.namespaces, others.namespaces):
+            return "one of them shares no blocks now"
+        if self.weights and other.weights and self.weights != other.weights:
+            return "other weights"
+        if mine.namespaces and others.namespaces:
+            if mine.namespaces != others.namespaces:
+                return "other namespaces"
+            if mine.generation != others.generation and min(mine.generation, others.generation) >= 0:
+                return f"generations {mine.generation} and {others.generation} of the namespaces"
+        if not self.same_weights(other):
+            return "another adapter" if self.is_adapter and mine.adapter and others.adapter else "another root"
+        return ""
+
+    @property
+    def holder(self) -> Identity:
+        """-> who has this model's blocks in the store: whatever its files' place, if they are known."""
+        known = self.names.adapter if self.is_adapter else self.names.namespaces
+        return self._replace(root="") if known else self
 
 
 class Model(NamedTuple):
-    """A model as an engine serves it."""
+    """A model as an engine serves it. parent: of an adapter, the model that it belongs to."""
 
     name: str
     root: str
     max_model_len: int | None
+    parent: str = ""
 
 
 @dataclass(eq=False)
@@ -66,13 +103,30 @@ class Engine:
     queued_tokens: int = 0  # uncached prompt tokens that it was sent to prefill
     running: int = 0  # requests
     running_tokens: int = 0
+    names: BlockNames = field(default_factory=BlockNames)  # without an adapter
+    renamed: int = 0  # how often `names` came to be others
+    adapters: dict[str, str] = field(default_factory=dict)  # digests of those that it was asked about; empty: not known
+    recorded: BlockNames = field(default_factory=BlockNames)  # the last names of its directory record
+    asked_names_at: float = 0.0
+    ask_names_at: float = 0.0  # not before, see `Describing`
+    ask_names_s: float = 0.0
+    doubted: bool = False  # whether `names` still hold
 
     def serves(self, model: str | None) -> bool:
         return model is None or model in self.models
 
     def identity(self, model: str | None) -> Identity:
         served = self.models.get(model) if model is not None else next(iter(self.models.values()), None)
-        return Identity(served.root if served else "", self.weights)
+        if served is None:
+            return Identity("", self.weights, self.names)
+        names = msgspec.structs.replace(self.names, adapter=self.adapters.get(served.name, ""))
+        return Identity(served.root, self.weights, names, bool(served.parent))
+
+    def named(self, names: BlockNames) -> None:
+        """It says how it names its blocks."""
+        names = msgspec.structs.replace(names, adapter="")
+        self.renamed += names != self.names
+        self.names = names
 
     def max_model_len(self, model: str | None) -> int | None:
         served = self.models.get(model) if model is not None else next(iter(self.models.values()), None)
@@ -94,6 +148,8 @@ class Engine:
         if not self.healthy:
             self.life = next(_lives)
             self.worked()
+            self.names, self.asked_names_at = self.recorded, 0.0
+            self.adapters.clear()
         self.healthy, self.why_down = True, ""
 
     @property
@@ -113,6 +169,8 @@ class Engine:
             "models": [model._asdict() for model in self.models.values()],
             "version": self.version,
             "weights": self.weights,
+            "namespaces": self.names.namespaces,
+            "generation": self.names.generation,
             "running": self.running,
             "running_tokens": self.running_tokens,
             "queued_tokens": self.queued_tokens,
@@ -127,13 +185,18 @@ class Pools:
         self._usual = nothing_usual()
         self.engines: dict[str, Engine] = {}
 
-    def set(self, url: str, roles: Collection[Role], weights: str = "") -> Engine:
-        """Add an engine, or change its roles. An engine with other weights than before begins anew."""
+    def set(self, url: str, roles: Collection[Role], weights: str = "", names: BlockNames | None = None) -> Engine:
+        """Add an engine, or change its roles. An engine with other weights than before begins anew. names: of its
+        blocks, as its record has them."""
         engine = self.engines.get(url)
         if engine is None or engine.weights != weights:
             engine = Engine(url, frozenset(roles), weights, self._backoff_s, silence=Silence(self._usual))
             self.engines[url] = engine
         engine.roles = frozenset(roles)
+        if names is not None and names != engine.recorded:
+            engine.recorded = names
+            if names.namespaces:
+                engine.named(names)
         return engine
 
     def remove(self, url: str) -> None:
@@ -168,7 +231,7 @@ class Pools:
             found = [
                 engine
                 for engine in self.candidates(role, model, without)
-                if like is None or engine.identity(model).fits(like.identity(model))
+                if like is None or engine.identity(model).same_weights(like.identity(model))
             ]
             if found:
                 return min(found, key=lambda engine: _decode_cost(engine, have, tokens))
@@ -183,12 +246,12 @@ class Pools:
         *,
         without: Collection[str] = (),
     ) -> Engine | None:
-        """Who prefills: the shortest queue with this prompt in it. `beside`: the engine that decodes, which must have
-        the same weights and be another one."""
+        """Who prefills: the shortest queue with this prompt in it. `beside`: the engine that decodes, which must find
+        what is prefilled and be another one."""
         found = [
             engine
             for engine in self.candidates("prefill", model, without)
-            if beside is None or (engine is not beside and engine.identity(model).fits(beside.identity(model)))
+            if beside is None or (engine is not beside and not engine.identity(model).unlike(beside.identity(model)))
         ]
         if not found:
             return None
@@ -215,17 +278,31 @@ class Pools:
             engine.queued_tokens -= tokens
 
     def unpaired(self) -> list[dict[str, Any]]:
-        """Models whose prefill and decode engines cannot be paired, and why."""
+        """Which decode engines cannot be paired with which prefill engines, by model, and why. `alone`: with none."""
         found = []
         for name in sorted({name for engine in self.engines.values() for name in engine.models}):
             prefill = self.candidates("prefill", name)
-            decode = self.candidates("decode", name)
-            for one in decode:
+            for one in self.candidates("decode", name):
                 others = [each for each in prefill if each is not one]
-                if others and not any(each.identity(name).fits(one.identity(name)) for each in others):
-                    prefills = [_described(each, name) for each in others]
-                    found.append({"model": name, "decode": _described(one, name), "prefill": prefills})
+                why = {each: each.identity(name).unlike(one.identity(name)) for each in others}
+                apart = [{**_described(each, name), "why": why[each]} for each in others if why[each]]
+                if apart:
+                    told = {"model": name, "decode": _described(one, name), "prefill": apart}
+                    found.append({**told, "alone": len(apart) == len(others)})
         return found
+
+    def is_unpaired(self, engine: Engine) -> bool:
+        """Whether it cannot be paired with some engine of the other role, for any of its models."""
+        others = [
+            other
+            for other in self.engines.values()
+            if other is not engine and other.healthy and len(other.roles | engine.roles) > 1
+        ]
+        return any(
+            other.serves(name) and engine.identity(name).unlike(other.identity(name))
+            for name in engine.models
+            for other in others
+        )
 
     def cards(self) -> list[dict[str, Any]]:
         """The models of all healthy engines, each once, as /v1/models lists them."""
@@ -242,6 +319,11 @@ def _decode_cost(engine: Engine, have: Mapping[str, int], tokens: int) -> int:
     return engine.running_tokens + engine.running * _REQUEST_TOKENS + engine.queued_tokens + uncached
 
 
-def _described(engine: Engine, model: str) -> dict[str, str]:
+def _described(engine: Engine, model: str) -> dict[str, Any]:
     identity = engine.identity(model)
-    return {"url": engine.url, "root": identity.root, "weights": identity.weights}
+    return {
+        "url": engine.url,
+        "root": identity.root,
+        "weights": identity.weights,
+        **msgspec.to_builtins(identity.names),
+    }

@@ -29,7 +29,7 @@ async def prefill_only(request: Request) -> None:
     assert engine is not None
     with _counted(request) as span:
         headers = request.record.for_engine(span)
-        body = request.traced(request.ask.for_prefill(shown=False), headers)
+        body = request.traced(request.ask.for_prefill(request.decision.given, shown=False), headers)
         heavy = weight(request.decision.prompt_tokens, 1)
         answer = await request.serving.upstream.ask(engine, request.ask.path, body, headers, heavy)
         _note_usage(request, usage_of(answer.body))
@@ -42,7 +42,7 @@ async def prefill_shown(request: Request, chunks: asyncio.Queue[dict[str, Any] |
     try:
         with _counted(request) as span:
             headers = request.record.for_engine(span)
-            body = request.traced(request.ask.for_prefill(shown=True), headers)
+            body = request.traced(request.ask.for_prefill(request.decision.given, shown=True), headers)
             heavy = weight(request.decision.prompt_tokens)
             upstream = request.serving.upstream
             async with await upstream.stream(engine, request.ask.path, body, headers, heavy) as stream:

@@ -130,7 +130,7 @@ class Prefixes:
 
     def sent(self, prompt: Prompt, engine: Engine) -> None:
         """An engine has computed or loaded this prompt, and saved what of it the store had not."""
-        stored, now = engine.identity(prompt.model), time.monotonic()
+        stored, now = engine.identity(prompt.model).holder, time.monotonic()
         saved = len(prompt.tokens) if prompt.kv.saves is None else prompt.kv.saves
         for number, name in enumerate(prompt.names, start=1):
             holders = self._pieces.get(name)
@@ -149,7 +149,7 @@ class Prefixes:
 
     def missed(self, prompt: Prompt, engine: Engine, found: int) -> None:
         """An engine found only so many tokens of this prompt: beyond, neither it nor the store has it."""
-        stored = engine.identity(prompt.model)
+        stored = engine.identity(prompt.model).holder
         for name in prompt.names[found // PIECE :]:
             holders = self._pieces.get(name)
             if holders is None:
@@ -171,7 +171,7 @@ class Prefixes:
     def _remembered(self, prompt: Prompt, engines: Sequence[Engine]) -> Have:
         now = time.monotonic()
         own = {engine.url: engine.life for engine in engines}
-        stored = {engine.url: engine.identity(prompt.model) for engine in engines}
+        stored = {engine.url: engine.identity(prompt.model).holder for engine in engines}
         have = Have()
         for number, name in enumerate(prompt.names, start=1):
             holders = self._pieces.get(name)

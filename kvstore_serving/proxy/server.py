@@ -20,6 +20,7 @@ import uvicorn
 from kvstore_serving.proxy.app import Proxy
 from kvstore_serving.proxy.checks import Checks
 from kvstore_serving.proxy.decision import Decider
+from kvstore_serving.proxy.describing import Describing
 from kvstore_serving.proxy.engine_events import EngineEvents
 from kvstore_serving.proxy.following import Following
 from kvstore_serving.proxy.metrics import Metrics
@@ -30,6 +31,7 @@ from kvstore_serving.proxy.record import AccessLog
 from kvstore_serving.proxy.serving import Serving
 from kvstore_serving.proxy.settings import Settings, SettingsError
 from kvstore_serving.proxy.store import StoreWatch
+from kvstore_serving.proxy.tokens import Tokens
 from kvstore_serving.proxy.tracing import Tracing
 from kvstore_serving.proxy.upstream import Upstream
 
@@ -60,15 +62,18 @@ async def _run(settings: Settings) -> None:
         raise SettingsError(f"{error}; expected a free port in --listen, and a writable --access-log") from None
     pools = Pools(settings.backoff_s)
     upstream = Upstream(settings, os.environ.get("KVSTORE_ENGINE_API_KEY", ""))
-    checks = Checks(pools, upstream, settings.check_interval_s, settings.check_timeout_s)
     try:
         store = StoreWatch(settings.store, settings.check_interval_s, settings.check_timeout_s)
     except ValueError as error:
         raise SettingsError(f"--store: {error}") from None
+    describing = Describing(pools, upstream, store, settings.check_timeout_s)
+    checks = Checks(pools, upstream, describing, settings.check_interval_s, settings.check_timeout_s)
     events = EngineEvents()
     following = Following(settings, pools, checks, events)
     pairs = Pairs(settings.backoff_s)
-    decider = Decider(settings, pools, upstream, Prefixes(events, store), store, pairs)
+    decider = Decider(
+        settings, pools, Tokens(settings, pools, upstream), Prefixes(events, store), store, pairs, describing
+    )
     serves = Serving(settings, pools, upstream, Metrics(pools, store), decider, tracing.on)
     proxy = Proxy(
         serves,
@@ -100,6 +105,7 @@ async def _run(settings: Settings) -> None:
     finally:
         await following.close()
         await checks.close()
+        await describing.close()
         await store.close()
         await upstream.close()
         access_log.close()

@@ -289,15 +289,24 @@ class Upstream:
         raise_for(engine, answer)
         return answer
 
-    async def token(self, engine: Engine, timeout_s: float) -> None:
+    async def token(
+        self,
+        engine: Engine,
+        timeout_s: float,
+        model: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> Answer:
         """Ask for a token, to see whether the engine works. Raises `EngineFailed` if it does not come in time. An
         answer that refuses it will do: of an engine that generates nothing, or wants a key."""
-        model = next(iter(engine.models), None)
-        body = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0}
+        model = model or next(iter(engine.models), None)
+        body: dict[str, Any] = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0}
+        if kv_transfer_params:
+            body["kv_transfer_params"] = kv_transfer_params
         headers = {**self._own_headers, "x-request-id": PROBE}
         answer = await self._whole(engine, "POST", "/v1/completions", _encoder.encode(body), headers, timeout_s)
         if answer.status in _RETRIED:
             raise EngineFailed(engine, f"status {answer.status}", answer)
+        return answer
 
     async def own(self, engine: Engine, path: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> Answer:
         """-> the answer to a question of the proxy's own, of any status. Raises `EngineFailed`."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.fleet import CHAT, COMPLETIONS, GREEDY, SEEDED, Fleet, ask
 from tests.engine.served import MODEL, ServedEngine, post
+from tests.engine.test_purge import purge
 from tests.support.harness import wait_until
 from tests.support.proxies import Asking, ProxyProcess, Reading, answer_of, chunks_of, text_of
 
@@ -121,6 +122,43 @@ def test_a_user_who_leaves_frees_both_engines(fleet: Fleet, stream: bool) -> Non
         wait_until(lambda: fleet.d.metric("vllm:num_requests_running"), what="the decode engine answers")
     for engine in (fleet.p, fleet.d):
         wait_until(lambda engine=engine: not engine.metric("vllm:num_requests_running"), what="the engine is free")
+
+
+@pytest.mark.timeout(400)
+def test_engines_are_paired_while_they_find_each_others_blocks(fleet: Fleet, tmp_path: Path) -> None:
+    with ProxyProcess(tmp_path, *fleet.options, "--policy=split") as proxy:
+
+        def named() -> set[tuple[str, int]]:
+            pools = proxy.status()["pools"]
+            return {(each["namespaces"], each["generation"]) for role in pools for each in pools[role]}
+
+        def decision(name: str) -> str:
+            body = ask(COMPLETIONS, 90, **GREEDY)
+            assert post(proxy.url, COMPLETIONS, body, **{"x-request-id": name})[0] == 200
+            return str(proxy.record(name)["decision"])
+
+        [(namespaces, generation)] = named()
+        assert namespaces and decision("first") == "split"
+        purge(fleet.store)
+        wait_until(
+            lambda: {(name, number > generation) for name, number in named()} == {(namespaces, True)},
+            what=f"both have said that they know of the purge: {named()}",
+        )
+        assert decision("after the purge") == "split"
+        fleet.d.stop()
+        try:
+            fleet.d.start(tenant="another")
+            fleet.d.await_health()
+            wait_until(lambda: proxy.status()["unpaired"], what="it names blocks differently")
+            [apart] = proxy.status()["unpaired"]
+            assert apart["prefill"][0]["why"] == "other namespaces" and apart["decode"]["url"] == fleet.d.url
+            assert decision("apart") == "colocate"
+        finally:
+            fleet.d.stop()
+            fleet.d.start(tenant="")
+            fleet.d.await_health()
+        wait_until(lambda: not proxy.status()["unpaired"] and len(named()) == 1, what="they agree again")
+        assert decision("last") == "split"
 
 
 @pytest.mark.timeout(400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -111,6 +112,157 @@ def test_the_proxy_follows_a_file_and_hears_the_events_that_it_names(
     finally:
         for engine in engines:
             engine.kill()
+
+
+NAMES = {"namespaces": "a", "generation": 3}
+
+
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        ({"namespaces": "b"}, "other namespaces"),
+        ({"generation": 4}, "generations 3 and 4 of the namespaces"),
+        ({"namespaces": "none"}, "one of them shares no blocks now"),
+    ],
+)
+def test_engines_that_name_blocks_differently_are_not_paired_until_they_agree(
+    tcp_server: Server, tmp_path: Path, others: dict[str, object], why: str
+) -> None:
+    p, d = (StandInEngine(tmp_path / f"{name}.log") for name in "pd")
+    try:
+        p.behave(names=NAMES)
+        d.behave(names={**NAMES, **others})
+        options = (f"--prefill={p.url}", f"--decode={d.url}", "--policy=split", "--check-seconds=0.1")
+        with ProxyProcess(tmp_path / "proxy", f"--store={tcp_server.endpoint}", *options) as proxy:
+            assert post(proxy.url, "/v1/completions", ASK, **{"x-request-id": "first"})[0] == 200
+            assert proxy.record("first")["decision"] == "colocate", "the first request is not lost either"
+            (told,) = proxy.status()["unpaired"]
+            assert told["alone"] and (told["decode"]["url"], told["prefill"][0]["url"]) == (d.url, p.url)
+            assert told["prefill"][0]["why"] == why
+            metrics = proxy.metrics()
+            assert metrics["kvstore_proxy_unpaired_engines"] == 1
+            labels = f'decode="{d.url}",model="{MODEL}",prefill="{p.url}",why="{why}"'
+            assert metrics[f"kvstore_proxy_unpaired_pairs{{{labels}}}"] == 1
+            wait_until(lambda: f"is not paired with {p.url}: {why}" in proxy.log.read_text(), what="the log says it")
+            d.behave(names=NAMES)
+            wait_until(lambda: not proxy.status()["unpaired"], what="it is asked again")
+            assert post(proxy.url, "/v1/completions", ASK, **{"x-request-id": "last"})[0] == 200
+            assert proxy.record("last")["decision"] == "split"
+            assert proxy.log.read_text().count("is not paired with") == 1
+    finally:
+        p.kill()
+        d.kill()
+
+
+def test_the_same_weights_at_another_place_are_paired(tcp_server: Server, tmp_path: Path) -> None:
+    """What the engines say of the content counts, also of adapters; where the files are does not."""
+    adapters = [f"--adapter={name}" for name in ("same", "other")]
+    p = StandInEngine(tmp_path / "p.log", "--root=/models/a", "--adapter-root=/a", *adapters)
+    d = StandInEngine(tmp_path / "d.log", "--root=/models/b", "--adapter-root=/b", *adapters)
+    try:
+        p.behave(names=NAMES, contents={"same": "1", "other": "2"})
+        d.behave(names=NAMES, contents={"same": "1", "other": "3"})
+        options = (f"--prefill={p.url}", f"--decode={d.url}", "--policy=split", "--check-seconds=0.1")
+        with ProxyProcess(tmp_path / "proxy", f"--store={tcp_server.endpoint}", *options) as proxy:
+            asked = iter(range(1000))
+
+            def decision(model: str) -> str:
+                name = f"{model} {next(asked)}"
+                body = {**ASK, "model": model}
+                assert post(proxy.url, "/v1/completions", body, **{"x-request-id": name})[0] == 200
+                return str(proxy.record(name)["decision"])
+
+            assert decision(MODEL) == "split"
+            assert decision("same") == "colocate", "it is not known yet what is in it"
+            wait_until(lambda: decision("same") == "split", what="the content is found to be the same")
+            told = {each["model"]: each["prefill"][0]["why"] for each in proxy.status()["unpaired"]}
+            assert told == {"other": "another root"}
+            assert decision("other") == "colocate"
+            wait_until(lambda: "another adapter" in str(proxy.status()["unpaired"]), what="its content is known")
+            assert decision("other") == "colocate"
+    finally:
+        p.kill()
+        d.kill()
+
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("renders", [True, False])
+def test_a_chat_is_rendered_once_and_both_engines_get_its_tokens(
+    tcp_server: Server, tmp_path: Path, stream: bool, renders: bool
+) -> None:
+    """A template shows the time of day, and it is another day at the decode engine."""
+    p, d = (StandInEngine(tmp_path / f"{name}.log") for name in "pd")
+    try:
+        for number, engine in enumerate((p, d)):
+            engine.behave(date=[2026, number], cached=100, **({} if renders else {"renders_not": True}))
+        options = (f"--prefill={p.url}", f"--decode={d.url}", "--split-tokens=64", "--check-seconds=0.1")
+        with ProxyProcess(tmp_path / "proxy", f"--store={tcp_server.endpoint}", *options) as proxy:
+            body = {"model": MODEL, "messages": [{"role": "user", "content": "a long question " * 20}], "max_tokens": 5}
+            body |= {"temperature": 0, "stream": stream}
+            if stream:
+                said = text_of(chunks_of(proxy.url, CHAT, body, **{"x-request-id": "one"}))
+            else:
+                status, whole = post(proxy.url, CHAT, body, **{"x-request-id": "one"})
+                assert status == 200
+                said = json.loads(whole)["choices"][0]["message"]["content"]
+            assert proxy.record("one")["decision"] == "split"
+            sent = [engine.seen()["requests"][0]["body"] for engine in (p, d)]
+            given = [each["kv_transfer_params"].get("prompt_token_ids") for each in sent]
+            assert [each["messages"] for each in sent] == [body["messages"]] * 2
+            if renders:
+                assert given[0] == given[1] and given[0][:2] == [2026, 1]
+                assert said == expected(given[0], 5)
+            else:
+                assert given == [None, None], "what /tokenize says may not be all that the template shows"
+    finally:
+        p.kill()
+        d.kill()
+
+
+def test_both_engines_get_a_text_as_the_same_tokens(tcp_server: Server, tmp_path: Path) -> None:
+    p, d = (StandInEngine(tmp_path / f"{name}.log") for name in "pd")
+    try:
+        options = (f"--prefill={p.url}", f"--decode={d.url}", "--split-tokens=64", "--check-seconds=0.1")
+        with ProxyProcess(tmp_path / "proxy", f"--store={tcp_server.endpoint}", *options) as proxy:
+            for more in ({}, {"truncate_prompt_tokens": 70}, {"prompt": "short"}):
+                text = "a long text " * 10
+                assert post(proxy.url, "/v1/completions", {**ASK, "prompt": text, **more})[0] == 200
+                sent = d.seen()["requests"][-1]["body"]["prompt"]
+                assert sent == (more.get("prompt", text) if more else list(text.encode()))
+            assert p.seen()["requests"][0]["body"]["prompt"] == list(text.encode())
+    finally:
+        p.kill()
+        d.kill()
+
+
+def test_engines_are_asked_again_when_prompts_do_not_arrive(tcp_server: Server, tmp_path: Path) -> None:
+    """What was true when an engine came up may have changed since."""
+    p, d = (StandInEngine(tmp_path / f"{name}.log") for name in "pd")
+    try:
+        p.behave(names=NAMES)
+        d.behave(names=NAMES, cached=0, delay_s=0.2)
+        options = (f"--prefill={p.url}", f"--decode={d.url}", "--policy=split", "--check-seconds=0.1")
+        with ProxyProcess(tmp_path / "proxy", f"--store={tcp_server.endpoint}", *options) as proxy:
+            p.behave(names={"namespaces": "none", "generation": -1})
+            for number in range(2):
+                body = {**ASK, "prompt": [number] * 100}
+                assert post(proxy.url, "/v1/completions", body, **{"x-request-id": str(number)})[0] == 200
+                assert proxy.record(str(number))["decision"] == "split"
+            wait_until(lambda: proxy.status()["unpaired"], what="it was asked again")
+            assert proxy.status()["unpaired"][0]["prefill"][0]["why"] == "one of them shares no blocks now"
+            assert p.seen()["described"] < 5
+            p.behave(names=NAMES)
+            wait_until(lambda: not proxy.status()["unpaired"], what="it shares again")
+            d.behave(names=NAMES, cached=100)
+            assert post(proxy.url, "/v1/completions", ASK, **{"x-request-id": "last"})[0] == 200
+            assert proxy.record("last")["decision"] == "split", "what did not arrive before says nothing now"
+            assert not proxy.status()["not_arriving"]
+    finally:
+        p.kill()
+        d.kill()
 
 
 @pytest.mark.parametrize("differs", ["root", "weights"])

@@ -50,14 +50,16 @@ def expected(prompt: list[int], count: int) -> str:
 class StandIn:
     """State of one engine."""
 
-    def __init__(self, root: str, adapters: list[str]) -> None:
+    def __init__(self, root: str, adapters: list[str], adapter_root: str) -> None:
         self.root = root
+        self.adapter_root = adapter_root
         self.adapters = adapters
         self.behaviour: dict[str, Any] = {}
         self.seen: list[dict[str, Any]] = []
         self.running = 0
         self.given_up = 0
         self.streamed = 0
+        self.described = 0  # how often it said how it names blocks
         self.responses: list[str] = []
 
     async def behave(self, request: Request) -> Response:
@@ -65,10 +67,12 @@ class StandIn:
         self.seen.clear()
         self.given_up = 0
         self.streamed = 0
+        self.described = 0
         return JSONResponse({})
 
     async def what_was_seen(self, request: Request) -> Response:
         counts = {"running": self.running, "given_up": self.given_up, "streamed": self.streamed}
+        counts |= {"described": self.described}
         return JSONResponse({"requests": self.seen, **counts})
 
     async def health(self, request: Request) -> Response:
@@ -76,7 +80,9 @@ class StandIn:
 
     async def models(self, request: Request) -> Response:
         card = {"id": MODEL, "object": "model", "root": self.root, "max_model_len": 100_000}
-        adapters = [{**card, "id": name, "root": f"/{name}", "parent": MODEL} for name in self.adapters]
+        adapters = [
+            {**card, "id": name, "root": f"{self.adapter_root}/{name}", "parent": MODEL} for name in self.adapters
+        ]
         return JSONResponse({"object": "list", "data": [card, *adapters]})
 
     async def version(self, request: Request) -> Response:
@@ -84,7 +90,18 @@ class StandIn:
 
     async def tokenize(self, request: Request) -> Response:
         body = await request.json()
-        return JSONResponse({"tokens": _tokens(body)})
+        return JSONResponse({"tokens": self._dated(body)})
+
+    async def render(self, request: Request) -> Response:
+        if self.behaviour.get("renders_not"):  # as engines of earlier releases
+            return JSONResponse({"detail": "Not Found"}, 404)
+        return JSONResponse({"token_ids": self._dated(await request.json()), "model": MODEL})
+
+    def _dated(self, body: dict[str, Any]) -> list[int]:
+        """-> the tokens of a prompt. `date`: what this engine's chat template shows of the time."""
+        tokens = _tokens(body)
+        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        return tokens if given or "messages" not in body else [*self.behaviour.get("date", []), *tokens]
 
     async def respond(self, request: Request) -> Response:
         """As /v1/responses: the state is this engine's own."""
@@ -140,7 +157,7 @@ class StandIn:
         if "status" in how:
             error = {"error": {"message": "as told", "type": "told", "param": None, "code": how["status"]}}
             return JSONResponse(error, how["status"])
-        prompt = _tokens(body)
+        prompt = self._dated(body)
         chat = path.endswith("/chat/completions")
         if body.get("stream") and how.get("no_events"):
             return JSONResponse(_error(how))
@@ -150,7 +167,11 @@ class StandIn:
         text = "".join(f"{token} " for token in said)
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        base = {"id": "x", "object": "o", "created": 1, "model": MODEL}
+        base: dict[str, Any] = {"id": "x", "object": "o", "created": 1, "model": MODEL}
+        if ((body.get("kv_transfer_params") or {}).get("kvstore") or {}).get("describe") and "names" in self.behaviour:
+            self.described += 1
+            adapter = self.behaviour.get("contents", {}).get(body.get("model"), "")
+            base["kv_transfer_params"] = {"kvstore": {**self.behaviour["names"], "adapter": adapter}}
         return JSONResponse({**base, "choices": [choice], "usage": _usage(how, prompt, len(said))})
 
     def _say(self, how: dict[str, Any], prompt: list[int], count: int) -> list[int]:
@@ -274,7 +295,7 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 def _tokens(body: dict[str, Any]) -> list[int]:
-    prompt = body.get("prompt")
+    prompt = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") or body.get("prompt")
     if isinstance(prompt, list):
         return prompt
     text = prompt if isinstance(prompt, str) else json.dumps(_without_media(body.get("messages")))
@@ -300,9 +321,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--root", default="/models/stand-in")
     parser.add_argument("--adapter", action="append", default=[])
+    parser.add_argument("--adapter-root", default="")
     parser.add_argument("--keep-alive-s", type=int, default=5)
     options = parser.parse_args()
-    engine = StandIn(options.root, options.adapter)
+    engine = StandIn(options.root, options.adapter, options.adapter_root)
     app = Starlette(
         routes=[
             Route("/behave", engine.behave, methods=["POST"]),
@@ -311,6 +333,7 @@ def main() -> None:
             Route("/v1/models", engine.models),
             Route("/version", engine.version),
             Route("/tokenize", engine.tokenize, methods=["POST"]),
+            Route("/v1/chat/completions/render", engine.render, methods=["POST"]),
             Route("/v1/embeddings", engine.embed, methods=["POST"]),
             Route("/v1/responses", engine.respond, methods=["POST"]),
             Route("/v1/responses/{name}", engine.response),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvstore_serving.proxy import decision
+from kvstore_serving.proxy import tokens
 from kvstore_serving.proxy.ask import COMPLETIONS, understand
-from kvstore_serving.proxy.decision import Decider
+from kvstore_serving.proxy.tokens import Tokens
 
 
 class Upstream:
@@ -22,17 +22,16 @@ class Upstream:
 
 
 def test_texts_that_come_at_once_are_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decision, "_KEPT_TOKENS", 100)
+    monkeypatch.setattr(tokens, "_KEPT_TOKENS", 100)
     settings: Any = SimpleNamespace(split_tokens=1, policy="auto", tokenize_s=1.0)
     pools: Any = SimpleNamespace(decoder=lambda *_: "an engine")
     upstream: Any = Upstream()
-    not_asked: Any = None
-    decider = Decider(settings, pools, upstream, prefixes=not_asked, store=not_asked, pairs=not_asked)
+    asking = Tokens(settings, pools, upstream)
 
     async def ask(text: str, times: int) -> list[int]:
         asked = understand(COMPLETIONS, {"prompt": text})
-        return [count for _, count in await asyncio.gather(*(decider._tokens_of(asked) for _ in range(times)))]
+        return [found.count for found in await asyncio.gather(*(asking.of(asked) for _ in range(times)))]
 
     for number in range(20):
         assert asyncio.run(ask(f"{number:030}", 8)) == [30] * 8
-    assert decider._kept == sum(map(len, decider._tokenized.values())) == 90
+    assert asking._kept_tokens == sum(map(len, asking._kept.values())) == 90

@@ -1,0 +1,100 @@
+"""How engines name their blocks, asked of them, so that only those are paired which find each other's.
+
+An engine with kvstore's connector says it in the answer to a request that wants it (`BlockNames`): the proxy asks for
+one token, neither loaded nor saved. It asks when an engine comes up, after a purge of the store, while an engine cannot
+be paired with another, and when prompts that were handed over did not arrive. An adapter is asked about when it is
+first used. Engines that say nothing are paired by the root of their models, and by what arrives.
+
+One event loop. No request waits for a question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+import msgspec
+
+from kvstore_client.engine.block_names import BlockNames
+from kvstore_serving.proxy.pools import Engine, Pools
+from kvstore_serving.proxy.prefixes import Store
+from kvstore_serving.proxy.upstream import EngineFailed, Upstream
+
+log = logging.getLogger(__name__)
+
+_FIRST_S: Final = 2.0  # until an engine that cannot be paired is asked again; doubled each time
+_LONGEST_S: Final = 30.0
+_WANTED: Final = {"kvstore": {"describe": True, "load": False, "save": False}}
+
+
+class _Transfer(msgspec.Struct):
+    kvstore: BlockNames | None = None
+
+
+class _Told(msgspec.Struct):
+    kv_transfer_params: _Transfer | None = None
+
+
+_decode: Final = msgspec.json.Decoder(_Told).decode
+
+
+class Describing:
+    """See above."""
+
+    def __init__(self, pools: Pools, upstream: Upstream, store: Store, timeout_s: float) -> None:
+        self._pools = pools
+        self._upstream = upstream
+        self._store = store
+        self._timeout_s = timeout_s
+        self._asking: dict[tuple[Engine, str], asyncio.Task[None]] = {}
+
+    async def look(self, engine: Engine) -> None:
+        """Ask a healthy engine, if there is a reason."""
+        now = time.monotonic()
+        purged = engine.asked_names_at <= self._store.purged_at
+        if engine.asked_names_at and not purged:
+            if now < engine.ask_names_at or not (engine.doubted or self._pools.is_unpaired(engine)):
+                return
+            engine.ask_names_s = min(_LONGEST_S, 2 * engine.ask_names_s)
+        else:
+            engine.ask_names_s = _FIRST_S
+        engine.doubted = False
+        model = next((each.name for each in engine.models.values() if not each.parent), None)
+        if model is not None:
+            await self._ask(engine, model)
+
+    def want(self, engine: Engine, model: str) -> None:
+        """Ask about an adapter, unless that was done."""
+        if model in engine.adapters:
+            return
+        engine.adapters[model] = ""
+        task = self._asking[engine, model] = asyncio.create_task(self._ask(engine, model))
+        task.add_done_callback(lambda _: self._asking.pop((engine, model), None))
+
+    def doubt(self, *engines: Engine) -> None:
+        """What these engines have said may not hold any more: prompts did not arrive."""
+        for engine in engines:
+            engine.doubted = True
+            engine.adapters.clear()
+
+    async def close(self) -> None:
+        for task in (tasks := list(self._asking.values())):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask(self, engine: Engine, model: str) -> None:
+        life, engine.asked_names_at = engine.life, time.monotonic()
+        engine.ask_names_at = engine.asked_names_at + engine.ask_names_s
+        try:
+            answer = await self._upstream.token(engine, self._timeout_s, model, _WANTED)
+            told = _decode(answer.body).kv_transfer_params
+        except (EngineFailed, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            log.info("engine %s does not say how it names the blocks of %s: %s", engine.url, model, error)
+            return
+        if told is None or told.kvstore is None or engine.life != life:
+            return
+        engine.named(told.kvstore)
+        if model in engine.adapters:
+            engine.adapters[model] = told.kvstore.adapter

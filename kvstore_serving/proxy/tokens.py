@@ -1,0 +1,157 @@
+"""The tokens of a prompt, by which it is decided who serves it, and which both engines of a split get.
+
+They come with the request, or from an engine. A chat is rendered by /v1/chat/completions/render, where an engine has
+it, which makes of a request just the tokens that it would be computed with; then both engines are given them, so that
+a template which shows the time of day, or other tokenizers, cannot make two prompts of one. Else /tokenize is asked,
+which does not know of all that a template may show: engines then render the chat themselves. Short texts are not asked
+about, since a token is at least a byte. When tokens cannot be had, their number is guessed from the text's length, and
+nothing is known to be cached.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import xxhash
+
+from kvstore_serving.proxy.ask import CHAT, Ask
+from kvstore_serving.proxy.pools import Engine, Pools
+from kvstore_serving.proxy.settings import Settings
+from kvstore_serving.proxy.upstream import Answer, EngineFailed, Upstream
+
+log = logging.getLogger(__name__)
+
+_BYTES_A_TOKEN: Final = 4  # of English text, about
+_KEPT_TOKENS: Final = 4 << 20  # of texts that were tokenized
+# What decides the tokens, of what /tokenize takes.
+_TOKENIZED: Final = ("model", "prompt", "add_special_tokens")
+_TOKENIZED_CHAT: Final = (
+    *("model", "messages", "add_special_tokens", "add_generation_prompt", "continue_final_message", "tools"),
+    *("chat_template", "chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs"),
+)
+_RENDER: Final = f"{CHAT}/render"
+_NO_SUCH_PATH: Final = (404, 405, 501)
+
+_encoder: Final = msgspec.json.Encoder()
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+_decode_rendered: Final = msgspec.json.Decoder(_Rendered).decode
+_decode_tokenized: Final = msgspec.json.Decoder(_Tokenized).decode
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """ids: None: not known. count: how many, or may be. replace: engines may be given them instead of the text."""
+
+    ids: Sequence[int] | None
+    count: int
+    replace: bool = False
+
+
+class Tokens:
+    """Asks engines. One event loop."""
+
+    def __init__(self, settings: Settings, pools: Pools, upstream: Upstream) -> None:
+        self._settings = settings
+        self._pools = pools
+        self._upstream = upstream
+        self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._kept_tokens = 0
+        self._renders_not: set[int] = set()  # lives of engines
+
+    async def of(self, ask: Ask) -> PromptTokens:
+        if ask.token_ids is not None:
+            return PromptTokens(ask.token_ids, len(ask.token_ids))
+        prompt = ask.body.get("messages" if ask.chat else "prompt")
+        if not isinstance(prompt, str | list):
+            return PromptTokens(None, 0)
+        data = prompt.encode() if isinstance(prompt, str) else _encoder.encode(prompt)
+        guess = PromptTokens(None, len(data) // _BYTES_A_TOKEN)
+        one_prompt = ask.chat or isinstance(prompt, str)
+        if not one_prompt or len(data) < self._settings.split_tokens or self._settings.policy == "colocate":
+            return guess
+        if ask.brings_tokens:  # engines take those instead of what is in the messages
+            return guess
+        engine = self._pools.decoder(ask.model, {}, 0)
+        if engine is None:
+            return guess
+        ids = await self._render(engine, ask) if ask.chat and ask.is_text else None
+        replace = ids is not None or (not ask.chat and ask.is_text)
+        if ids is None:
+            ids = await self._tokenize(engine, _tokenize_body(ask))
+        return guess if ids is None else PromptTokens(ids, len(ids), replace)
+
+    async def _render(self, engine: Engine, ask: Ask) -> Sequence[int] | None:
+        """Not kept: a template may show the time of day."""
+        if engine.life in self._renders_not:
+            return None
+        body = {**ask.body, "stream": False}
+        for name in ("kv_transfer_params", "stream_options"):
+            body.pop(name, None)
+        answer = await self._asked(engine, _RENDER, body)
+        if answer is not None and answer.status in _NO_SUCH_PATH:
+            self._renders_not &= {each.life for each in self._pools.engines.values()}
+            self._renders_not.add(engine.life)
+        if answer is None or answer.status != 200:
+            return None
+        try:
+            return _decode_rendered(answer.body).token_ids
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            log.warning("%s%s: %s; the chat is tokenized", engine.url, _RENDER, error)
+            return None
+
+    async def _tokenize(self, engine: Engine, body: dict[str, Any]) -> Sequence[int] | None:
+        name = xxhash.xxh3_128_digest(_encoder.encode(body))
+        known = self._kept.get(name)
+        if known is not None:
+            self._kept.move_to_end(name)
+            return known  # type: ignore[return-value]
+        answer = await self._asked(engine, "/tokenize", body)
+        if answer is None or answer.status != 200:
+            return None  # the engines will say what is wrong with the request
+        try:
+            tokens = np.asarray(_decode_tokenized(answer.body).tokens, dtype=np.int64)
+        except (msgspec.DecodeError, UnicodeDecodeError, OverflowError) as error:
+            log.warning("%s/tokenize: %s; the prompt's length is guessed", engine.url, error)
+            return None
+        before = self._kept.pop(name, None)  # requests with one text, at once, all asked
+        self._kept[name] = tokens
+        self._kept_tokens += len(tokens) - (0 if before is None else len(before))
+        while self._kept_tokens > _KEPT_TOKENS:
+            self._kept_tokens -= len(self._kept.popitem(last=False)[1])
+        return tokens  # type: ignore[return-value]
+
+    async def _asked(self, engine: Engine, path: str, body: dict[str, Any]) -> Answer | None:
+        try:
+            return await self._upstream.own(engine, path, self._settings.tokenize_s, body)
+        except EngineFailed as error:
+            log.warning("%s%s: %s; the prompt's length is guessed", engine.url, path, error)
+            return None
+
+
+def _tokenize_body(ask: Ask) -> dict[str, Any]:
+    """-> what asks /tokenize for the prompt's tokens."""
+    names = _TOKENIZED_CHAT if ask.chat else _TOKENIZED
+    body = {name: ask.body[name] for name in names if ask.body.get(name) is not None}
+    # A chat has fields that vLLM hands to the template, and /tokenize does not have.
+    given = body.get("chat_template_kwargs", {})
+    more = {name: ask.body[name] for name in ("documents", "reasoning_effort") if ask.body.get(name) is not None}
+    if ask.chat and more and isinstance(given, dict):
+        if "reasoning_effort" in more:
+            more["enable_thinking"] = given.get("enable_thinking", more["reasoning_effort"] != "none")
+        body["chat_template_kwargs"] = given | more
+    return body
