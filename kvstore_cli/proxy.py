@@ -45,8 +45,9 @@ class ProxyOptions:
     ] = None
     policy: Annotated[str, typer.Option(help="auto, colocate or split.")] = "auto"
     split_tokens: Annotated[
-        int, typer.Option(min=1, help="auto: uncached tokens from which P and D share a prompt.")
-    ] = 512
+        str,
+        typer.Option(metavar="N|auto", help="Uncached tokens from which P and D share a prompt; auto: as measured."),
+    ] = "auto"
     drain_seconds: Annotated[float, typer.Option(min=0.001, help="What runs may take so long after SIGTERM.")] = 60.0
     retries: Annotated[int, typer.Option(min=0, help="Other decode engines that a request may go to.")] = 2
     connect_seconds: Annotated[float, typer.Option(min=0.001, help="To connect to an engine.")] = 2.0
@@ -87,7 +88,7 @@ def proxy(given: ProxyOptions) -> None:
     from kvstore import logs
     from kvstore.sizes import parse_size
     from kvstore_serving.proxy.server import run
-    from kvstore_serving.proxy.settings import Settings, SettingsError, parse_events, parse_listen
+    from kvstore_serving.proxy.settings import Settings, SettingsError, parse_events, parse_listen, parse_split_tokens
 
     for name, value, allowed in (("level", given.log_level, logs.LEVELS), ("format", given.log_format, logs.FORMATS)):
         if value not in allowed:
@@ -98,7 +99,8 @@ def proxy(given: ProxyOptions) -> None:
             host, port, tuple(given.store), tuple(given.prefill or ()), tuple(given.decode or ()), given.pools,
             given.engines, tuple(parse_events(each) for each in given.events or ()),
             given.policy,  # type: ignore[arg-type] # `Settings` checks it
-            given.split_tokens, drain_s=given.drain_seconds, retries=given.retries, connect_s=given.connect_seconds,
+            parse_split_tokens(given.split_tokens),
+            drain_s=given.drain_seconds, retries=given.retries, connect_s=given.connect_seconds,
             first_byte_s=given.first_byte_seconds, idle_s=given.idle_seconds, answer_s=given.answer_seconds,
             check_interval_s=given.check_seconds, check_timeout_s=given.check_timeout_seconds,
             backoff_s=given.backoff_seconds, user_stall_s=given.user_stall_seconds,

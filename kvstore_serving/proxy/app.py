@@ -21,7 +21,15 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from kvstore_serving.proxy import plain
-from kvstore_serving.proxy.ask import CHAT, COMPLETIONS, Ask, AskError, NotUnderstood, understand
+from kvstore_serving.proxy.ask import (
+    CHAT,
+    COMPLETIONS,
+    POLICY_HEADER,
+    Ask,
+    AskError,
+    NotUnderstood,
+    understand,
+)
 from kvstore_serving.proxy.bodies import Bodies, BodyTooLarge, BodyTooSlow, NoRoom
 from kvstore_serving.proxy.handover import StreamedAnswer
 from kvstore_serving.proxy.pools import Engine
@@ -203,7 +211,7 @@ class Proxy:
 
         async def serve(user: User, record: Record, body: bytes) -> None:
             try:
-                ask = understand(record.path, msgspec.json.decode(body))
+                ask = understand(record.path, msgspec.json.decode(body), user.headers.get(POLICY_HEADER, ""))
             except AskError as error:
                 record.outcome = "refused"
                 await user.refuse(400, str(error), "BadRequestError", error.param)
@@ -346,7 +354,8 @@ class Proxy:
             "draining": self.draining,
             "in_flight": len(self.in_flight),
             "policy": self.serving.settings.policy,
-            "split_tokens": self.serving.settings.split_tokens,
+            "split_tokens": self.serving.settings.split_tokens or "auto",
+            "split_from": self.serving.decider.split_from(),
             "pools": {role: [each for each in engines if role in each["roles"]] for role in ("prefill", "decode")},
             "unpaired": pools.unpaired(),
             **self._status(),

@@ -17,11 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from kvstore_serving.proxy.settings import POLICIES
+
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 _LAST_TOKEN: Final = (1 << 31) - 1
 _MANY_TOKENS: Final = 4096  # of an answer without a limit
 _DEFAULT_MAX_TOKENS: Final = 16  # of completions, by OpenAI's API
+POLICY_HEADER: Final = "x-kvstore-policy"
 _OURS: Final = ("do_remote_decode", "do_remote_prefill")
 
 # What makes an answer more than one text.
@@ -62,6 +65,7 @@ class Ask:
     path: str
     body: Mapping[str, Any]
     shown_ids: bool = False  # whether the user asked for token ids
+    policy: str = ""  # for this request; empty: the proxy's
 
     @property
     def chat(self) -> bool:
@@ -241,8 +245,10 @@ class Ask:
             body["prompt"] = tokens
 
 
-def understand(path: str, body: object) -> Ask:
-    """-> the request. Raises `AskError` and `NotUnderstood`."""
+def understand(path: str, body: object, policy: str = "") -> Ask:
+    """-> the request. policy: that it asks for. Raises `AskError` and `NotUnderstood`."""
+    if policy and policy not in POLICIES:
+        raise AskError(f"{POLICY_HEADER} is {policy[:100]!r}; expected one of {', '.join(POLICIES)}", POLICY_HEADER)
     if not isinstance(body, dict):
         raise NotUnderstood
     given = body.get("kv_transfer_params")
@@ -262,7 +268,7 @@ def understand(path: str, body: object) -> Ask:
     if tokens and not 0 <= min(tokens) <= max(tokens) <= _LAST_TOKEN:
         wrong = next(each for each in tokens if not 0 <= each <= _LAST_TOKEN)
         raise AskError(f"prompt has the token id {wrong}; expected 0 to {_LAST_TOKEN}", "prompt")
-    return Ask(path, body, bool(body.get("return_token_ids")))
+    return Ask(path, body, bool(body.get("return_token_ids")), policy)
 
 
 def with_trace(body: dict[str, Any], traceparent: str) -> dict[str, Any]:

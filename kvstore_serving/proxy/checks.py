@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from kvstore_serving.proxy.describing import Describing
+from kvstore_serving.proxy.engine_load import look_at_load
 from kvstore_serving.proxy.pools import Engine, Model, Pools
 from kvstore_serving.proxy.silence import LEAST_S, weight
 from kvstore_serving.proxy.upstream import EngineFailed, Upstream
@@ -83,6 +84,7 @@ class Checks:
             log.info("engine %s takes requests for %s", engine.url, names)
         engine.up()
         if not engine.shunned:
+            await look_at_load(engine, self._upstream, self._timeout_s)
             await self._describing.look(engine)
 
     async def look_again(self, model: str | None) -> bool:

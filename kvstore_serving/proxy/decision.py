@@ -1,8 +1,9 @@
 """Which engines serve a request, and why: one decode engine alone, or a prefill engine and a decode engine together.
 
-A split pays when there is much to compute, so what counts is the prompt's uncached tokens. Before a decode engine gets
-a long prompt alone because the store has it, the store is asked whether it has lost blocks meanwhile; how many tokens
-engines say that they found corrects what is remembered.
+A split pays when there is much to compute, so what counts is the prompt's uncached tokens; from how many on it pays is
+measured (`pace`), unless the operator says it. Before a decode engine gets a long prompt alone because the store has
+it, the store is asked whether it has lost blocks meanwhile; how many tokens engines say that they found corrects what
+is remembered.
 
 A request for a single token is prefill and nothing else, so a prefill engine answers it.
 """
@@ -10,23 +11,28 @@ A request for a single token is prefill and nothing else, so a prefill engine an
 from __future__ import annotations
 
 import logging
+import math
+import time
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from kvstore_serving.proxy.ask import Ask
 from kvstore_serving.proxy.describing import Describing
 from kvstore_serving.proxy.kv_identity import identity_of
+from kvstore_serving.proxy.pace import Ways
 from kvstore_serving.proxy.pairs import Pairs
 from kvstore_serving.proxy.pools import Engine, Pools
 from kvstore_serving.proxy.prefixes import PIECE, Have, Prefixes, Prompt
 from kvstore_serving.proxy.settings import Settings
 from kvstore_serving.proxy.store import StoreWatch
 from kvstore_serving.proxy.tokens import PromptTokens, Tokens
+from kvstore_serving.proxy.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
+_LEAST_S: Final = 0.1  # that the least tokens of a split hold
 _EVIDENCE: Final = 32  # tokens that a decode engine lacks, from which it shows whether they come
 
 
@@ -53,7 +59,7 @@ class Decider:
         self,
         settings: Settings,
         pools: Pools,
-        tokens: Tokens,
+        upstream: Upstream,
         prefixes: Prefixes,
         store: StoreWatch,
         pairs: Pairs,
@@ -61,11 +67,12 @@ class Decider:
     ) -> None:
         self._settings = settings
         self._pools = pools
-        self._tokens = tokens
+        self._tokens = Tokens(settings, pools, upstream, self.least)
         self._prefixes = prefixes
         self._store = store
         self._pairs = pairs
         self._describing = describing
+        self._least = self._least_until = 0.0
 
     async def decide(self, ask: Ask) -> Decision | None:
         """-> None: no engine serves this model now."""
@@ -84,7 +91,8 @@ class Decider:
         engines = list(self._pools.engines.values())
         have = await self._prefixes.find(prompt, engines) if prompt is not None else Have()
         worth = have.worth(engines)
-        only_prefill = ask.max_tokens == 1 and ask.splittable and self._settings.policy != "colocate"
+        policy = ask.policy or self._settings.policy
+        only_prefill = ask.max_tokens == 1 and ask.splittable and policy != "colocate"
         decode = self._pools.decoder(ask.model, worth, count, first="prefill" if only_prefill else "decode")
         if decode is None:
             return None
@@ -94,10 +102,15 @@ class Decider:
                 self._describing.want(engine, ask.model)
         off = self._pairs.off(decode, self._pools.engines)
         prefill = self._pools.prefiller(ask.model, worth, count, decode, without=off)
-        why = self._colocated_because(ask, decode, prefill, count - cached, only_prefill, bool(off))
+        uncached = count - cached
+        why = self._colocated_because(ask, decode, prefill, policy, only_prefill, bool(off))
+        if not why and policy == "auto":
+            assert prefill is not None
+            splits = self._splits(prefill, decode, uncached, count - min(count, have.at(prefill)))
+            why = "" if splits else f"{uncached} uncached tokens"
         if not why:
             assert prefill is not None
-            why = "policy split" if self._settings.policy == "split" else f"{count - cached} uncached tokens"
+            why = "policy split" if policy == "split" else f"{uncached} uncached tokens"
             longest = decode.max_model_len(ask.model)
             fits = longest is None or count + (ask.max_tokens or 1) <= longest  # else D says so, in its own words
             given = np.asarray(tokens.ids).tolist() if tokens.replace and fits else None
@@ -107,9 +120,39 @@ class Decider:
     def _counts_on_the_store(self, decision: Decision) -> bool:
         """Whether a decode engine would have much to compute alone, did the store not have it."""
         own = decision.have.engines.get(decision.decode.url, 0)
-        least = self._settings.split_tokens
+        least = self.least()
         there = decision.path == "colocate" and self._settings.policy == "auto" and self._pools.count("prefill") > 0
         return there and decision.prompt_tokens - decision.cached_tokens < least <= decision.prompt_tokens - own
+
+    def _ways(self, prefill: Engine, decode: Engine) -> Ways:
+        answers = decode.running + decode.others_running
+        return Ways(prefill.side, decode.side, decode.hand_overs.line, answers)
+
+    def _splits(self, prefill: Engine, decode: Engine, uncached: int, at_prefill: int) -> bool:
+        fixed = self._settings.split_tokens
+        return uncached >= fixed if fixed is not None else self._ways(prefill, decode).splits(uncached, at_prefill)
+
+    def split_from(self) -> list[dict[str, Any]]:
+        """-> of each decode engine, the uncached tokens from which a prompt is split now; None: no prompt is."""
+        found = []
+        fixed = self._settings.split_tokens
+        for decode in self._pools.candidates("decode", None):
+            prefill = self._pools.prefiller(None, {}, 0, decode)
+            if prefill is not None:
+                least = fixed or self._ways(prefill, decode).least
+                tokens = math.ceil(least) if math.isfinite(least) else None
+                found.append({"decode": decode.url, "prefill": prefill.url, "tokens": tokens})
+        return found
+
+    def least(self) -> float:
+        """-> no prompt of fewer uncached tokens is split now."""
+        if self._settings.split_tokens is not None:
+            return self._settings.split_tokens
+        if (now := time.monotonic()) > self._least_until:
+            found = [each["tokens"] for each in self.split_from()]
+            self._least = min((each for each in found if each is not None), default=math.inf)
+            self._least_until = now + _LEAST_S
+        return self._least
 
     def answered(self, ask: Ask, decision: Decision, engine: Engine, cached: int | None = None) -> None:
         """This engine has computed or loaded the prompt. cached: how many tokens it said it found; None: it did not."""
@@ -136,10 +179,9 @@ class Decider:
             self._pairs.arrived(decision.prefill, decision.decode)
 
     def _colocated_because(
-        self, ask: Ask, decode: Engine, prefill: Engine | None, uncached: int, only_prefill: bool, off: bool
+        self, ask: Ask, decode: Engine, prefill: Engine | None, policy: str, only_prefill: bool, off: bool
     ) -> str:
-        settings = self._settings
-        if settings.policy == "colocate":
+        if policy == "colocate":
             return "policy colocate"
         if only_prefill and "prefill" in decode.roles:
             return "one token"
@@ -151,6 +193,4 @@ class Decider:
             return "the store does not answer"
         if not ask.splittable:
             return "needs the prompt's logits"
-        if settings.policy == "auto" and uncached < settings.split_tokens:
-            return f"{uncached} uncached tokens"
         return ""

@@ -14,13 +14,14 @@ tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from kvstore_serving import sse
 from kvstore_serving.proxy.ask import COMPLETIONS
-from kvstore_serving.proxy.prefill import beside, prefill_only, prefill_shown
+from kvstore_serving.proxy.prefill import Early, beside, prefill_only, prefill_shown
 from kvstore_serving.proxy.serving import Request
 from kvstore_serving.proxy.silence import weight
 from kvstore_serving.proxy.transcript import Diverged, Follower, Transcript
@@ -43,11 +44,13 @@ class StreamedAnswer:
         self._request = request
         self._ask = ask
         self._transcript = Transcript(ask)
-        self._early: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # a few chunks of P, see `prefill_shown`
+        self._early: asyncio.Queue[Early | None] = asyncio.Queue()  # a few chunks of P, see `prefill_shown`
         self._early_over = not self._shown
         self._first: float | None = None  # when the user got the first token
         self._last = 0.0
         self._pieces = 0
+        self._computing = contextlib.ExitStack()  # while an engine computes the prompt alone
+        self._alone: tuple[float, float] | None = None  # uncached tokens that it computes before, and when it began
         self._prefilled: float | None = None  # when P's token was there
         self._raw_sent = False
         self._last_chunk: dict[str, Any] | None = None  # ends the answer, and is not sent yet
@@ -63,6 +66,7 @@ class StreamedAnswer:
             async with beside(prefill):
                 await self._answer()
         finally:
+            self._computing.close()
             self._measure()
 
     # ---- engines, one after the other ------------------------------------------------------------------------
@@ -72,10 +76,8 @@ class StreamedAnswer:
         serving, record = request.serving, request.record
         continues: int | None = None  # the number of tokens that the next stream goes on after
         while True:
-            path, body = (
-                self._ask.path,
-                self._ask.for_decode(request.decision.given, split=request.decision.prefill is not None),
-            )
+            split = request.decision.prefill is not None
+            path, body = self._ask.path, self._ask.for_decode(request.decision.given, split=split)
             if continues is not None:
                 engine_longest = request.engine.max_model_len(self._ask.model)
                 going_on = self._ask.continued(transcript.prompt_ids or [], transcript.ids[:continues], engine_longest)
@@ -87,6 +89,7 @@ class StreamedAnswer:
                 with serving.pools.running(request.engine, request.decision.prompt_tokens), request.attempt() as span:
                     headers = record.for_engine(span, record.retries)
                     body = request.traced(body, headers)
+                    self._compute(split or continues is not None)
                     async with await serving.upstream.stream(
                         request.engine, path, body, headers, weight(request.decision.prompt_tokens)
                     ) as stream:
@@ -135,6 +138,17 @@ class StreamedAnswer:
                     return
                 continues = transcript.safe_ids or None if begun and self._may_continue() else None
 
+    def _compute(self, helped: bool) -> None:
+        """An engine gets the request. helped: it has not to compute the prompt alone."""
+        self._computing.close()
+        self._alone = None
+        request = self._request
+        if helped or not self._transcript.empty:
+            return
+        uncached = max(0, request.decision.prompt_tokens - request.decision.have.at(request.engine))
+        ahead = self._computing.enter_context(request.serving.pools.prefilling(request.engine, uncached))
+        self._alone = ahead, time.monotonic()
+
     def _may_continue(self) -> bool:
         """Whether what was sent is all that another engine must know. With stop strings, an engine holds text back."""
         return self._continuable() and self._ask.greedy and not self._ask.stops
@@ -158,7 +172,7 @@ class StreamedAnswer:
     async def _relay(self, stream: Stream, continues: int | None) -> None:
         """Pass on what is new in a stream, and P's chunks as long as there is nothing else."""
         reading: asyncio.Task[dict[str, Any] | sse.Comment | None] | None = None
-        showing: asyncio.Task[dict[str, Any] | None] | None = None
+        showing: asyncio.Task[Early | None] | None = None
         follower = Follower(self._transcript, continues)
         try:
             while not self._early_over and self._transcript.empty:
@@ -183,7 +197,10 @@ class StreamedAnswer:
                 chunk = await stream.chunk()
             while chunk is not None:
                 if self._prefilled is not None and not isinstance(chunk, sse.Comment):
-                    self._observe("handover", time.monotonic() - self._prefilled)
+                    took = time.monotonic() - self._prefilled
+                    self._observe("handover", took)
+                    decision = self._request.decision
+                    self._request.engine.hand_overs.add(decision.prompt_tokens - decision.cached_tokens, took)
                     self._prefilled = None
                 await self._take(chunk, follower, continues)
                 chunk = await stream.chunk()
@@ -205,8 +222,9 @@ class StreamedAnswer:
                 chunk["usage"] = with_found(chunk["usage"], self._request.record.found_before(self._found))
         await self._send(follower.feed(chunk))
 
-    async def _show(self, chunk: dict[str, Any]) -> bool:
+    async def _show(self, early: Early) -> bool:
         """Pass on a chunk of P, if it can be shown. -> True: the answer ended with it."""
+        chunk = early.chunk
         choices = chunk.get("choices")
         if not choices:
             return False
@@ -218,7 +236,7 @@ class StreamedAnswer:
             self._early_over = True
             await self._send(Follower(self._transcript).feed(chunk, prefill=True))
             while (rest := await self._early.get()) is not None:
-                await self._send(Follower(self._transcript).feed(rest, prefill=True))
+                await self._send(Follower(self._transcript).feed(rest.chunk, prefill=True))
             return True
         odd = isinstance(delta, dict) and any(value for name, value in delta.items() if name not in ("role", "content"))
         if isinstance(delta, dict) and "role" in delta and not text and not odd and finish is None:
@@ -233,7 +251,7 @@ class StreamedAnswer:
                 choice |= {} if self._ask.chat else {"stop_reason": None}
             chunk.pop("usage", None)
             await self._send(Follower(self._transcript).feed(chunk, prefill=True))
-            self._prefilled = time.monotonic()
+            self._prefilled = early.at
         return False
 
     async def _relay_raw(self, stream: Stream) -> None:
@@ -290,6 +308,7 @@ class StreamedAnswer:
             now = time.monotonic()
             if self._first is None:
                 self._first = now
+                self._computing.close()
             else:
                 self._request.serving.metrics.itl.labels(self._request.decision.path).observe(now - self._last)
             self._last = now
@@ -325,6 +344,11 @@ class StreamedAnswer:
             if record.output_tokens > 1:
                 record.tpot_s = (self._last - self._first) / (record.output_tokens - 1)
             self._observe("decode", self._last - self._first)
+            if self._alone is not None:
+                ahead, began = self._alone
+                computed = record.prompt_tokens - record.cached_tokens
+                if computed > record.prompt_tokens / 2:  # else most of the time went into loading the rest
+                    request.engine.pace.add(ahead + computed, self._first - began)
 
     def _observe(self, phase: str, seconds: float) -> None:
         self._request.serving.metrics.phases.labels(phase).observe(seconds)

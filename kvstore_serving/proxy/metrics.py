@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from collections.abc import Callable
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -19,7 +21,7 @@ _ITL_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15,
 class Metrics:
     """Used by the event loop only."""
 
-    def __init__(self, pools: Pools, store: StoreWatch) -> None:
+    def __init__(self, pools: Pools, store: StoreWatch, split_from: Callable[[], list[dict[str, Any]]]) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "kvstore_proxy_requests", "Requests, by path through the engines and outcome.",
@@ -75,7 +77,7 @@ class Metrics:
             "kvstore_proxy_store_up", "1: the store answers; else nothing is handed over.", registry=self.registry
         )
         up.set_function(lambda: float(store.works))
-        self.registry.register(_Engines(pools))
+        self.registry.register(_Engines(pools, split_from))
 
     def ended(self, record: Record) -> None:
         """Count a request at its end."""
@@ -96,8 +98,9 @@ class Metrics:
 class _Engines(Collector):
     """What the pools are now."""
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: Pools, split_from: Callable[[], list[dict[str, Any]]]) -> None:
         self._pools = pools
+        self._split_from = split_from
 
     def collect(self) -> list[GaugeMetricFamily]:
         up = GaugeMetricFamily("kvstore_proxy_engine_up", "1: takes requests.", labels=["engine", "role"])
@@ -112,15 +115,33 @@ class _Engines(Collector):
             "kvstore_proxy_unpaired_pairs", "1: these two are not paired, for this reason.",
             labels=["model", "prefill", "decode", "why"],
         )  # fmt: skip
+        others = GaugeMetricFamily(
+            "kvstore_proxy_engine_others", "Requests there, by its own metrics, that this proxy has not sent.",
+            labels=["engine"],
+        )  # fmt: skip
+        pace = GaugeMetricFamily(
+            "kvstore_proxy_engine_prefill_tokens_per_second", "Prompt tokens that it computes, as measured.",
+            labels=["engine"],
+        )  # fmt: skip
+        least = GaugeMetricFamily(
+            "kvstore_proxy_split_tokens", "Uncached tokens from which a prompt is split now; +Inf: none is.",
+            labels=["decode"],
+        )  # fmt: skip
+        for each in self._split_from():
+            least.add_metric([each["decode"]], math.inf if each["tokens"] is None else each["tokens"])
         for engine in list(self._pools.engines.values()):
             for role in ROLES:
                 if role in engine.roles:
                     up.add_metric([engine.url, role], float(engine.healthy and not engine.shunned))
             running.add_metric([engine.url], engine.running)
             queued.add_metric([engine.url], engine.queued_tokens)
+            others.add_metric([engine.url], engine.others_running + engine.others_waiting)
+            measured = engine.pace.line
+            if measured is not None and measured.each:
+                pace.add_metric([engine.url], 1 / measured.each)
         apart = self._pools.unpaired()
         unpaired.add_metric([], sum(each["alone"] for each in apart))
         for each in apart:
             for other in each["prefill"]:
                 pairs.add_metric([each["model"], other["url"], each["decode"]["url"], other["why"]], 1)
-        return [up, running, queued, unpaired, pairs]
+        return [up, running, queued, others, pace, least, unpaired, pairs]

@@ -21,12 +21,14 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from kvstore_client.engine.block_names import NOT_SHARED, BlockNames
+from kvstore_serving.proxy.pace import Pace, Side
 from kvstore_serving.proxy.silence import Silence, nothing_usual
 
 Role: TypeAlias = Literal["prefill", "decode"]
 ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
 _LONGEST_BACKOFF_S: Final = 30.0
 _lives: Final = itertools.count(1)
+_OTHERS_TOKENS: Final = 1024  # of a prompt that others sent there, which nobody has counted
 _REQUEST_TOKENS: Final = 256  # what a running request weighs beside its tokens: each step computes all requests
 
 
@@ -103,6 +105,10 @@ class Engine:
     queued_tokens: int = 0  # uncached prompt tokens that it was sent to prefill
     running: int = 0  # requests
     running_tokens: int = 0
+    others_running: int = 0  # by its own metrics: requests that this proxy has not sent
+    others_waiting: int = 0
+    pace: Pace = field(default_factory=Pace)  # of prompts, to the first token
+    hand_overs: Pace = field(default_factory=Pace)  # to this engine, from the first token of the prefill engine
     names: BlockNames = field(default_factory=BlockNames)  # without an adapter
     renamed: int = 0  # how often `names` came to be others
     adapters: dict[str, str] = field(default_factory=dict)  # digests of those that it was asked about; empty: not known
@@ -111,6 +117,15 @@ class Engine:
     ask_names_at: float = 0.0  # not before, see `Describing`
     ask_names_s: float = 0.0
     doubted: bool = False  # whether `names` still hold
+
+    @property
+    def side(self) -> Side:
+        return Side(self.pace.line, self.queued_tokens + self.others_waiting * _OTHERS_TOKENS)
+
+    def load(self, running: int, waiting: int) -> None:
+        """What its own metrics say of all requests there."""
+        self.others_waiting = max(0, waiting - self.running)
+        self.others_running = max(0, running + waiting - self.running - self.others_waiting)
 
     def serves(self, model: str | None) -> bool:
         return model is None or model in self.models
@@ -174,6 +189,9 @@ class Engine:
             "running": self.running,
             "running_tokens": self.running_tokens,
             "queued_tokens": self.queued_tokens,
+            "others_running": self.others_running,
+            "others_waiting": self.others_waiting,
+            **_paces(self),
         }
 
 
@@ -255,7 +273,7 @@ class Pools:
         ]
         if not found:
             return None
-        return min(found, key=lambda engine: engine.queued_tokens + max(0, tokens - have.get(engine.url, 0)))
+        return min(found, key=lambda engine: engine.side.ahead + max(0, tokens - have.get(engine.url, 0)))
 
     @contextlib.contextmanager
     def running(self, engine: Engine, tokens: int) -> Iterator[None]:
@@ -269,11 +287,12 @@ class Pools:
             engine.running_tokens -= tokens
 
     @contextlib.contextmanager
-    def prefilling(self, engine: Engine, tokens: int) -> Iterator[None]:
-        """While an engine has so many uncached prompt tokens to compute."""
+    def prefilling(self, engine: Engine, tokens: int) -> Iterator[float]:
+        """While an engine has so many uncached prompt tokens to compute. -> how many it computes first."""
+        ahead = engine.side.ahead
         engine.queued_tokens += tokens
         try:
-            yield
+            yield ahead
         finally:
             engine.queued_tokens -= tokens
 
@@ -316,7 +335,22 @@ class Pools:
 
 def _decode_cost(engine: Engine, have: Mapping[str, int], tokens: int) -> int:
     uncached = max(0, tokens - have.get(engine.url, 0))
-    return engine.running_tokens + engine.running * _REQUEST_TOKENS + engine.queued_tokens + uncached
+    requests = engine.running + engine.others_running
+    others = (engine.others_running + engine.others_waiting) * _OTHERS_TOKENS
+    return engine.running_tokens + requests * _REQUEST_TOKENS + engine.queued_tokens + others + uncached
+
+
+def _paces(engine: Engine) -> dict[str, Any]:
+    """-> what was measured there; None: too little."""
+    pace, hand_overs = engine.pace.line, engine.hand_overs.line
+    return {
+        "first_token_s": None if pace is None else round(pace.first, 4),
+        "prefill_tokens_per_s": None if pace is None or not pace.each else round(1 / pace.each, 1),
+        "hand_over_s": None if hand_overs is None else round(hand_overs.first, 4),
+        "hand_over_tokens_per_s": (
+            None if hand_overs is None or not hand_overs.each else round(1 / hand_overs.each, 1)
+        ),
+    }
 
 
 def _described(engine: Engine, model: str) -> dict[str, Any]:

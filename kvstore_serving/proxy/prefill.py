@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvstore_client.engine.spans import Span
 from kvstore_serving.proxy.serving import Request, engine_span
@@ -35,7 +36,14 @@ async def prefill_only(request: Request) -> None:
         _note_usage(request, usage_of(answer.body))
 
 
-async def prefill_shown(request: Request, chunks: asyncio.Queue[dict[str, Any] | None]) -> None:
+class Early(NamedTuple):
+    """A chunk of P. at: when it came, by `time.monotonic`."""
+
+    at: float
+    chunk: dict[str, Any]
+
+
+async def prefill_shown(request: Request, chunks: asyncio.Queue[Early | None]) -> None:
     """Let P compute the prompt, and put what it streams into `chunks`; last None."""
     engine = request.decision.prefill
     assert engine is not None
@@ -53,7 +61,7 @@ async def prefill_shown(request: Request, chunks: asyncio.Queue[dict[str, Any] |
                         break
                     _note_usage(request, read_usage(chunk.get("usage")))
                     if chunk.get("choices") or request.ask.wants_usage:
-                        chunks.put_nowait(chunk)
+                        chunks.put_nowait(Early(time.monotonic(), chunk))
     finally:
         chunks.put_nowait(None)
 
@@ -90,7 +98,7 @@ def _counted(request: Request) -> Iterator[Span]:
     try:
         tokens = max(0, decision.prompt_tokens - decision.have.at(engine))
         with (
-            serving.pools.prefilling(engine, tokens),
+            serving.pools.prefilling(engine, tokens) as ahead,
             engine_span(record, "prefill", "proxy to P", engine) as span,
         ):
             yield span
@@ -98,6 +106,9 @@ def _counted(request: Request) -> Iterator[Span]:
         engine.worked()
         serving.decider.answered(request.ask, decision, engine, record.prefill_cached_tokens)
         serving.metrics.phases.labels("prefill").observe(span.ended - span.began)
+        found = record.prefill_cached_tokens
+        computed = tokens if found is None else max(0, decision.prompt_tokens - found)
+        engine.pace.add(ahead + computed, span.ended - span.began)
     except EngineRefused as error:
         outcome = "refused"
         log.info("request %s: prefill engine %s refused it: %s", record.id, engine.url, error)

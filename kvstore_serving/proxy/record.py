@@ -20,12 +20,15 @@ import msgspec
 
 from kvstore_client.engine.spans import Kind, Span
 from kvstore_client.engine.trace_context import TraceContext, new_trace, parse_traceparent
+from kvstore_serving.proxy.ask import POLICY_HEADER
 from kvstore_serving.proxy.hop import of_this_hop
 
 log = logging.getLogger(__name__)
 
 # Set anew for each engine, or about a hop before this one.
-_NOT_PASSED_ON: Final = frozenset({"host", "expect", "traceparent", "x-request-id", "forwarded", "x-real-ip"})
+_NOT_PASSED_ON: Final = frozenset(
+    {"host", "expect", "traceparent", "x-request-id", "forwarded", "x-real-ip", POLICY_HEADER}
+)
 
 
 @dataclass

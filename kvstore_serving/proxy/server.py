@@ -31,7 +31,6 @@ from kvstore_serving.proxy.record import AccessLog
 from kvstore_serving.proxy.serving import Serving
 from kvstore_serving.proxy.settings import Settings, SettingsError
 from kvstore_serving.proxy.store import StoreWatch
-from kvstore_serving.proxy.tokens import Tokens
 from kvstore_serving.proxy.tracing import Tracing
 from kvstore_serving.proxy.upstream import Upstream
 
@@ -71,10 +70,9 @@ async def _run(settings: Settings) -> None:
     events = EngineEvents()
     following = Following(settings, pools, checks, events)
     pairs = Pairs(settings.backoff_s)
-    decider = Decider(
-        settings, pools, Tokens(settings, pools, upstream), Prefixes(events, store), store, pairs, describing
-    )
-    serves = Serving(settings, pools, upstream, Metrics(pools, store), decider, tracing.on)
+    decider = Decider(settings, pools, upstream, Prefixes(events, store), store, pairs, describing)
+    metrics = Metrics(pools, store, decider.split_from)
+    serves = Serving(settings, pools, upstream, metrics, decider, tracing.on)
     proxy = Proxy(
         serves,
         access_log,

@@ -35,7 +35,7 @@ class Settings:
     engines: str = ""
     events: tuple[tuple[str, str, str], ...] = ()
     policy: Policy = "auto"
-    split_tokens: int = 512
+    split_tokens: int | None = None  # None: as measured, see `pace`
     drain_s: float = 60.0
     retries: int = 2  # of one request, on other decode engines
     connect_s: float = 2.0
@@ -82,7 +82,9 @@ class Settings:
             parts = urlsplit(self.otlp_endpoint)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
                 raise SettingsError(f"--otlp-endpoint is {self.otlp_endpoint!r}; expected http://HOST:PORT")
-        for name in ("split_tokens", "max_in_flight", "max_body_bytes"):
+        if self.split_tokens is not None and self.split_tokens < 1:
+            raise SettingsError(f"split_tokens is {self.split_tokens!r}; expected auto, or 1 or more")
+        for name in ("max_in_flight", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; expected 1 or more")
         if self.max_bodies_bytes < self.max_body_bytes:
@@ -125,6 +127,15 @@ def parse_listen(text: str) -> tuple[str, int]:
     if match is None or int(match[3]) >= 1 << 16:
         raise SettingsError(f"--listen is {text!r}; expected HOST:PORT with a port from 0 to 65535")
     return match[1] or match[2] or "127.0.0.1", int(match[3])
+
+
+def parse_split_tokens(text: str) -> int | None:
+    """-> the number; None: it is measured. Raises `SettingsError`."""
+    if text == "auto":
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise SettingsError(f"--split-tokens is {text!r}; expected auto, or a number of tokens")
+    return int(text)
 
 
 def parse_events(text: str) -> tuple[str, str, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -65,9 +65,13 @@ class PromptTokens:
 class Tokens:
     """Asks engines. One event loop."""
 
-    def __init__(self, settings: Settings, pools: Pools, upstream: Upstream) -> None:
+    def __init__(
+        self, settings: Settings, pools: Pools, upstream: Upstream, least: Callable[[], float] = lambda: 1
+    ) -> None:
+        """least: a prompt of fewer uncached tokens is not split now."""
         self._settings = settings
         self._pools = pools
+        self._least = least
         self._upstream = upstream
         self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._kept_tokens = 0
@@ -82,7 +86,7 @@ class Tokens:
         data = prompt.encode() if isinstance(prompt, str) else _encoder.encode(prompt)
         guess = PromptTokens(None, len(data) // _BYTES_A_TOKEN)
         one_prompt = ask.chat or isinstance(prompt, str)
-        if not one_prompt or len(data) < self._settings.split_tokens or self._settings.policy == "colocate":
+        if not one_prompt or len(data) < self._least() or (ask.policy or self._settings.policy) == "colocate":
             return guess
         if ask.brings_tokens:  # engines take those instead of what is in the messages
             return guess

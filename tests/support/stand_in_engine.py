@@ -85,6 +85,9 @@ class StandIn:
         ]
         return JSONResponse({"object": "list", "data": [card, *adapters]})
 
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.behaviour.get("metrics", ""), media_type="text/plain")
+
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": "0.0"})
 
@@ -152,6 +155,12 @@ class StandIn:
             await asyncio.sleep(3600)
         if "delay_s" in how:
             await asyncio.sleep(how["delay_s"])
+        helped = (body.get("kv_transfer_params") or {}).get("do_remote_prefill")
+        if helped and "helped_takes" in how:  # it finds the prompt
+            how = {**how, "cached": len(_tokens(body)) - 1}
+        first_s, each_s = how.get("helped_takes" if helped else "takes", (0, 0))
+        if each_s and request.headers.get("x-request-id") != PROBE:
+            await asyncio.sleep(first_s + each_s * len(_tokens(body)))
         if "headers" in how:
             return Response(b"{}", how.get("status", 200), how["headers"], "application/json")
         if "status" in how:
@@ -332,6 +341,7 @@ def main() -> None:
             Route("/health", engine.health),
             Route("/v1/models", engine.models),
             Route("/version", engine.version),
+            Route("/metrics", engine.metrics),
             Route("/tokenize", engine.tokenize, methods=["POST"]),
             Route("/v1/chat/completions/render", engine.render, methods=["POST"]),
             Route("/v1/embeddings", engine.embed, methods=["POST"]),
