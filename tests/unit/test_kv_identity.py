@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvstore_serving.proxy.ask import CHAT, COMPLETIONS, understand
-from kvstore_serving.proxy.decision import _tokenize_body
 from kvstore_serving.proxy.kv_identity import KVIdentity, identity_of
+from kvstore_serving.proxy.tokens import _tokenize_body
 
 TEXT = {"type": "text", "text": "hello"}
 
