@@ -58,6 +58,7 @@ MEASURES: Final[dict[str, tuple[str, ...]]] = {
     "test_request_time": CONNECTOR,
     "test_layer_parts": CONNECTOR,
     "test_proxy_links": PROXY,
+    "test_proxy_capacity": ("kvstore_serving/proxy", "kvstore_serving/sse.py"),
     "test_apart": CONNECTOR,
     "test_conversation": (*PROXY, *LOAD),
     "test_faults": PROXY,
