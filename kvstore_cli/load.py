@@ -24,6 +24,7 @@ import typer
 
 from kvstore_cli.options import JsonOption, need_modules, takes
 from kvstore_cli.output import CommandFailed, fail, show
+from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, say_ignored, unit_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -74,9 +75,9 @@ class LoadOptions:
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests that are counted. With --trace, its first ones; default: all.")
     ] = None
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Trace in Mooncake's JSONL format (also .gz) to replay.")
-    ] = None
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help=f"Trace to replay: {TRACE_HELP}.")] = None
+    block_tokens: BlockTokensOption = None
+    time_unit: TimeUnitOption = None
     speed: Annotated[float, typer.Option(help="Replay the trace so many times as fast.")] = 1.0
     max_input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Clip longer prompts of the trace; their beginnings stay.")
@@ -191,8 +192,11 @@ def _check_files(output: Path | None, chart: Path | None, trace: Path | None) ->
 def _synthetic(given: LoadOptions) -> list[_Load]:
     from kvstore_serving.load.arrivals import seed_of, synthetic
 
-    if given.max_input_tokens is not None or given.max_output_tokens is not None or given.speed != 1.0:
-        fail("usage", "--speed, --max-input-tokens and --max-output-tokens go with --trace")
+    only_traces = (given.max_input_tokens, given.max_output_tokens, given.block_tokens, given.time_unit)
+    if any(value is not None for value in only_traces) or given.speed != 1.0:
+        fail(
+            "usage", "--speed, --max-input-tokens, --max-output-tokens, --block-tokens and --time-unit go with --trace"
+        )
     rates, inputs, outputs, requests = given.rate or [], given.input_tokens, given.output_tokens, given.requests
     needed = {"--input-tokens": inputs, "--output-tokens": outputs, "--requests": requests}
     missing = [name for name, value in {"--rate": rates or None, **needed}.items() if value is None]
@@ -210,28 +214,31 @@ def _synthetic(given: LoadOptions) -> list[_Load]:
 
 
 def _replayed(given: LoadOptions, trace: Path) -> _Load:
-    from kvstore_serving.load.trace import TraceError, replay
+    from kvstore_serving.load.trace import TraceError, planned_of, read_trace
 
     speed, warmup = given.speed, given.warmup
     if given.rate or given.input_tokens or given.output_tokens:
         fail("usage", "--trace has its own times and lengths: leave out --rate, --input-tokens and --output-tokens")
     if not 0 < speed < float("inf"):
         fail("usage", f"--speed {speed:g}: expected a number above 0; 2 is twice as fast")
+    limit = None if given.requests is None else warmup + given.requests
+    unit = unit_of(given.time_unit)
     try:
-        found = replay(
-            trace,
-            speed=speed,
-            requests=given.requests,
-            warmup=warmup,
-            max_input_tokens=given.max_input_tokens,
-            max_output_tokens=given.max_output_tokens,
-        )
-        planned = list(found)
+        found = read_trace(trace, limit, block_tokens=given.block_tokens, time_unit=unit)
     except TraceError as error:
         fail("usage", f"--trace {error}")
-    if len(planned) <= warmup:
-        fail("usage", f"--trace {trace}: {len(planned)} requests, of which --warmup {warmup} leaves none to count")
-    return _Load(planned, None, f"trace {trace.name}, speed {speed:g}", given.seed)
+    if len(found) <= warmup:
+        fail("usage", f"--trace {trace}: {len(found)} requests, of which --warmup {warmup} leaves none to count")
+    say_ignored(trace, found)
+    planned = planned_of(
+        found,
+        speed=speed,
+        warmup=warmup,
+        max_input_tokens=given.max_input_tokens,
+        max_output_tokens=given.max_output_tokens,
+    )
+    kind = f"blocks of {found.block_tokens} tokens, timestamps in {found.time_unit}"
+    return _Load([*planned], None, f"trace {trace.name}, speed {speed:g}, {kind}", given.seed)
 
 
 # ---- a run -------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from kvstore_cli.plan_options import (
     profile_of,
 )
 from kvstore_cli.progress import progress_bar
+from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, say_ignored, unit_of
 
 if TYPE_CHECKING:
     from kvstore_serving.planning.document import Placed, Plan
@@ -76,9 +77,9 @@ class SearchOptions:
         Path | None,
         typer.Option(metavar="FILE", help="Take it from a result of benchmarks.eviction, along --store-keeps."),
     ] = None
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Trace in Mooncake's JSONL format (also .gz).")] = (
-        None
-    )
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help=f"Trace: {TRACE_HELP}.")] = None
+    block_tokens: BlockTokensOption = None
+    time_unit: TimeUnitOption = None
     speed: Annotated[float, typer.Option(help="The trace's rate, so many times.")] = 1.0
     requests: Annotated[int | None, typer.Option(min=10, help="Only the first requests of the trace.")] = None
     hits: Annotated[
@@ -250,8 +251,9 @@ def _pools(profiles: list[str], nodes: list[int], gpus: list[int], prices: list[
 def _synthetic(given: SearchOptions, hit_rate: float) -> Recipe:
     from kvstore_serving.planning.workload import Lengths, Synthetic
 
-    if given.speed != 1.0 or given.requests is not None or not given.hits:
-        fail("usage", "--speed, --requests and --no-hits go with --trace")
+    only_traces = (given.requests, given.block_tokens, given.time_unit)
+    if given.speed != 1.0 or any(value is not None for value in only_traces) or not given.hits:
+        fail("usage", "--speed, --requests, --no-hits, --block-tokens and --time-unit go with --trace")
     if given.input_tokens is None or given.output_tokens is None:
         fail("usage", "a workload is --input-tokens, --output-tokens and mostly --rate; or else --trace")
     if given.rate is not None:
@@ -273,10 +275,15 @@ def _replayed(given: SearchOptions, trace: Path, kept_tokens: int | None) -> tup
     if any(value is not None for value in own) or given.hit_rate or spread:
         fail("usage", "--trace has its own rate, lengths and hits: leave out --rate, --input-tokens and the like")
     check_positive("--speed", given.speed, "a number; 2 is twice the rate")
-    recipe = Replayed(str(trace), given.requests, kept_tokens, given.hits)
+    unit = unit_of(given.time_unit)
+    recipe = Replayed(
+        str(trace), given.requests, kept_tokens, given.hits, block_tokens=given.block_tokens, time_unit=unit
+    )
     try:
+        rate = rate_of(trace, given.requests, given.block_tokens, unit)
+        say_ignored(trace, recipe.read())
         parts = min(given.seeds, max(1, recipe.requests // PART))
-        return msgspec.structs.replace(recipe, parts=parts), rate_of(trace, given.requests) * given.speed
+        return msgspec.structs.replace(recipe, parts=parts), rate * given.speed
     except ValueError as error:  # a `TraceError` is one
         fail("usage", f"--trace {error}")
 

@@ -14,6 +14,7 @@ from kvstore_cli.options import JsonOption, need_modules, takes
 from kvstore_cli.output import example, fail, show
 from kvstore_cli.plan_options import NODE, STORE, check_positive, make_links, parse_numbers, profile_of
 from kvstore_cli.progress import progress_bar
+from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, say_ignored, unit_of
 
 if TYPE_CHECKING:
     from kvstore_serving.load.records import Planned
@@ -53,8 +54,10 @@ class VerifyOptions:
         ),
     ] = None
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Send this trace (Mooncake's format), at each rate.")
+        Path | None, typer.Option(metavar="FILE", help=f"Send this trace, at each rate: {TRACE_HELP}.")
     ] = None
+    block_tokens: BlockTokensOption = None
+    time_unit: TimeUnitOption = None
     rate: Annotated[
         list[float] | None, typer.Option(metavar="R", help="Requests per second; five or more: one run each.")
     ] = None
@@ -147,7 +150,9 @@ def _recipe(given: VerifyOptions, read: Plan | None) -> Recipe:
     if given.trace is not None:
         if given.input_tokens is not None or given.output_tokens is not None:
             fail("usage", "--trace has its own lengths: leave out --input-tokens and --output-tokens")
-        return _traced(given.trace, read)
+        return _traced(given, given.trace, read)
+    if given.block_tokens is not None or given.time_unit is not None:
+        fail("usage", "--block-tokens and --time-unit go with --trace")
     if read is not None:
         return read.basis.load
     if given.input_tokens is None or given.output_tokens is None:
@@ -197,14 +202,19 @@ def _read(file: Path) -> Plan:
         fail("usage", f"--plan {error}")
 
 
-def _traced(trace: Path, read: Plan | None) -> Recipe:
+def _traced(given: VerifyOptions, trace: Path, read: Plan | None) -> Recipe:
     """A trace in place of the plan's load. The store keeps of it as much as the plan assumed, else all."""
+    from kvstore_serving.load.trace import TraceError, read_trace
     from kvstore_serving.planning.workload import Replayed
 
-    if read is None:
-        return Replayed(str(trace))
-    kept = read.store.kept_bytes / read.basis.pools[0].profile.kv_bytes_per_token
-    return Replayed(str(trace), kept_tokens=round(kept))
+    unit = unit_of(given.time_unit)
+    limit = None if given.requests is None else given.warmup + given.requests
+    try:
+        say_ignored(trace, read_trace(trace, limit, block_tokens=given.block_tokens, time_unit=unit))
+    except TraceError as error:
+        fail("usage", f"--trace {error}")
+    kept = None if read is None else round(read.store.kept_bytes / read.basis.pools[0].profile.kv_bytes_per_token)
+    return Replayed(str(trace), kept_tokens=kept, block_tokens=given.block_tokens, time_unit=unit)
 
 
 def _rates(given: Sequence[float] | None, read: Plan | None) -> list[float]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore_serving.load.trace import TraceError
-from kvstore_serving.load.trace import read_trace as read_lines
+from kvstore_serving.load.trace import read_trace as read_requests
 
 KEY_BYTES: Final = 16
 
@@ -64,8 +64,8 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Read a trace from a file. Raises `TraceError`."""
-    lines = list(read_lines(path))
-    trace = Trace.of(path.name, (line.hash_ids for line in lines), [line.timestamp / 1000 for line in lines])
+    found = read_requests(path)
+    trace = Trace.of(path.name, found.hash_ids, found.at_s)
     if not trace.distinct:
         raise TraceError(f"{path}: no blocks in it")
     return trace

@@ -219,7 +219,9 @@ def main() -> int:
     if benchmark.lacks(missing_module("vllm"), missing_cores(), no_trace):
         return 0
     requests = _WARM_UP + _REQUESTS // (10 if benchmark.quick else 1)
-    fitting = (line for line in read_trace(benchmark.options.trace) if line.input_length <= MOST_INPUT)
+    trace = read_trace(benchmark.options.trace)
+    rows = zip(trace.at_s, trace.input_tokens, trace.output_tokens, trace.hash_ids, strict=True)
+    fitting = (TraceLine(at_s * 1000, *row) for at_s, *row in rows if row[0] <= MOST_INPUT)
     lines = list(islice(fitting, requests * benchmark.rounds))
     if len(lines) < requests * benchmark.rounds:
         benchmark.say(

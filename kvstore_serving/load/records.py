@@ -14,9 +14,10 @@ from itertools import pairwise
 
 import msgspec
 
+from kvstore_serving.load.prompts import HASHED_TOKENS
 
 class Planned(msgspec.Struct, frozen=True):
-    """A request to send. `hash_ids`: one for each 512 tokens of the prompt, the last of which may be cut."""
+    """A request to send. `hash_ids`: one for each `block_tokens` of the prompt, the last of which may be cut."""
 
     index: int
     at_s: float
@@ -25,6 +26,7 @@ class Planned(msgspec.Struct, frozen=True):
     output_tokens: int
     counted: bool = True  # False: it warms the server up
     clipped: bool = False  # the trace asked for more tokens
+    block_tokens: int = HASHED_TOKENS
 
 
 class Outcome(msgspec.Struct):

@@ -56,7 +56,8 @@ async def body_of(planned: Planned, prompts: Prompts, bodies: Bodies, give_way: 
     """The whole body of a request. Calls `give_way` now and then while it encodes a long prompt."""
     before, after = bodies.around(planned.output_tokens)
     pieces = [before]
-    for number, piece in enumerate(prompts.encoded(planned.hash_ids, planned.input_tokens, bodies.api), start=1):
+    encoded = prompts.encoded(planned.hash_ids, planned.input_tokens, bodies.api, planned.block_tokens)
+    for number, piece in enumerate(encoded, start=1):
         pieces.append(piece)
         if number % _PIECES_A_TURN == 0:
             await give_way()

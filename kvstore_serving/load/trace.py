@@ -1,9 +1,16 @@
-"""Reads traces in the format of Mooncake: one JSON object a line, with what a real service was asked and when.
+"""Traces: what a real service was asked and when, one JSON object a line.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353, ...]}
 
-`timestamp` is in milliseconds. Each hash id names 512 tokens of the prompt and all before them, so there are
-ceil(input_length / 512) of them. A file whose name ends with .gz is decompressed.
+Each hash id names a block of the prompt and all before it. Published traces differ in two things that no field says:
+
+| trace | tokens of a block | timestamps |
+|---|---|---|
+| Mooncake | 512 | milliseconds |
+| Qwen-Bailian, which has `chat_id` | 16 | seconds |
+
+The block size is found: the one that the numbers of hash ids fit. The unit of time is taken from the kind of trace, and
+refused if the rate is then one that no service has. Both can be named instead. More fields are left out.
 
 What must hold: a line that does not fit is an error with its number. A trace that is read in part or bent into shape
 would give numbers of another load.
@@ -11,27 +18,40 @@ would give numbers of another load.
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO, cast
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from kvstore_serving.load.prompts import HASHED_TOKENS
 from kvstore_serving.load.records import Planned
+from kvstore_serving.load.trace_file import NotLines, lines_of
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+TimeUnit: TypeAlias = Literal["s", "ms", "us", "ns"]
+UNITS: Final[dict[TimeUnit, float]] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # in a second
+_IN_SECONDS: Final = "chat_id"  # a field of the traces whose timestamps are seconds
+# Tried in this order where more than one size fits.
+_BLOCK_TOKENS: Final = (HASHED_TOKENS, 16, 32, 64, 128, 256, 1024, 2048, 4096, 8, 4, 2, 1)
+# Requests a second that a service may have. Published traces have 1 to 50; a unit that is wrong makes it a thousand
+# times as many or as few.
+_LEAST_RPS: Final = 1 / 30
+_MOST_RPS: Final = 300.0
+_Z99: Final = 2.326
+_FIRST_TAIL_ID: Final = 1 << 63  # above all ids of traces
 
 
 class TraceError(ValueError):
     """The trace cannot be read; the message names the file and the line."""
 
 
-class TraceLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request of a trace. `timestamp`: in milliseconds."""
+class TraceLine(msgspec.Struct, frozen=True):
+    """One request of a trace. `timestamp`: in the trace's unit."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: _Count
@@ -39,44 +59,174 @@ class TraceLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash_ids: list[_Id]
 
 
-_decoder = msgspec.json.Decoder(TraceLine)
+class _Blocks(NamedTuple):
+    """How prompts are cut. `whole`: a last block that is not full has no id."""
+
+    tokens: int
+    whole: bool = False
+
+    def ids(self, input_length: int) -> int:
+        """-> how many ids a prompt has."""
+        return input_length // self.tokens if self.whole else -(-input_length // self.tokens)
 
 
-def parse_line(line: bytes) -> TraceLine:
-    """Raises `ValueError` with what is wrong."""
-    parsed = _decoder.decode(line)
-    needed = -(-parsed.input_length // HASHED_TOKENS)
-    if len(parsed.hash_ids) != needed:
-        raise ValueError(
-            f"{len(parsed.hash_ids)} hash_ids for an input_length of {parsed.input_length}: expected {needed}, one for "
-            f"each {HASHED_TOKENS} tokens"
-        )
-    return parsed
+@dataclass(frozen=True)
+class Trace:
+    """The requests of a trace, by their times. `at_s`: in seconds, the first one at 0. `hash_ids`: one for each
+    `block_tokens`, the last of which may be cut. `ignored`: fields that lines have beside those that are used."""
+
+    at_s: Sequence[float]
+    input_tokens: Sequence[int]
+    output_tokens: Sequence[int]
+    hash_ids: Sequence[Sequence[int]]
+    block_tokens: int
+    time_unit: TimeUnit
+    ignored: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.at_s)
 
 
-def read_trace(path: Path, limit: int | None = None) -> Iterator[TraceLine]:
-    """The first `limit` requests of a file. Raises `TraceError` when one is wrong or out of order."""
+_decode: Final = msgspec.json.Decoder(TraceLine).decode
+_decode_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def read_trace(
+    path: Path, limit: int | None = None, *, block_tokens: int | None = None, time_unit: TimeUnit | None = None
+) -> Trace:
+    """The first `limit` requests of a file. `block_tokens`, `time_unit`: None: found out, see above.
+
+    Raises `TraceError` when the file or a line is wrong, or out of order, or if there is none."""
+    lines: list[TraceLine] = []
+    numbers: list[int] = []  # of the lines, in the file
+    fields: dict[str, None] = {}
     try:
-        with cast(BinaryIO, gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
-            before_ms, count = 0.0, 0
-            for number, text in enumerate(file, start=1):
-                if count == limit:
-                    return
-                if not text.strip():
-                    continue
-                try:
-                    line = parse_line(text)
-                except ValueError as error:
-                    raise TraceError(f"{path}, line {number}: {error}") from error
-                if line.timestamp < before_ms:
-                    raise TraceError(
-                        f"{path}, line {number}: timestamp {line.timestamp:g} is before the one above it, "
-                        f"{before_ms:g}: sort the trace by timestamp"
-                    )
-                before_ms, count = line.timestamp, count + 1
-                yield line
-    except (OSError, EOFError, zlib.error) as error:  # gzip raises all three
+        for number, text in enumerate(lines_of(path), start=1):
+            if len(lines) == limit:
+                break
+            if not text.strip():
+                continue
+            lines.append(_line(path, number, text, lines))
+            numbers.append(number)
+            fields.update(dict.fromkeys(_decode_fields(text)))
+    except (OSError, NotLines) as error:
         raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    if not lines:
+        raise TraceError(f"{path}: no requests in it")
+    blocks = _blocks(path, lines, numbers, block_tokens)
+    unit = time_unit or ("s" if _IN_SECONDS in fields else "ms")
+    first = lines[0].timestamp
+    at_s = [(line.timestamp - first) / UNITS[unit] for line in lines]
+    if time_unit is None:
+        _check_rate(path, at_s, unit)
+    return Trace(
+        at_s=at_s,
+        input_tokens=[line.input_length for line in lines],
+        output_tokens=[line.output_length for line in lines],
+        hash_ids=[_with_tail(line, index, blocks) for index, line in enumerate(lines)],
+        block_tokens=blocks.tokens,
+        time_unit=unit,
+        ignored=[name for name in fields if name not in TraceLine.__struct_fields__],
+    )
+
+
+def _line(path: Path, number: int, text: bytes, before: Sequence[TraceLine]) -> TraceLine:
+    try:
+        line = _decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(
+            f"{path}, line {number}: {error}; expected a JSON object with {', '.join(TraceLine.__struct_fields__)}"
+        ) from error
+    if before and line.timestamp < before[-1].timestamp:
+        raise TraceError(
+            f"{path}, line {number}: timestamp {line.timestamp:.15g} is before the one above it, "
+            f"{before[-1].timestamp:.15g}: sort the trace by timestamp"
+        )
+    return line
+
+
+def _blocks(path: Path, lines: Sequence[TraceLine], numbers: Sequence[int], given: int | None) -> _Blocks:
+    """-> how the prompts of these lines are cut. Raises `TraceError` for the first line that is cut otherwise than
+    most."""
+    sizes = _BLOCK_TOKENS if given is None else (given,)
+    ways = [_Blocks(size, whole) for whole in (False, True) for size in sizes]
+    lengths = [(line.input_length, len(line.hash_ids)) for line in lines]
+    fits = [sum(way.ids(tokens) == ids for tokens, ids in lengths) for way in ways]
+    best = ways[fits.index(max(fits))]
+    for number, (tokens, ids) in zip(numbers, lengths, strict=True):
+        if best.ids(tokens) != ids:
+            found = "" if given is None else " as named"
+            raise TraceError(
+                f"{path}, line {number}: {ids} hash_ids for an input_length of {tokens}: expected {best.ids(tokens)}, "
+                f"one for each {best.tokens} tokens{found}. If blocks have another size, name it with --block-tokens"
+            )
+    return best
+
+
+def _with_tail(line: TraceLine, index: int, blocks: _Blocks) -> Sequence[int]:
+    """-> the ids of a prompt, with one of its own for a last block that has none: it is shared with nobody."""
+    has_tail = blocks.whole and line.input_length % blocks.tokens
+    return [*line.hash_ids, _FIRST_TAIL_ID + index] if has_tail else line.hash_ids
+
+
+def _check_rate(path: Path, at_s: Sequence[float], unit: TimeUnit) -> None:
+    """Raise `TraceError` if the unit cannot be right: if even the highest rate that this many requests can be a sample
+    of is too low, or the lowest one too high. A few requests say little, so little is refused then."""
+    gaps, span_s = len(at_s) - 1, at_s[-1]
+    if span_s <= 0:
+        return
+    low, high = _poisson_bound(gaps, -_Z99) / span_s, _poisson_bound(gaps + 1, _Z99) / span_s
+    if low <= _MOST_RPS and high >= _LEAST_RPS:
+        return
+    rate = gaps / span_s
+    per_s = {name: rate * many / UNITS[unit] for name, many in UNITS.items()}
+    usual = [
+        f"{_said(per_s[name])} with --time-unit {name}" for name in UNITS if _LEAST_RPS <= per_s[name] <= _MOST_RPS
+    ]
+    raise TraceError(
+        f"{path}: its timestamps taken as {unit}, it has {_said(rate)}; expected {_said(_LEAST_RPS)} to "
+        f"{_said(_MOST_RPS)}. Name the unit: {', '.join(usual) or 'no unit makes it usual'}; or --time-unit {unit} if "
+        "this is right"
+    )
+
+
+def _said(rate_rps: float) -> str:
+    return f"{rate_rps:.3g} requests a second" if rate_rps >= 1 else f"one request in {1 / rate_rps:.3g} s"
+
+
+def _poisson_bound(count: int, z: float) -> float:
+    """-> the mean that a Poisson count of so many may have at least, or with `count` + 1 and `z` above 0 at most:
+    Wilson and Hilferty's approximation. 0 for no count."""
+    return count * max(0.0, 1 - 1 / (9 * count) + z / (3 * math.sqrt(count))) ** 3 if count else 0.0
+
+
+def planned_of(
+    trace: Trace,
+    *,
+    speed: float,
+    warmup: int,
+    max_input_tokens: int | None = None,
+    max_output_tokens: int | None = None,
+) -> Iterator[Planned]:
+    """The requests of a trace, at its own times divided by `speed`.
+
+    The first `warmup` are not counted. Longer prompts and outputs than the most are clipped: of a prompt the beginning
+    stays, and with it what it shares with others.
+    """
+    rows = zip(trace.at_s, trace.input_tokens, trace.output_tokens, trace.hash_ids, strict=True)
+    for index, (at_s, inputs, outputs, hash_ids) in enumerate(rows):
+        input_tokens = min(inputs, max_input_tokens or inputs)
+        output_tokens = min(outputs, max_output_tokens or outputs)
+        yield Planned(
+            index=index,
+            at_s=at_s / speed,
+            hash_ids=hash_ids[: -(-input_tokens // trace.block_tokens)],
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            counted=index >= warmup,
+            clipped=(input_tokens, output_tokens) != (inputs, outputs),
+            block_tokens=trace.block_tokens,
+        )
 
 
 def replay(
@@ -87,23 +237,11 @@ def replay(
     warmup: int,
     max_input_tokens: int | None = None,
     max_output_tokens: int | None = None,
+    block_tokens: int | None = None,
+    time_unit: TimeUnit | None = None,
 ) -> Iterator[Planned]:
-    """The requests of a trace, at its own times divided by `speed`, the first at 0.
-
-    The first `warmup` are not counted, and come on top of `requests`. Longer prompts and outputs than the most are
-    clipped: of a prompt the beginning stays, and with it what it shares with others. Raises `TraceError`.
-    """
-    first_ms: float | None = None
-    for index, line in enumerate(read_trace(path, None if requests is None else warmup + requests)):
-        first_ms = line.timestamp if first_ms is None else first_ms
-        input_tokens = min(line.input_length, max_input_tokens or line.input_length)
-        output_tokens = min(line.output_length, max_output_tokens or line.output_length)
-        yield Planned(
-            index=index,
-            at_s=(line.timestamp - first_ms) / 1000 / speed,
-            hash_ids=line.hash_ids[: -(-input_tokens // HASHED_TOKENS)],
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            counted=index >= warmup,
-            clipped=(input_tokens, output_tokens) != (line.input_length, line.output_length),
-        )
+    """The requests of a file, as `planned_of` makes them; `warmup` comes on top of `requests`. Raises `TraceError`."""
+    limit = None if requests is None else warmup + requests
+    trace = read_trace(path, limit, block_tokens=block_tokens, time_unit=time_unit)
+    clip = {"max_input_tokens": max_input_tokens, "max_output_tokens": max_output_tokens}
+    return planned_of(trace, speed=speed, warmup=warmup, **clip)

@@ -67,8 +67,10 @@ def planned_load(recipe: Recipe, rate_rps: float, requests: int | None, warm_up:
         assert requests is not None
         return list(_synthetic(recipe.make(warm_up + requests, seed), rate_rps, warm_up))
     path, total = Path(recipe.path), recipe.limit if requests is None else warm_up + requests
-    speed = rate_rps / rate_of(path, total)
-    return list(replay(path, speed=speed, requests=None if total is None else max(0, total - warm_up), warmup=warm_up))
+    counted = None if total is None else max(0, total - warm_up)
+    blocks, unit = recipe.block_tokens, recipe.time_unit
+    speed = rate_rps / rate_of(path, total, blocks, unit)
+    return list(replay(path, speed=speed, requests=counted, warmup=warm_up, block_tokens=blocks, time_unit=unit))
 
 
 def _synthetic(made: Workload, rate_rps: float, warm_up: int) -> Iterator[Planned]:
@@ -88,7 +90,8 @@ def _synthetic(made: Workload, rate_rps: float, warm_up: int) -> Iterator[Planne
 
 def workload_of(planned: Sequence[Planned], recipe: Recipe) -> Workload:
     """-> the requests of a load, as the simulator takes them; at a rate of 1 it plays them at their own times."""
-    found, held = found_tokens(((each.hash_ids, each.input_tokens) for each in planned), recipe)
+    prompts = ((each.hash_ids, each.input_tokens) for each in planned)
+    found, held = found_tokens(prompts, recipe, planned[0].block_tokens)
     return Workload(
         np.array([each.at_s for each in planned]),
         np.array([each.input_tokens for each in planned]),

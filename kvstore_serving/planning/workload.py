@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_serving.load.prompts import HASHED_TOKENS
-from kvstore_serving.load.trace import TraceLine, read_trace
+from kvstore_serving.load.trace import TimeUnit, Trace, read_trace
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -129,17 +129,23 @@ class Synthetic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sy
 
 
 class Replayed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="trace"):
-    """A trace in Mooncake's format, with its own bursts, lengths and shared prefixes.
+    """A trace, with its own bursts, lengths and shared prefixes.
 
     kept_tokens: the tokens that the store holds, of which the least recently used go; None: it holds all. hits: whether
     there is a store at all. limit: the first so many requests. parts: seeds stand for so many parts of the trace; 0 is
-    the one in the middle, because the store is empty in the first."""
+    the one in the middle, because the store is empty in the first. block_tokens, time_unit: see `read_trace`."""
 
     path: str
     limit: int | None = None
     kept_tokens: int | None = None
     hits: bool = True
     parts: int = 1
+    block_tokens: int | None = None
+    time_unit: TimeUnit | None = None
+
+    def read(self) -> Trace:
+        """-> what it replays. Raises `TraceError`."""
+        return _read(Path(self.path), self.limit, self.block_tokens, self.time_unit)
 
     @property
     def source(self) -> str:
@@ -175,30 +181,35 @@ def without_hits(recipe: Recipe) -> Recipe:
 @functools.lru_cache(maxsize=4)
 def _whole(recipe: Replayed) -> Workload:
     """Raises `TraceError`, and `ValueError` for a trace of less than two requests at two times."""
-    path = Path(recipe.path)
-    lines = list(read_trace(path, recipe.limit))
-    rate = _rate(path, lines)
-    stamps = np.array([line.timestamp for line in lines])
-    at = (stamps - stamps[0]) / 1000 * rate
-    inputs = np.array([line.input_length for line in lines])
-    outputs = np.array([line.output_length for line in lines])
-    prompts = ((line.hash_ids, line.input_length) for line in lines)
-    found, held = found_tokens(prompts, recipe)
+    trace = recipe.read()
+    at = np.array(trace.at_s) * _rate(recipe.path, trace)
+    inputs, outputs = np.array(trace.input_tokens), np.array(trace.output_tokens)
+    prompts = zip(trace.hash_ids, trace.input_tokens, strict=True)
+    found, held = found_tokens(prompts, recipe, trace.block_tokens)
     return Workload(at, inputs, outputs, found, recipe.source, held)
 
 
-def rate_of(path: Path, limit: int | None = None) -> float:
+@functools.lru_cache(maxsize=1)
+def _read(path: Path, limit: int | None, block_tokens: int | None, time_unit: TimeUnit | None) -> Trace:
+    return read_trace(path, limit, block_tokens=block_tokens, time_unit=time_unit)
+
+
+def rate_of(
+    path: Path, limit: int | None = None, block_tokens: int | None = None, time_unit: TimeUnit | None = None
+) -> float:
     """-> the requests a second of a trace at its own speed. Raises `TraceError`, and `ValueError` if it has none."""
-    return _rate(path, list(read_trace(path, limit)))
+    return _rate(path, _read(path, limit, block_tokens, time_unit))
 
 
-def _rate(path: Path, lines: Sequence[TraceLine]) -> float:
-    if len(lines) < 2 or lines[-1].timestamp <= lines[0].timestamp:
-        raise ValueError(f"{path}: {len(lines)} requests: expected two or more, at different times, for a rate")
-    return (len(lines) - 1) * 1000 / (lines[-1].timestamp - lines[0].timestamp)
+def _rate(path: Path | str, trace: Trace) -> float:
+    if trace.at_s[-1] <= 0:
+        raise ValueError(f"{path}: {len(trace)} requests: expected two or more, at different times, for a rate")
+    return (len(trace) - 1) / trace.at_s[-1]
 
 
-def found_tokens(prompts: Iterable[tuple[Sequence[int], int]], recipe: Recipe) -> tuple[Counts, int]:
+def found_tokens(
+    prompts: Iterable[tuple[Sequence[int], int]], recipe: Recipe, block_tokens: int = HASHED_TOKENS
+) -> tuple[Counts, int]:
     """-> the leading tokens of each prompt (its hash ids, and its tokens) that a store has which drops the least
     recently used first, less than the prompt; and the most tokens that it held."""
     most: int | None = None
@@ -208,16 +219,16 @@ def found_tokens(prompts: Iterable[tuple[Sequence[int], int]], recipe: Recipe) -
     if isinstance(recipe, Replayed):
         if not recipe.hits:
             return np.zeros(sum(1 for _ in prompts), dtype=np.int64), 0
-        most = None if recipe.kept_tokens is None else recipe.kept_tokens // HASHED_TOKENS
+        most = None if recipe.kept_tokens is None else recipe.kept_tokens // block_tokens
     for hash_ids, tokens in prompts:
         leading = 0
         while leading < len(hash_ids) and hash_ids[leading] in kept:
             leading += 1
-        found.append(min(leading * HASHED_TOKENS, tokens - 1))
+        found.append(min(leading * block_tokens, tokens - 1))
         for each in reversed(hash_ids):  # tails go before heads
             kept[each] = None
             kept.move_to_end(each)
         while most is not None and len(kept) > most:
             kept.popitem(last=False)
         held = max(held, len(kept))
-    return np.array(found, dtype=np.int64), held * HASHED_TOKENS
+    return np.array(found, dtype=np.int64), held * block_tokens

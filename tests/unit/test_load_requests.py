@@ -104,7 +104,6 @@ def test_a_compressed_trace_is_the_same_trace(tmp_path: Path) -> None:
         (LINE | {"hash_ids": [1, 2, 3]}, r"3 hash_ids for an input_length of 700: expected 2"),
         (LINE | {"hash_ids": [1, -2]}, "hash_ids"),
         (LINE | {"hash_ids": [1, 1 << 63]}, "hash_ids"),
-        (LINE | {"priority": 1}, "unknown field `priority`"),
         ({name: value for name, value in LINE.items() if name != "output_length"}, "output_length"),
     ],
 )
