@@ -24,7 +24,7 @@ import typer
 
 from kvstore_cli.options import JsonOption, need_modules, takes
 from kvstore_cli.output import CommandFailed, fail, show
-from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, say_ignored, unit_of
+from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, say_what_is_odd, unit_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -229,7 +229,7 @@ def _replayed(given: LoadOptions, trace: Path) -> _Load:
         fail("usage", f"--trace {error}")
     if len(found) <= warmup:
         fail("usage", f"--trace {trace}: {len(found)} requests, of which --warmup {warmup} leaves none to count")
-    say_ignored(trace, found)
+    say_what_is_odd(trace, found)
     planned = planned_of(
         found,
         speed=speed,

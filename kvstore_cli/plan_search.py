@@ -25,7 +25,7 @@ from kvstore_cli.plan_options import (
     profile_of,
 )
 from kvstore_cli.progress import progress_bar
-from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, say_ignored, unit_of
+from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, say_what_is_odd, unit_of
 
 if TYPE_CHECKING:
     from kvstore_serving.planning.document import Placed, Plan
@@ -281,7 +281,7 @@ def _replayed(given: SearchOptions, trace: Path, kept_tokens: int | None) -> tup
     )
     try:
         rate = rate_of(trace, given.requests, given.block_tokens, unit)
-        say_ignored(trace, recipe.read())
+        say_what_is_odd(trace, recipe.read())
         parts = min(given.seeds, max(1, recipe.requests // PART))
         return msgspec.structs.replace(recipe, parts=parts), rate * given.speed
     except ValueError as error:  # a `TraceError` is one

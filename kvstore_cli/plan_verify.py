@@ -14,7 +14,7 @@ from kvstore_cli.options import JsonOption, need_modules, takes
 from kvstore_cli.output import example, fail, show
 from kvstore_cli.plan_options import NODE, STORE, check_positive, make_links, parse_numbers, profile_of
 from kvstore_cli.progress import progress_bar
-from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, say_ignored, unit_of
+from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, say_what_is_odd, unit_of
 
 if TYPE_CHECKING:
     from kvstore_serving.load.records import Planned
@@ -210,7 +210,7 @@ def _traced(given: VerifyOptions, trace: Path, read: Plan | None) -> Recipe:
     unit = unit_of(given.time_unit)
     limit = None if given.requests is None else given.warmup + given.requests
     try:
-        say_ignored(trace, read_trace(trace, limit, block_tokens=given.block_tokens, time_unit=unit))
+        say_what_is_odd(trace, read_trace(trace, limit, block_tokens=given.block_tokens, time_unit=unit))
     except TraceError as error:
         fail("usage", f"--trace {error}")
     kept = None if read is None else round(read.store.kept_bytes / read.basis.pools[0].profile.kv_bytes_per_token)

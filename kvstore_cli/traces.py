@@ -42,8 +42,10 @@ def unit_of(given: Unit | None) -> TimeUnit | None:
     return None if given is None else given.value
 
 
-def say_ignored(path: Path, trace: Trace) -> None:
-    """Name the fields that are not used, once, on standard error."""
+def say_what_is_odd(path: Path, trace: Trace) -> None:
+    """Name the fields that are not used, once, on standard error; and a rate that no service has."""
     if trace.ignored:
         names = ", ".join(printable(name) for name in trace.ignored)
         print(f"{path.name}: fields that are not used: {names}", file=sys.stderr)
+    if trace.unusual:
+        print(f"{path.name}: {trace.unusual}", file=sys.stderr)

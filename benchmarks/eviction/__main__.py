@@ -169,6 +169,7 @@ def _simulate(benchmark: Benchmark, trace: Trace) -> None:
             requests=len(trace.chains),
             references=trace.references,
             distinct=trace.distinct,
+            block_tokens=trace.block_tokens,
             capacities=capacities,
             blocks=[_capacity(trace, share) for share in capacities],
             hit_rate={name: [round(rate, 6) for rate in each] for name, each in mine.items()},

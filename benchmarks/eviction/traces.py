@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore_serving.load.prompts import HASHED_TOKENS
 from kvstore_serving.load.trace import TraceError
 from kvstore_serving.load.trace import read_trace as read_requests
 
@@ -33,9 +34,16 @@ class Trace:
     chains: Sequence[Chain]
     keys: Keys  # (distinct, KEY_BYTES): by block number
     times_s: Sequence[float] = ()  # of each request; empty: not known
+    block_tokens: int = HASHED_TOKENS
 
     @classmethod
-    def of(cls, name: str, requests: Iterable[Sequence[int]], times_s: Sequence[float] = ()) -> Trace:
+    def of(
+        cls,
+        name: str,
+        requests: Iterable[Sequence[int]],
+        times_s: Sequence[float] = (),
+        block_tokens: int = HASHED_TOKENS,
+    ) -> Trace:
         """Make a trace from chains of block ids."""
         numbers: dict[int, int] = {}
         chains = [
@@ -43,7 +51,8 @@ class Trace:
             for request in requests
         ]
         digests = b"".join(xxhash.xxh3_128_digest(block.to_bytes(8, "little")) for block in numbers)
-        return cls(name, chains, np.frombuffer(digests, dtype=np.uint8).reshape(-1, KEY_BYTES), times_s)
+        keys = np.frombuffer(digests, dtype=np.uint8).reshape(-1, KEY_BYTES)
+        return cls(name, chains, keys, times_s, block_tokens)
 
     @property
     def references(self) -> int:
@@ -59,13 +68,13 @@ class Trace:
         """The first requests of the trace; None: all of them."""
         chains = self.chains[:requests]
         last = max((int(chain.max()) for chain in chains if len(chain)), default=-1)
-        return Trace(self.name, chains, self.keys[: last + 1], self.times_s[:requests])
+        return Trace(self.name, chains, self.keys[: last + 1], self.times_s[:requests], self.block_tokens)
 
 
 def read_trace(path: Path) -> Trace:
     """Read a trace from a file. Raises `TraceError`."""
     found = read_requests(path)
-    trace = Trace.of(path.name, found.hash_ids, found.at_s)
+    trace = Trace.of(path.name, found.hash_ids, found.at_s, found.block_tokens)
     if not trace.distinct:
         raise TraceError(f"{path}: no blocks in it")
     return trace

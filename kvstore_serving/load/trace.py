@@ -73,7 +73,8 @@ class _Blocks(NamedTuple):
 @dataclass(frozen=True)
 class Trace:
     """The requests of a trace, by their times. `at_s`: in seconds, the first one at 0. `hash_ids`: one for each
-    `block_tokens`, the last of which may be cut. `ignored`: fields that lines have beside those that are used."""
+    `block_tokens`, the last of which may be cut. `ignored`: fields that lines have beside those that are used.
+    `unusual`: what is to be said of the rate, if the unit was named and gives one that no service has."""
 
     at_s: Sequence[float]
     input_tokens: Sequence[int]
@@ -82,6 +83,7 @@ class Trace:
     block_tokens: int
     time_unit: TimeUnit
     ignored: Sequence[str]
+    unusual: str = ""
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -117,8 +119,9 @@ def read_trace(
     unit = time_unit or ("s" if _IN_SECONDS in fields else "ms")
     first = lines[0].timestamp
     at_s = [(line.timestamp - first) / UNITS[unit] for line in lines]
-    if time_unit is None:
-        _check_rate(path, at_s, unit)
+    unusual = _unusual(at_s, unit)
+    if unusual and time_unit is None:
+        raise TraceError(f"{path}: {unusual}; or --time-unit {unit} if this is right")
     return Trace(
         at_s=at_s,
         input_tokens=[line.input_length for line in lines],
@@ -127,6 +130,7 @@ def read_trace(
         block_tokens=blocks.tokens,
         time_unit=unit,
         ignored=[name for name in fields if name not in TraceLine.__struct_fields__],
+        unusual=unusual,
     )
 
 
@@ -169,24 +173,23 @@ def _with_tail(line: TraceLine, index: int, blocks: _Blocks) -> Sequence[int]:
     return [*line.hash_ids, _FIRST_TAIL_ID + index] if has_tail else line.hash_ids
 
 
-def _check_rate(path: Path, at_s: Sequence[float], unit: TimeUnit) -> None:
-    """Raise `TraceError` if the unit cannot be right: if even the highest rate that this many requests can be a sample
-    of is too low, or the lowest one too high. A few requests say little, so little is refused then."""
+def _unusual(at_s: Sequence[float], unit: TimeUnit) -> str:
+    """What is wrong with the rate in this unit, if it cannot be right: if even the highest rate that this many requests
+    can be a sample of is too low, or the lowest one too high. A few requests say little, so little is wrong then."""
     gaps, span_s = len(at_s) - 1, at_s[-1]
     if span_s <= 0:
-        return
+        return ""
     low, high = _poisson_bound(gaps, -_Z99) / span_s, _poisson_bound(gaps + 1, _Z99) / span_s
     if low <= _MOST_RPS and high >= _LEAST_RPS:
-        return
+        return ""
     rate = gaps / span_s
     per_s = {name: rate * many / UNITS[unit] for name, many in UNITS.items()}
     usual = [
         f"{_said(per_s[name])} with --time-unit {name}" for name in UNITS if _LEAST_RPS <= per_s[name] <= _MOST_RPS
     ]
-    raise TraceError(
-        f"{path}: its timestamps taken as {unit}, it has {_said(rate)}; expected {_said(_LEAST_RPS)} to "
-        f"{_said(_MOST_RPS)}. Name the unit: {', '.join(usual) or 'no unit makes it usual'}; or --time-unit {unit} if "
-        "this is right"
+    return (
+        f"its timestamps taken as {unit}, it has {_said(rate)}; expected {_said(_LEAST_RPS)} to {_said(_MOST_RPS)}. "
+        f"Name the unit: {', '.join(usual) or 'none makes it usual'}"
     )
 
 

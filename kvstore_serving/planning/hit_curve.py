@@ -44,7 +44,8 @@ def read_curve(path: Path) -> HitCurve:
         document: Any = msgspec.json.decode(path.read_bytes())
         found = [each["parameters"] for each in document["cases"] if each["parameters"].get("group") == "trace"]
         blocks, rates = found[0]["blocks"], found[0]["hit_rate"][POLICY]
-        return HitCurve([float(each) * HASHED_TOKENS for each in blocks], [float(each) for each in rates])
+        block_tokens = float(found[0].get("block_tokens", HASHED_TOKENS))  # results of old have none
+        return HitCurve([float(each) * block_tokens for each in blocks], [float(each) for each in rates])
     except OSError as error:
         raise CurveError(f"{path}: {error.strerror}") from error
     except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
