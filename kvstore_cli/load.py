@@ -11,6 +11,7 @@ file checks the options, shows the progress, and ends with the status that `kvst
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -125,6 +126,7 @@ def load(given: LoadOptions) -> None:
     from kvstore_serving.load.sweep import make_sweep
 
     check_url(given.url)
+    _check_seconds(given)
     _check_files(given.output, given.chart, given.trace)
     api: Literal["chat", "completions"] = "chat" if given.api is Api.CHAT else "completions"
     try:
@@ -171,11 +173,20 @@ def check_url(url: str) -> None:
         fail("usage", f"--url {url!r}: expected http://HOST:PORT or https://HOST:PORT")
 
 
+def _check_seconds(given: LoadOptions) -> None:
+    """The ranges of options let infinity pass, which JSON does not have."""
+    for option, value in (("--slo-ttft", given.slo_ttft), ("--slo-tpot", given.slo_tpot), ("--timeout", given.timeout)):
+        if not math.isfinite(value):
+            fail("usage", f"{option} {value:g}: expected seconds")
+
+
 def _check_files(output: Path | None, chart: Path | None, trace: Path | None) -> None:
     """Fail now rather than after the run."""
     for option, file in (("--output", output), ("--chart", chart)):
         if file is not None and trace is not None and file.exists() and trace.exists() and file.samefile(trace):
             fail("usage", f"{option} {file}: that is the --trace; expected another file")
+    if output is not None and output == chart:
+        fail("usage", f"--output and --chart are both {output}; expected two files")
     if chart is not None:
         from kvstore_serving.load.chart import FORMATS
 
@@ -289,8 +300,10 @@ async def send(
     from kvstore_serving.load.run import raise_file_limit, run_load
 
     raise_file_limit()
-    whole = bodies.whole_output
-    async with Client(url, bodies.api, timeout_s=timeout_s, api_key=api_key, whole_output=whole) as client:
+    whole, answers = bodies.whole_output, bodies.answers
+    async with Client(
+        url, bodies.api, timeout_s=timeout_s, api_key=api_key, whole_output=whole, answers=answers
+    ) as client:
         prompts, stop = Prompts(vocabulary, seed), stop or asyncio.Event()
         return await run_load(planned, client, prompts, bodies, stop=stop, on_progress=on_progress)
 

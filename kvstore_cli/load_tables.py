@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from kvstore_serving.load.sweep import Sweep
 
 
+FEW: Final = 100  # requests
+
+
 def _range(interval: tuple[float, float]) -> str:
     return f"{interval[0]:.1%} … {interval[1]:.1%}"
 
@@ -25,7 +28,7 @@ _ATTAINED: Final = columns(("objective", "0"), ("attained", "1", ".1%"), ("95 % 
 _RATES: Final = columns(
     ("req/s", "rate_rps", "g"), ("attained", "attainment.joint", ".1%"), ("95 % interval", "attainment.ci95", _range),
     ("goodput", "goodput_rps", ".3g"), ("failed", "failed"), ("TTFT p90 ms", "ttft_s.p90", MS),
-    ("TPOT p90 ms", "tpot_s.p90", MS),
+    ("TPOT p90 ms", "tpot_s.p90", MS), ("overall p90 ms", "latency_s.p90", MS),
 )
 _ERRORS: Final = columns(
     ("error", "kind", "", True), ("requests", "count"), ("the first one's message", "message", "", True),
@@ -40,7 +43,7 @@ def print_report(report: LoadReport) -> None:
         f"{report.completed} completed, {report.failed} failed; {report.sent_rps:.3g} req/s sent, "
         f"{report.output_tokens_per_s:,.0f} tokens/s received\n"
     )
-    times = {"TTFT": report.ttft_s, "TPOT": report.tpot_s, "inter-token": report.itl_s}
+    times = {"TTFT": report.ttft_s, "TPOT": report.tpot_s, "inter-token": report.itl_s, "overall": report.latency_s}
     print_table("Latency of completed requests", _TIMES, times.items())
     print()
     held, slo = report.attainment, report.slo
@@ -80,6 +83,22 @@ def _print_errors(report: LoadReport) -> None:
 def _print_remarks(report: LoadReport) -> None:
     """What a reader has to know before using the numbers."""
     tokens = report.tokens
+    if report.unfinished:
+        print(
+            f"{report.unfinished} requests had not ended when the run was interrupted, and are not counted: slow ones "
+            "are under-represented"
+        )
+    if 0 < report.completed < FEW:
+        print(
+            f"{report.completed} requests completed: fewer than {FEW} say little of the p99, which is near the maximum"
+        )
+    if report.whole:
+        print(
+            f"{report.whole} answers came whole, not as streams: their TTFT is the time of the whole answer, and they "
+            "have no TPOT"
+        )
+    if report.empty:
+        print(f"{report.empty} answers ended without a token")
     if report.clipped:
         print(f"{report.clipped} requests of the trace were clipped to the most tokens that were allowed")
     if tokens.prompt is not None and tokens.prompt != tokens.input:

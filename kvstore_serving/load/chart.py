@@ -1,4 +1,4 @@
-"""Charts of runs: the distributions of TTFT and TPOT beside their SLOs, and what happened when.
+"""Charts of runs: the distributions of TTFT and TPOT beside their SLOs, and of latency; and what happened when.
 
 With several rates there is a line for each, and attainment against rate. matplotlib is imported when a chart is drawn,
 and draws without a screen.
@@ -28,21 +28,24 @@ def draw(path: Path, runs: Sequence[tuple[LoadReport, Sequence[Outcome]]]) -> No
         raise ValueError(f"{path}: a chart is a file that ends with {' or '.join(FORMATS)}")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    ((ttft, tpot), (timeline, attained)) = figure.subplots(2, 2)
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    axes_of: dict[str, Axes] = figure.subplot_mosaic("FPL;TTA")  # first token, per token, latency; timeline, attained
+    ttft, tpot, latency = (axes_of[name] for name in "FPL")
     slo = runs[0][0].slo
     for report, outcomes in runs:
         done = [outcome for outcome in outcomes if outcome.planned.counted and not outcome.error]
         label = f"{report.sent_rps:.3g} req/s"
         _distribution(ttft, [value for each in done if (value := each.ttft_s) is not None], label)
         _distribution(tpot, [value for each in done if (value := each.tpot_s) is not None], label)
-    for axes, name, limit_s in ((ttft, "TTFT", slo.ttft_s), (tpot, "TPOT", slo.tpot_s)):
+        _distribution(latency, [each.latency_s for each in done], label)
+    for axes, limit_s in ((ttft, slo.ttft_s), (tpot, slo.tpot_s)):
         axes.axvline(limit_s, color="black", linestyle="--", label=f"SLO {limit_s:g} s")
-        axes.set(title=name, xlabel="seconds", ylabel="share of completed requests", ylim=(0, 1))
         axes.legend()
+    for axes, name in ((ttft, "TTFT"), (tpot, "TPOT"), (latency, "overall latency")):
+        axes.set(title=name, xlabel="seconds", ylabel="share of completed requests", ylim=(0, 1))
     report, outcomes = runs[-1]
-    _timeline(timeline, report, [outcome for outcome in outcomes if outcome.planned.counted])
-    _attainment(attained, [report for report, _ in runs])
+    _timeline(axes_of["T"], report, [outcome for outcome in outcomes if outcome.planned.counted])
+    _attainment(axes_of["A"], [report for report, _ in runs])
     figure.suptitle(f"{report.model}, {report.source}")
     figure.savefig(path)
 

@@ -1,7 +1,8 @@
 """One request: sends a prompt, notes when each chunk of the answer arrives, and says what went wrong.
 
-This is the hot path: for every chunk one look at the clock, a split at line ends and one typed decoding. The clock is
-read when bytes are there, so events that came in one piece have one time. Nothing here waits for a free connection.
+This is the hot path: for every chunk one look at the clock, a split at line ends and one typed decoding, which
+`answer` does. The clock is read when bytes are there, so events that came in one piece have one time. Nothing here
+waits for a free connection.
 
 | error | meaning |
 |---|---|
@@ -9,10 +10,10 @@ read when bytes are there, so events that came in one piece have one time. Nothi
 | `connection` | no answer: refused, reset or closed before the status came |
 | `generator` | this process had no socket or port left: the load is not what was asked |
 | `timeout` | not complete within the time for a request |
-| `cut` | the connection, or the stream without `[DONE]`, ended before all tokens were there |
-| `malformed` | the stream is not HTTP, or not events with JSON as of OpenAI's API |
-| `server` | the server reported an error inside the stream |
-| `fewer_tokens` | the stream is complete, but has fewer tokens than were asked for |
+| `cut` | the connection, or the stream without `[DONE]` or a reason, ended before all tokens were there |
+| `malformed` | the answer is not HTTP, or neither events nor one object with JSON as of OpenAI's API |
+| `server` | the server reported an error instead of an answer, or in it |
+| `fewer_tokens` | the answer is complete, but has fewer tokens than were asked for, and no tool call that ended it |
 """
 
 from __future__ import annotations
@@ -21,57 +22,28 @@ import asyncio
 import contextlib
 import errno
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
+from kvstore_serving.load.answer import MAX_MESSAGE, Answer, error_message
 from kvstore_serving.load.prompts import Api
 from kvstore_serving.load.records import Outcome, Planned
-from kvstore_serving.sse import DONE, Comment, EventError, EventReader
+from kvstore_serving.sse import EventError
 
 REACH_S: Final = 10.0
 _MAX_ERROR_BYTES: Final = 65536
-_MAX_MESSAGE: Final = 400
 _LARGE_BODY: Final = 1 << 20
-_MAX_EVENT_BYTES: Final = 16 << 20  # an event that is longer is not one of an endpoint's
 # Servers close idle connections, uvicorn after 5 s. A request sent at that moment would fail and be counted.
 _KEEP_ALIVE_S: Final = 2.0
 _NO_SOCKETS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
+_OWN_FIELDS: Final = {"model", "prompt", "messages", "max_tokens", "max_completion_tokens", "stream"}
 _PATHS: Final[dict[Api, str]] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
-    finish_reason: str | None = None
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    error: object = None  # an object or a string
-
-
-_decode: Final = msgspec.json.Decoder(_Event).decode
 _decode_object: Final = msgspec.json.Decoder(dict[str, object]).decode
 
 
@@ -96,11 +68,15 @@ class Bodies:
             more = _decode_object(extra)
         except msgspec.DecodeError as error:
             raise BadBody(f"{extra!r}: {error}; expected a JSON object, such as '{{\"top_k\": 1}}'") from error
-        own = sorted({"model", "prompt", "messages", "max_tokens", "stream"} & more.keys())
+        own = sorted(_OWN_FIELDS & more.keys())
         if own:
             raise BadBody(f"{', '.join(own)} cannot be replaced: the options of the command set what is measured")
         self._fields |= more
         self.whole_output = self._fields.get("ignore_eos") is True
+        answers = more.get("n", 1)
+        if not isinstance(answers, int) or answers < 1:
+            raise BadBody(f"n is {answers!r}: expected the number of answers to each prompt, 1 or more")
+        self.answers = answers
 
     def around(self, output_tokens: int) -> tuple[bytes, bytes]:
         """-> what comes before the prompt, and after it."""
@@ -123,12 +99,14 @@ async def reach(url: str) -> None:
 class Client:
     """Sends requests to one endpoint. Use it with `async with`, in one event loop."""
 
-    def __init__(self, url: str, api: Api, *, timeout_s: float, api_key: str | None, whole_output: bool) -> None:
-        """`url`: with or without /v1. `whole_output`: fewer tokens than asked for are an error."""
+    def __init__(
+        self, url: str, api: Api, *, timeout_s: float, api_key: str | None, whole_output: bool, answers: int = 1
+    ) -> None:
+        """`url`: with or without /v1. `whole_output`: fewer tokens than asked for are an error. `answers`: to each
+        prompt."""
         self._url = url.rstrip("/").removesuffix("/v1") + _PATHS[api]
         self._timeout_s = timeout_s
-        self._chat = api == "chat"
-        self._whole_output = whole_output
+        self._whole_output, self._answers = whole_output, answers
         # Compressed streams would be held back until there is enough to compress.
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
@@ -151,8 +129,8 @@ class Client:
         Whatever the server does is in the outcome; only cancellation raises.
         """
         assert self._session is not None
-        outcome = Outcome(planned, sent_s=clock())
-        answer = _Answer(outcome, self._chat)
+        outcome = Outcome(planned, answers=self._answers, sent_s=clock())
+        answer = Answer(outcome)
         data = body if len(body) <= _LARGE_BODY else io.BytesIO(body)  # aiohttp sends a file in turns with other tasks
         try:
             async with self._session.post(self._url, data=data, allow_redirects=False) as response:
@@ -167,11 +145,12 @@ class Client:
         except asyncio.TimeoutError:
             outcome.fail("timeout", f"not complete after {self._timeout_s:g} s")
         except (EventError, msgspec.DecodeError, aiohttp.ClientResponseError, aiohttp.InvalidURL) as error:
-            outcome.fail("malformed", str(error)[:_MAX_MESSAGE])
+            outcome.fail("malformed", str(error)[:MAX_MESSAGE])
         except (aiohttp.ClientError, OSError) as error:
-            outcome.fail(_kind_of(error, outcome), (str(error) or type(error).__name__)[:_MAX_MESSAGE])
+            outcome.fail(_kind_of(error, outcome), (str(error) or type(error).__name__)[:MAX_MESSAGE])
         outcome.ended_s = clock()
-        outcome.tokens = outcome.tokens or len(outcome.arrivals_s)
+        if outcome.error:
+            answer.settle()
         return outcome
 
 
@@ -179,75 +158,3 @@ def _kind_of(error: Exception, outcome: Outcome) -> str:
     if isinstance(error, OSError) and error.errno in _NO_SOCKETS:
         return "generator"
     return "connection" if outcome.http_status is None else "cut"
-
-
-class _Answer:
-    """The stream of one answer, written into its outcome."""
-
-    def __init__(self, outcome: Outcome, chat: bool) -> None:
-        self._outcome, self._chat = outcome, chat
-        self._reader = EventReader(_MAX_EVENT_BYTES)
-        self._reported: int | None = None
-        self._last_is_empty = False
-        self._done = False
-
-    def add(self, received: bytes, now_s: float) -> None:
-        """Raises `EventError` and `msgspec.DecodeError`."""
-        for data in self._reader.feed(received):
-            if isinstance(data, Comment):
-                continue
-            if data == DONE:
-                self._done = True
-                continue
-            event = _decode(data)
-            if event.error is not None:
-                self._outcome.fail("server", error_message(data))
-            if event.usage is not None:
-                self._count(event.usage)
-            if event.choices and self._has_tokens(event.choices[0]):
-                self._outcome.arrivals_s.append(now_s)
-
-    def _has_tokens(self, choice: _Choice) -> bool:
-        if self._chat:  # its first chunk names the role, its last one the reason to end
-            delta = choice.delta
-            return delta is not None and bool(delta.content or delta.reasoning or delta.reasoning_content)
-        # An engine without a tokenizer sends tokens as empty texts.
-        self._last_is_empty = not choice.text and choice.finish_reason is not None
-        return True
-
-    def _count(self, usage: _Usage) -> None:
-        if usage.completion_tokens is not None:
-            self._reported = usage.completion_tokens
-        if usage.prompt_tokens is not None:
-            self._outcome.prompt_tokens = usage.prompt_tokens
-        if usage.prompt_tokens_details is not None:
-            self._outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens
-
-    def end(self, whole_output: bool) -> None:
-        """The stream ended in order. `whole_output`: it should have all tokens that were asked for."""
-        outcome = self._outcome
-        chunks, asked = len(outcome.arrivals_s), outcome.planned.output_tokens
-        if self._last_is_empty and self._reported == chunks - 1:
-            outcome.arrivals_s.pop()  # it told the reason to end and had no token
-        outcome.tokens_reported = self._reported is not None
-        outcome.tokens = len(outcome.arrivals_s) if self._reported is None else self._reported
-        got = f"{outcome.tokens} of {asked} tokens"
-        if not self._done and outcome.tokens < asked:
-            outcome.fail("cut", f"the stream ended without [DONE], after {got}")
-        elif not outcome.arrivals_s:
-            outcome.fail("fewer_tokens", f"no token, {asked} were asked for")
-        elif whole_output and outcome.tokens_reported and outcome.tokens < asked:
-            outcome.fail("fewer_tokens", f"the stream ended after {got}")
-
-
-def error_message(body: bytes) -> str:
-    """What a server says in the body of an error: the message in its JSON, or else the text."""
-    try:
-        said = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        said = body.decode(errors="replace")
-    for name in ("error", "message", "detail"):
-        if isinstance(said, Mapping) and name in said:
-            said = said[name]
-    text = said if isinstance(said, str) else msgspec.json.encode(said).decode()
-    return " ".join(text.split())[:_MAX_MESSAGE]

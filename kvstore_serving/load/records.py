@@ -16,8 +16,10 @@ import msgspec
 
 from kvstore_serving.load.prompts import HASHED_TOKENS
 
+
 class Planned(msgspec.Struct, frozen=True):
-    """A request to send. `hash_ids`: one for each `block_tokens` of the prompt, the last of which may be cut."""
+    """A request to send. `hash_ids`: one for each `block_tokens` of the prompt, the last of which may be cut.
+    `output_tokens`: of each answer."""
 
     index: int
     at_s: float
@@ -32,15 +34,21 @@ class Planned(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct):
     """What became of one request.
 
-    `arrivals_s`: when each chunk with tokens arrived. `tokens`: what the server says it generated, or else the number
-    of those chunks. `error`: its kind, or empty. Kinds: see `kvstore_serving.load.client`.
+    `answers`: to the prompt, as many as were asked for (`n` of the API); together they are complete or not.
+    `arrivals_s`: when each chunk with tokens arrived. `choices`: to which of several answers each of those chunks
+    belongs; empty: all to the same. `whole`: it came as one JSON object, not as a stream. `tokens`: what the server
+    says it generated, or else the number of those chunks. `error`: its kind, or empty. Kinds: see
+    `kvstore_serving.load.client`.
     """
 
     planned: Planned
+    answers: int = 1
     sent_s: float = 0.0
     ended_s: float = 0.0
     http_status: int | None = None
     arrivals_s: list[float] = []
+    choices: list[int] = []
+    whole: bool = False
     tokens: int = 0
     tokens_reported: bool = False
     prompt_tokens: int | None = None
@@ -59,16 +67,39 @@ class Outcome(msgspec.Struct):
         return self.arrivals_s[0] - self.sent_s if self.arrivals_s else None
 
     @property
+    def latency_s(self) -> float:
+        """From sending to the end of the whole answer, or of what came of it."""
+        return self.ended_s - self.sent_s
+
+    @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first. None if there is no second token."""
-        if self.tokens < 2 or not self.arrivals_s:
+        """Time per output token after the first one, of each answer. None if the tokens came at one time: if there is
+        but one, or the answer came whole."""
+        streams = [times for times in self._streams() if len(times) > 1]
+        later = self.tokens - max(1, len(self._streams()))
+        if not streams or later < 1:
             return None
-        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.tokens - 1)
+        return sum(times[-1] - times[0] for times in streams) / later
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies: the gaps between chunks. A chunk of several tokens has one gap, which is not split."""
-        return [after - before for before, after in pairwise(self.arrivals_s)]
+        """Inter-token latencies: the gaps between chunks of one answer. A chunk of several tokens has one gap, which is
+        not split."""
+        return [after - before for times in self._streams() for before, after in pairwise(times)]
+
+    def _streams(self) -> list[list[float]]:
+        """The arrivals of each answer."""
+        if not self.choices:
+            return [self.arrivals_s]
+        found: dict[int, list[float]] = {}
+        for choice, at_s in zip(self.choices, self.arrivals_s, strict=True):
+            found.setdefault(choice, []).append(at_s)
+        return list(found.values())
+
+    @property
+    def asked_tokens(self) -> int:
+        """Of all answers to the prompt."""
+        return self.planned.output_tokens * self.answers
 
     def fail(self, kind: str, message: str) -> None:
         """Say that the request failed. The first failure stays."""
@@ -87,12 +118,14 @@ class Outcome(msgspec.Struct):
             "ttft_s": self.ttft_s,
             "tpot_s": self.tpot_s,
             "itl_s": self.itl_s,
+            "latency_s": self.latency_s,
             "input_tokens": planned.input_tokens,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
-            "output_tokens": planned.output_tokens,
+            "output_tokens": self.asked_tokens,
             "tokens": self.tokens,
             "tokens_reported": self.tokens_reported,
+            "whole": self.whole,
             "http_status": self.http_status,
             "error": self.error or None,
             "message": self.message or None,

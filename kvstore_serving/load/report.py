@@ -58,8 +58,9 @@ class Attainment(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Of completed requests. `input` and `output` were asked for; the server counted the others, None if it did not.
-    `cached`: of the prompts, found in a cache. `chunks`: pieces they came in."""
+    """Of completed requests. `input` and `output` were asked for, `output` of all answers to a prompt; the server
+    counted the others, None if it did not. `cached`: of the prompts, found in a cache. `chunks`: pieces they came
+    in."""
 
     input: int
     output: int
@@ -78,14 +79,18 @@ class ErrorCount(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """The results of one run. `requests`: those that are counted; without warm-up and what an interrupt cut short."""
+    """The results of one run. `requests`: those that are counted; without warm-up and what an interrupt cut short.
+    `whole`: completed ones that came as one JSON object, not as a stream. `empty`: completed ones without a token."""
 
     requests: int
     completed: int
     failed: int
+    whole: int
+    empty: int
     ttft_s: Spread
     tpot_s: Spread
     itl_s: Spread
+    latency_s: Spread  # of whole requests
     attainment: Attainment
     goodput_rps: float
     goodput_ci95: tuple[float, float]
@@ -154,11 +159,12 @@ def widest_interval(good: Sequence[bool]) -> tuple[float, float] | None:
 
 
 def attains(outcome: Outcome, slo: Slo) -> tuple[bool, bool]:
-    """Whether TTFT holds for a request, and TPOT. An answer of one token has no TPOT that could be missed."""
-    ttft_s = outcome.ttft_s
-    if outcome.error or ttft_s is None:
+    """Whether TTFT holds for a request, and TPOT. An answer of one token has no TPOT that could be missed; one without
+    a token has to be complete when the first one would have been due."""
+    if outcome.error:
         return False, False
-    return ttft_s <= slo.ttft_s, (outcome.tpot_s or 0.0) <= slo.tpot_s
+    first_s = outcome.latency_s if outcome.ttft_s is None else outcome.ttft_s
+    return first_s <= slo.ttft_s, (outcome.tpot_s or 0.0) <= slo.tpot_s
 
 
 def window_s(counted: Sequence[Outcome], duration_s: float) -> float:
@@ -188,9 +194,12 @@ def make_report(
         requests=len(counted),
         completed=len(done),
         failed=len(counted) - len(done),
+        whole=sum(outcome.whole for outcome in done),
+        empty=sum(not outcome.tokens for outcome in done),
         ttft_s=spread([value for outcome in done if (value := outcome.ttft_s) is not None]),
         tpot_s=spread([value for outcome in done if (value := outcome.tpot_s) is not None]),
         itl_s=spread([gap for outcome in done for gap in outcome.itl_s]),
+        latency_s=spread([outcome.latency_s for outcome in done]),
         attainment=_attainment(held, good),
         goodput_rps=_per_second(sum(good), window),
         goodput_ci95=_goodput_interval(good, window),
@@ -203,7 +212,7 @@ def make_report(
         output_tokens_per_s=_per_second(completion, duration_s),
         tokens=Tokens(
             input=sum(outcome.planned.input_tokens for outcome in done),
-            output=sum(outcome.planned.output_tokens for outcome in done),
+            output=sum(outcome.asked_tokens for outcome in done),
             prompt=_total([outcome.prompt_tokens for outcome in done]),
             cached=_total([outcome.cached_tokens for outcome in done]),
             completion=completion,

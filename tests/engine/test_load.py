@@ -17,7 +17,7 @@ import pytest
 from benchmarks.remote_kv_cache.engine_models import save_tokenizer
 from benchmarks.remote_kv_cache.vllm_bench import bench, bench_arguments
 from tests.engine.engines import nursery
-from tests.engine.served import MODEL, ServedEngine
+from tests.engine.served import MODEL, ServedEngine, save_served_model
 from tests.support import forked
 from tests.support.harness import environment
 
@@ -26,12 +26,22 @@ SPACING_MS = 300
 # Two runs of one benchmark on a machine that does other things mostly differ by less than this.
 FACTOR = 3.0
 ATTEMPTS = 4
+POISSON = ["--rate", "4", "--requests", "4", "--input-tokens", "40"]
 
 
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     log = tmp_path_factory.mktemp("vllm") / "server.log"
     with ServedEngine(model, log, None, "--skip-tokenizer-init", max_model_len=2048) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
+    """An engine with a tokenizer, a chat template and tools."""
+    folder = tmp_path_factory.mktemp("talking")
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with ServedEngine(save_served_model(folder / "model"), folder / "server.log", None, *tools) as server:
         yield server
 
 
@@ -132,3 +142,60 @@ def test_what_does_not_fit_the_model_fails_and_is_clipped_if_asked(engine: Serve
     clipped, lines = load(engine, tmp_path, "--trace", str(trace), "--max-input-tokens", "2000", "--seed", "7")
     assert (clipped["completed"], clipped["clipped"]) == (3, 2)
     assert [line["prompt_tokens"] for line in lines] == [2000, 2000, 100]
+
+
+HALF = 127  # the tokenizer's token of the byte C3, which is half a character
+TOOL = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}}
+TOOLS = {"tools": [{"type": "function", "function": TOOL}]}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("api", "extra", "tokens", "answers"),
+    [
+        ("chat", {}, 1, 1),
+        ("chat", {}, 12, 1),
+        ("chat", {"allowed_token_ids": [HALF]}, 12, 1),
+        ("chat", {**TOOLS, "tool_choice": {"type": "function", "function": {"name": "look"}}}, 24, 1),
+        ("chat", {**TOOLS, "tool_choice": "required"}, 24, 1),
+        ("chat", {"n": 2, "temperature": 1}, 12, 2),
+        ("completions", {"n": 3, "temperature": 1}, 12, 3),
+        ("completions", {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, 12, 1),
+        ("completions", {"stream_options": {}}, 12, 1),
+    ],
+    ids=[
+        "one token",
+        "chat",
+        "halves",
+        "named tool",
+        "required tool",
+        "two answers",
+        "three",
+        "usage each",
+        "no usage",
+    ],
+)
+def test_every_form_of_answer_is_complete_and_begins_with_its_first_token(
+    talking: ServedEngine, api: str, extra: dict[str, Any], tokens: int, answers: int, tmp_path: Path
+) -> None:
+    load(talking, tmp_path, *POISSON, "--output-tokens", "2", "--api", api, "--seed", "90")  # the first ones are slow
+    given = [*POISSON, "--output-tokens", str(tokens), "--api", api, "--extra-body", json.dumps(extra)]
+    made, lines = load(talking, tmp_path, *given, "--seed", "91")
+    assert (made["completed"], made["failed"], made["whole"]) == (4, 0, 0), made["errors"]
+    for line in lines:
+        # Without usage chunks are counted, and an engine that is faster than its reader puts two tokens into one.
+        assert line["tokens"] == tokens * answers or ("stream_options" in extra and not line["tokens_reported"])
+        assert 0 < line["ttft_s"] < line["latency_s"]
+        if tokens > 1:
+            assert line["tpot_s"] > 0, "the first one came before the last one, also where a parser held it back"
+            assert line["ttft_s"] + line["tpot_s"] * (line["tokens"] / answers - 1) <= line["latency_s"] + 1e-6
+
+
+@pytest.mark.timeout(300)
+def test_an_answer_that_ends_with_its_first_token_is_complete(talking: ServedEngine, tmp_path: Path) -> None:
+    """The only token that is allowed ends the text."""
+    for api in ("chat", "completions"):
+        given = [*POISSON, "--output-tokens", "9", "--api", api, "--extra-body", '{"allowed_token_ids": [4095]}']
+        made, lines = load(talking, tmp_path, *given, "--no-extensions")
+        assert (made["completed"], [line["tokens"] for line in lines]) == (4, [1] * 4), made["errors"]
+        assert all(0 < line["ttft_s"] <= line["latency_s"] for line in lines)

@@ -41,6 +41,8 @@ class Behaviour:
     usage: bool = True
     reason_chunk: bool = False  # an empty chunk with the reason to end, as OpenAI sends it
     held: Callable[[], bool] = lambda: False  # after `first_s`, as long as this is true
+    # What is sent instead of all that: each part `gap_s` after the one before, events as objects and others as text.
+    script: tuple[dict[str, Any] | str, ...] = ()
 
 
 @dataclass
@@ -107,6 +109,12 @@ class Endpoint:
             self.idle_since_s = time.monotonic()
 
     async def _stream(self, asked: Asked, behaviour: Behaviour) -> AsyncIterator[str]:
+        for part in behaviour.script:
+            await asyncio.sleep(behaviour.gap_s)
+            asked.chunk_times_s.append(time.monotonic())
+            yield part if isinstance(part, str) else _event(part)
+        if behaviour.script:
+            return
         total = asked.body["max_tokens"]
         chat = "messages" in asked.body
         if chat:

@@ -112,6 +112,19 @@ def test_warm_up_is_not_counted_anywhere() -> None:
     assert made.window_s == 3.0
 
 
+def test_the_overall_latency_is_of_whole_requests_that_completed() -> None:
+    made = report([*(outcome(index, ended_s=index + 1.0 + index) for index in range(4)), outcome(9, error="cut")])
+    assert (made.latency_s.mean, made.latency_s.p50, made.latency_s.max) == (2.5, 2.5, 4.0)
+    assert made.latency_s.p90 == pytest.approx(3.7)
+    line = outcome(3, ended_s=5.5).line()
+    assert line["latency_s"] == 2.5
+
+
+def test_tokens_that_came_at_one_time_have_no_time_between_them() -> None:
+    made = outcome(0, arrivals_s=[0.5], tokens=5)
+    assert made.tpot_s is None and attains(made, SLO) == (True, True)
+
+
 def test_failed_requests_have_no_latencies_and_attain_nothing() -> None:
     made = report([outcome(0, error="cut", message="m"), outcome(1, error="http_500", arrivals_s=[])])
     assert made.ttft_s.mean is None and made.itl_s.p50 is None
@@ -169,3 +182,9 @@ def test_a_sweep_is_ordered_by_rate() -> None:
     sweep = make_sweep([at(4.0, 8), at(2.0, 10)])
     assert [each.rate_rps for each in sweep.sweep] == [2.0, 4.0]
     assert sweep.goodput_at_90_rps == pytest.approx(3.0)
+
+
+def test_a_run_that_was_interrupted_says_nothing_of_its_rate() -> None:
+    whole = [make_report(Run([outcome(0)]), SLO, rate_rps=rate, source="", url="", model="", seed=0) for rate in (2, 4)]
+    cut = make_report(Run([], interrupted=True, unfinished=9), SLO, rate_rps=8, source="", url="", model="", seed=0)
+    assert make_sweep([*whole, cut]).goodput_at_90_rps == 4
