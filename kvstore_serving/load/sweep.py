@@ -41,7 +41,8 @@ def rate_at(points: Sequence[tuple[float, float]], target: float = TARGET) -> fl
 
 
 def make_sweep(reports: Sequence[LoadReport]) -> Sweep:
-    """The reports of a sweep, by rate."""
+    """The reports of a sweep, by rate. One that was interrupted is shown, but lacks its slowest requests: it says
+    nothing of the rate."""
     ordered = sorted(reports, key=lambda report: report.rate_rps or 0.0)
-    points = [(report.rate_rps or 0.0, report.attainment.joint or 0.0) for report in ordered]
+    points = [(each.rate_rps or 0.0, each.attainment.joint or 0.0) for each in ordered if not each.interrupted]
     return Sweep(ordered, rate_at(points))
