@@ -1,14 +1,19 @@
-"""`kvstore load` against endpoints that answer in other forms than a text in pieces, over real connections."""
+"""`kvstore load` against endpoints that answer in other forms than a text in pieces, over real connections, or end."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.test_load import NEAR_S, lines_of, load, poisson, report
+from tests.integration.test_load import NEAR_S, command, lines_of, load, poisson, report
 from tests.support.endpoint import Behaviour, Endpoint
+from tests.support.harness import environment, wait_until
+from tests.support.proxies import StandInEngine
+from tests.support.stand_in_engine import MODEL
 
 GAP_S = 0.15
 DONE = "data: [DONE]\n\n"
@@ -110,3 +115,29 @@ def test_what_an_endpoint_says_instead_of_an_answer_is_told(
         made = report(endpoint.url, *poisson(2), "--api", "chat", "--no-extensions", status=1)
     assert [(each["kind"], each["count"]) for each in made["errors"]] == [(kind, 2)]
     assert message in made["errors"][0]["message"]
+
+
+def test_an_engine_that_ends_and_comes_back_fails_only_what_it_missed(tmp_path: Path) -> None:
+    """It ends under the fourth request; those that come before it is back find nobody."""
+    engine = StandInEngine(tmp_path / "engine.log")
+    engine.behave(gap_s=0.02)
+    output = tmp_path / "out"
+    arguments = [*poisson(60, rate=6), "--model", MODEL, "--api", "chat", "--json", "--output", str(output)]
+    process = subprocess.Popen(command(engine.url, *arguments), env=environment(), stdout=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: len(engine.seen()["requests"]) >= 4, what="requests came")
+        engine.kill()
+        engine.start()
+        out, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+        engine.kill()
+    made = json.loads(out)
+    assert process.returncode == 0 and made["requests"] == 60
+    assert made["completed"] + made["failed"] == 60 and made["completed"] >= 10
+    assert {each["kind"] for each in made["errors"]} <= {"connection", "cut"}
+    lines = lines_of(output)
+    assert not lines[0]["error"] and not lines[-1]["error"], "it is used again"
+    assert all(line["latency_s"] >= 0 and line["sent_s"] >= line["scheduled_s"] for line in lines)
+    assert "NaN" not in out and "Infinity" not in out
