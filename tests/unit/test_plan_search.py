@@ -134,6 +134,8 @@ def test_a_hit_curve_is_read_from_a_result_of_the_eviction_benchmark(tmp_path: P
     curve = read_curve(file)
     assert [curve.at(blocks * 512) for blocks in (0, 5, 15, 99)] == pytest.approx([0.0, 0.1, 0.3, 0.4])
     assert curve.around(15 * 512) == [10 * 512, 15 * 512, 20 * 512]
+    file.write_text(json.dumps({"cases": [{"parameters": {**parameters, "block_tokens": 16}}]}))
+    assert read_curve(file).tokens == [160, 320], "the blocks of its trace"
     long = HitCurve([100, 200, 300, 400, 500], [0.1, 0.2, 0.3, 0.4, 0.5])
     assert long.around(300) == [100, 200, 300, 400, 500]
     assert long.around(250) == [100, 200, 250, 300, 400] and long.around(900) == [400, 500, 900]
