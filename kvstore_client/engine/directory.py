@@ -12,7 +12,9 @@ Needs requests: the extra ``llm-kvstore[cluster]``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -92,19 +94,23 @@ class Registered:
         self._name = name
         self._ttl_s = ttl_s
         self._lease = 0
-        self._due = threading.Event()  # there is something to tell etcd
-        self._end = threading.Event()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # there is something to tell etcd
+        self._withdrawn = False
         self._thread = threading.Thread(target=self._run, name="kvstore-engine-registration", daemon=True)
         self._thread.start()
 
     def update(self) -> None:
         """Something has changed: ask for the latest record now. Does not wait for etcd."""
-        self._due.set()
+        self._news.put(None)
+
+    def withdraw(self) -> None:
+        """End the entry, for good: the thread tells etcd at once. Takes no lock, so a signal handler may call it."""
+        self._withdrawn = True
+        self._news.put(None)
 
     def close(self) -> None:
         """Withdraw the entry. Takes some seconds at most, also without etcd."""
-        self._end.set()
-        self._due.set()
+        self.withdraw()
         self._thread.join(4 * _TIMEOUT_S)
         self._directory.close()
 
@@ -117,10 +123,7 @@ class Registered:
     def _run(self) -> None:
         failing = False
         written = b""
-        while True:
-            self._due.clear()
-            if self._end.is_set():
-                break
+        while not self._withdrawn:
             value = self._now()
             try:
                 if not self._lease or not self._directory.keep_alive(self._lease):
@@ -133,7 +136,8 @@ class Registered:
                 if not failing:
                     log.warning("kvstore: engine %s is not registered: %s; tried again", self._name, error)
                 failing = True
-            self._due.wait(self._ttl_s / 3)
+            with contextlib.suppress(queue.Empty):
+                self._news.get(timeout=self._ttl_s / 3)
         try:
             if self._lease:
                 self._directory.withdraw(self._name, self._lease)

@@ -5,7 +5,8 @@ requests however small it is, which the engine's cores pay for. So blocks wait f
 `GATHER_BYTES` are there; nobody waits for them so soon, or they are handed over. When the queue is
 full, blocks of the oldest prompt are dropped, from its end: the newest prompts are the likeliest to be asked for again,
 of a prompt only what is before the first gap is found, and an engine never waits for its cache. Blocks that are handed
-over to another engine, which waits for them, go first and are not dropped.
+over to another engine, which waits for them, go first and are not dropped. So that they need not wait long for a batch
+of others, a batch is as large as the link carries in `BATCH_S`, by the batch before it.
 
 No copy is made here: blocks go from the caller's rows to the socket. Whatever fails, ``done`` is called exactly once
 for each block, so that the caller can always release its memory.
@@ -38,6 +39,9 @@ CHUNK_BYTES: Final = 32 << 20
 # So long a block waits for others at most before it is sent, while there are fewer bytes than that.
 GATHER_S: Final = 0.01
 GATHER_BYTES: Final = 8 << 20
+# So long a batch takes, but for small ones: each waits for its replies, which a distant store sends late.
+BATCH_S: Final = 0.5
+LEAST_BATCH_BYTES: Final = 2 << 20
 # So long a part of a block is kept whose other parts do not come, because the engine that sends them is gone.
 PART_TTL_S: Final = 30.0
 # So many blocks, as many as may wait to be sent, may be in the store in part.
@@ -102,6 +106,8 @@ class TransferOut:
         self.chunk_blocks = max(1, CHUNK_BYTES // guard.block_bytes)
         # With little room, blocks do not wait until others are dropped for them.
         self._enough = max(1, min(self.chunk_blocks, limit // 2, GATHER_BYTES // guard.block_bytes))
+        self._least_batch = min(self.chunk_blocks, max(1, LEAST_BATCH_BYTES // guard.block_bytes))
+        self._batch_blocks = self._least_batch  # of the next one at most; used by the thread only
         self._queue: WaitingBlocks[BlockOut] = WaitingBlocks(remember=limit)
         self._first: deque[BlockOut] = deque()  # those that are handed over
         self._gathering_since = 0.0  # when the oldest block of the queue came, at the latest
@@ -185,17 +191,22 @@ class TransferOut:
                 self._work.wait_for(lambda: self._queue or self._first or self._closed)
                 self._work.wait_for(self._is_enough, self._gathering_since + GATHER_S - time.monotonic())
                 if self._first:
-                    batch = [self._first.popleft() for _ in range(min(self.chunk_blocks, len(self._first)))]
+                    batch = [self._first.popleft() for _ in range(min(self._batch_blocks, len(self._first)))]
                 else:
-                    batch = self._queue.take(self.chunk_blocks)
+                    batch = self._queue.take(self._batch_blocks)
                 if not batch and not self._closed:  # it was discarded
                     continue
                 if not batch:
                     return
                 self._sending = len(batch)
             started = time.monotonic()
-            self._send(batch)
-            self._counters.add("transfer_out_seconds", time.monotonic() - started)
+            sent = self._send(batch)
+            seconds = time.monotonic() - started
+            self._counters.add("transfer_out_seconds", seconds)
+            if seconds > BATCH_S:
+                self._batch_blocks = max(self._least_batch, int(sent * BATCH_S / seconds))
+            elif sent == self._batch_blocks:
+                self._batch_blocks = min(self.chunk_blocks, 2 * sent)
             with self._lock:
                 self._sending = 0
                 self._batch_ended.notify_all()
@@ -204,11 +215,13 @@ class TransferOut:
         """Whether to send now what is queued."""
         return bool(self._first) or len(self._queue) >= self._enough or self._hurried > 0 or self._closed
 
-    def _send(self, batch: list[BlockOut]) -> None:
+    def _send(self, batch: list[BlockOut]) -> int:
+        """-> how many blocks were on the wire."""
         keys = [each.key for each in batch]
         present = self._guard.call(lambda store: store.in_remote(keys), None)
         if present is None:
-            return self._report(batch, SendOutcome.FAILED)
+            self._report(batch, SendOutcome.FAILED)
+            return 0
         current = self._guard.generation  # the store has just said
         wanted = [each.generation in (None, current) for each in batch]
         self._report([each for each, is_wanted in zip(batch, wanted, strict=True) if not is_wanted], SendOutcome.FAILED)
@@ -225,7 +238,7 @@ class TransferOut:
         for some, outcome in ((there, SendOutcome.PRESENT), (missing, SendOutcome.STORED)):
             self._report([each for each in some if each.key not in failed], outcome)
             self._report([each for each in some if each.key in failed], SendOutcome.FAILED)
-        return None
+        return len(missing)
 
     def _in_store(self, blocks: Sequence[BlockOut]) -> list[BlockOut]:
         keys = [each.key for each in blocks]

@@ -39,7 +39,7 @@ TRANSFER_CONFIG = KVTransferConfig(
 def prometheus() -> Any:
     """vLLM's own way from the stats of two engines to the default registry, cleared as vLLM clears it."""
     unregister_vllm_metrics()
-    config = SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG)
+    config = SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG, shutdown_timeout=0)
     labels: dict[int, list[object]] = {0: ["tiny", "0"], 1: ["tiny", "1"]}
     yield KVConnectorProm(config, ["model_name", "engine"], labels)  # type: ignore[arg-type]
     unregister_vllm_metrics()
@@ -136,7 +136,7 @@ def test_a_gauge_is_the_sum_of_what_every_rank_said_last(prometheus: KVConnector
 
 def test_an_engine_made_again_in_the_process_exports_again(prometheus: KVConnectorProm) -> None:
     unregister_vllm_metrics()
-    config = SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG)
+    config = SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG, shutdown_timeout=0)
     again = KVConnectorProm(config, ["model_name", "engine"], {0: ["tiny", "0"]})  # type: ignore[arg-type]
     again.observe(TransferStats.of({"lookups": 1}).to_dict())
     assert exported("lookups_total") == 1

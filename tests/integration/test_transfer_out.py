@@ -17,6 +17,7 @@ from kvstore_client.engine import transfer_out as transfer_module
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.transfer_out import BlockOut, SendAs, SendOutcome, TransferOut
 from tests.support.harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, wait_until
+from tests.support.slow_link import SlowLink
 
 TIMEOUT_S = 1.0
 SLACK_S = 1.0  # what a busy machine may add to a deadline
@@ -81,7 +82,7 @@ def start_out(counters: Counters) -> Iterator[StartOut]:
     """``start_out(server, namespace, limit=...)``. In the end every block has been named exactly once."""
     started: list[Out] = []
 
-    def start(server: Server, namespace: Namespace, limit: int = 1000, timeout_s: float = TIMEOUT_S) -> Out:
+    def start(server: Server | SlowLink, namespace: Namespace, limit: int = 1000, timeout_s: float = TIMEOUT_S) -> Out:
         guard = StoreGuard(server.endpoint, namespace, timeout_s=timeout_s, counters=counters)
         started.append(Out(guard, counters, limit))
         return started[-1]
@@ -132,9 +133,9 @@ class Calls:
         self.batches: list[int] = []
         send = out._send
 
-        def counted(batch: list[Any]) -> None:
+        def counted(batch: list[Any]) -> int:
             self.batches.append(len(batch))
-            send(batch)
+            return send(batch)
 
         monkeypatch.setattr(out, "_send", counted)
 
@@ -347,6 +348,22 @@ def test_what_is_handed_over_goes_first_and_is_not_dropped(
     assert out.drain(10)
     assert out.of(handed_over) == [STORED] * 20
     assert out.of(late) == [DROPPED], "there is no room beside them"
+
+
+def test_what_is_handed_over_does_not_wait_for_many_others_over_a_slow_link(
+    server: Server, new_namespace: MakeNamespace, start_out: StartOut
+) -> None:
+    with SlowLink(server.port) as link:
+        link.bytes_per_s = 8 << 20
+        out = start_out(link, new_namespace(BLOCK_BYTES), timeout_s=30.0)
+        ordinary, handed_over = make_keys(512), make_keys(8, first=1000)  # 4 s on this link
+        out.send(ordinary)
+        wait_until(lambda: STORED in out.tally(), what="the first ones are there")
+        out.send(handed_over, how=[SendAs(handed_over=True)] * len(handed_over))
+        wait_until(lambda: out.of(handed_over) == [STORED] * len(handed_over), what="the others are there")
+        assert out.of(ordinary).count(None) > len(ordinary) // 2, "most of those that came before still wait"
+        link.bytes_per_s = None
+        assert out.drain(30)
 
 
 def test_closing_sends_what_waits(server: Server, new_namespace: MakeNamespace, start_out: StartOut) -> None:

@@ -107,6 +107,7 @@ class StepPlan:
     reusing: blocks of preempted requests, or blocks behind a window, may be given to others in this step, so copies out
         of them must end first.
     idle: no token is computed in this step; the engine comes back at once.
+    ending: the engine was told to end, and computes nothing any more.
     check: the number of the check of the weights to be made before the step; 0: none.
     covering: of the check that vouches for what this step computes; it may be a later step's.
     agreed: all ranks agree up to this check.
@@ -120,6 +121,7 @@ class StepPlan:
     held: dict[str, int] = field(default_factory=dict)
     reusing: bool = False
     idle: bool = False
+    ending: bool = False
     check: int = 0
     covering: int = 0
     agreed: int = 0

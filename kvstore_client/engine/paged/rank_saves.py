@@ -24,6 +24,7 @@ from kvstore_client.engine.jobs import Rows
 from kvstore_client.engine.paged.host_copies import HostCopy
 from kvstore_client.engine.paged.layout import BlockLayout, Copy, DetachedError, rows_of
 from kvstore_client.engine.paged.plan import RankStore, SavedBlock, Saves, WorkerReport
+from kvstore_client.engine.paged.unsent import AtEnd, Unsent
 from kvstore_client.engine.paged.weights import WeightsWatch
 from kvstore_client.engine.transfer_out import CHUNK_BYTES, BlockOut, SendOutcome, TransferOut
 
@@ -103,17 +104,13 @@ class RankSaves:
         self._copied_parts = 0  # of the job that is being copied
         self._held: dict[str, int] = {}
         self._report = WorkerReport([store])
+        self.unsent = Unsent()
         self._released: deque[tuple[tuple[int, int], bool]] = deque()  # job and slot; whether the store has the block
         # By job and slot: how many parts are on their way, and whether the store has the others.
         self._parts_left: dict[tuple[int, int], tuple[int, bool]] = {}
         self._lock = threading.Lock()
         self._saves: Saves | None = None  # of the current step
         self._to_compute: list[set[str]] = []  # by part, the layers that its blocks wait for
-
-    @property
-    def waiting_blocks(self) -> int:
-        """Blocks on their way to the store."""
-        return -(-self._out.waiting // self._layout.parts)
 
     def avoid(self, void_below: int) -> None:
         """What jobs below this number copy is not to be sent any more."""
@@ -127,6 +124,8 @@ class RankSaves:
         self._send_checked()
         self._held.update(held)
         self._saves = saves
+        if saves is not None:
+            self.unsent.add(saves.job, len(saves.copied) + len(saves.sent))
         self._to_compute = [set(layers) for layers in self._layout.layers] if saves else []
 
     def layer_computed(self, layer: str) -> None:
@@ -286,9 +285,14 @@ class RankSaves:
         """A part of each of these slots is not read any more; whether the store has it. With the last part, the slot is
         released."""
         parts = self._layout.parts
-        if parts == 1:
-            self._released.extend(results)
-            return
+        if parts > 1:
+            results = self._whole(results, parts)
+        self.unsent.ended(results)
+        self._released.extend(results)
+
+    def _whole(self, results: Sequence[tuple[tuple[int, int], bool]], parts: int) -> list[tuple[tuple[int, int], bool]]:
+        """-> the slots of which this was the last part; whether the store has all parts."""
+        whole = []
         with self._lock:
             for token, is_stored in results:
                 left, all_stored = self._parts_left.get(token, (parts, True))
@@ -296,14 +300,17 @@ class RankSaves:
                     self._parts_left[token] = left - 1, all_stored and is_stored
                 else:
                     self._parts_left.pop(token, None)
-                    self._released.append((token, all_stored and is_stored))
+                    whole.append((token, all_stored and is_stored))
+        return whole
 
-    def close(self, timeout_s: float) -> None:
-        """Send the blocks that wait, for so long at most."""
+    def close(self, timeout_s: float) -> AtEnd:
+        """Send the blocks that wait, until so long after the engine computed its last. -> what became of them."""
+        timeout_s -= self.unsent.engine_ends()
         self._each_copy(lambda copy: copy.wait())
         self._settle_copies()
         with self._settling:
             dropped = sum(len(each.blocks) for each in self._unchecked)
             self._unchecked.clear()
         self._counters.add("dropped_blocks", dropped / self._layout.parts)
-        self._out.close(timeout_s)
+        self._out.close(max(0.0, timeout_s))
+        return self.unsent.at_end()

@@ -15,6 +15,7 @@ from kvstore_client.engine.paged.plan import RankStore, StepPlan, WorkerReport
 from kvstore_client.engine.paged.rank_loads import RankLoads
 from kvstore_client.engine.paged.rank_saves import RankSaves
 from kvstore_client.engine.paged.shared_pool import SharedPool
+from kvstore_client.engine.paged.unsent import AtEnd
 from kvstore_client.engine.paged.weights import WeightsWatch
 
 
@@ -77,6 +78,8 @@ class WorkerHalf:
         self.loads.avoid(plan.void_loads)
         self._weights.begin(plan)
         self.loads.idle = plan.idle
+        if plan.ending:
+            self.saves.unsent.engine_ends()
         for request_id in plan.cancelled:
             self.loads.cancel(request_id)
         self.saves.begin(plan.saves, plan.held)
@@ -104,9 +107,11 @@ class WorkerHalf:
         """The KV cache is there again."""
         self._layout.attach()
 
-    def close(self) -> None:
-        """Send the blocks that wait, for at most as long as a transfer may take; then end the transfers."""
+    def close(self) -> AtEnd:
+        """Send the blocks that wait, for at most as long as a transfer may take; then end the transfers. -> what became
+        of those blocks."""
         self._weights.finish()
-        self.saves.close(self._timeout_s)
+        at_end = self.saves.close(self._timeout_s)
         self.loads.close()
         self._guard.close()
+        return at_end

@@ -52,6 +52,7 @@ from kvstore_client.engine.paged.worker import WorkerHalf
 from kvstore_client.vllm.connector.block_groups import BlockGroups, groups_digest
 from kvstore_client.vllm.connector.block_keys import BlockKeys
 from kvstore_client.vllm.connector.books import Books
+from kvstore_client.vllm.connector.ending import Ending, allow_time, check_time
 from kvstore_client.vllm.connector.engine_cache import EngineCache
 from kvstore_client.vllm.connector.engine_model import calling_worker, fingerprints_of, offer_naming
 from kvstore_client.vllm.connector.events import KVEvents, group_kinds
@@ -141,7 +142,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             else None
         )
         self._spans = self._trace() if schedules and self._options.trace_file else None
-        recompute_failed_loads(transfer, get_current_vllm_config_or_none())
+        engine = get_current_vllm_config_or_none()
+        recompute_failed_loads(transfer, engine)
+        self._ending = Ending(self._options.timeout_s, self._leave)
+        if schedules:
+            check_time(vllm_config, transfer, engine, self._options.timeout_s)
+            self._ending.watch_signals()
+
+    def _leave(self) -> None:
+        """The engine is told to end: proxies are to send it nothing more. Called in a signal handler."""
+        if self._registered is not None:
+            self._registered.withdraw()
 
     def _trace(self) -> RequestSpans:
         """Raises ValueError. Every engine of a data-parallel group has a file of its own."""
@@ -327,6 +338,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         plan = half.plan(scheduler_output)
         plan.saves = self._never_raise(lambda: half.saves.plan(scheduler_output), None)
         self._never_raise(lambda: half.complete(plan), None)
+        plan.ending = self._ending.begun and plan.idle
         self._never_raise(lambda: self._traffic.tick(time.monotonic()), None)
         return plan
 
@@ -361,7 +373,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         half = self._scheduler
-        return half is not None and (half.books.hand_overs.ending or half.books.sharing.waits)
+        return half is not None and (
+            half.books.hand_overs.ending or half.books.sharing.waits or self._ending.waits(len(half.saves.sends))
+        )
 
     def reset_cache(self) -> bool | None:
         """Called when the engine gets new weights or goes to sleep, among other cases, and also when vLLM could not
@@ -525,11 +539,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             stats = TransferStats.of(counters, histograms={"held_back_seconds": held_back})
             self._never_raise(lambda: self._traffic.observe(stats.data), None)
             return stats
-        waiting = self._worker.saves.waiting_blocks if self._worker else 0
-        if not counters and waiting == self._waiting_told:
+        waiting, oldest_s = 0, 0.0
+        if self._worker:
+            waiting, oldest_s = self._worker.saves.unsent.blocks, self._worker.saves.unsent.oldest_s
+        if not counters and not waiting and not self._waiting_told:
             return None
         self._waiting_told = waiting
-        return TransferStats.of(counters, {f"waiting_blocks/{self._rank}": waiting})
+        gauges = {f"waiting_blocks/{self._rank}": waiting, f"oldest_waiting_seconds/{self._rank}": oldest_s}
+        return TransferStats.of(counters, gauges)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
@@ -543,6 +560,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
+        """Called in the front end, when it has started the engine."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        allow_time(vllm_config, parse_options(ConnectorOptions, extra, "kv_connector_extra_config").timeout_s)
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
@@ -550,8 +570,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._registered is not None:
             self._never_raise(self._registered.close, None)
         self._never_raise(self._start.close, None)
-        if self._worker is not None:
-            self._never_raise(self._worker.close, None)
+        at_end = self._never_raise(self._worker.close, None) if self._worker is not None else None
+        if at_end is not None:
+            logger.log(
+                logging.WARNING if at_end.lost else logging.INFO,
+                "kvstore: at the end of this engine, %d blocks that waited were sent, and %d are lost",
+                *at_end,
+            )
         for guard in self._guards:
             guard.close()
 

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvstore.sizes import format_size
-from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, SECONDS_BUCKETS, Metric
+from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, HISTOGRAMS, LARGEST, PREFIX, SECONDS_BUCKETS, Metric
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,23 +65,24 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers of the engine's "KV Transfer metrics" log line: those that are not 0, gauges summed over
+        """The numbers of the engine's "KV Transfer metrics" log line: those that are not 0, gauges over all
         sources, and of histograms the largest."""
         longest = {f"longest_{name}": max(numbers) for name, numbers in self.data["histograms"].items()}
-        numbers = {**self.data["counters"], **sum_over_sources(self.data["gauges"]), **longest}
+        numbers = {**self.data["counters"], **over_sources(self.data["gauges"]), **longest}
         return {name: round(number, 3) for name, number in numbers.items() if number}
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
 
-def sum_over_sources(gauges: Mapping[str, float]) -> dict[str, float]:
-    """ "name/source" -> value as name -> sum."""
-    sums: dict[str, float] = {}
+def over_sources(gauges: Mapping[str, float]) -> dict[str, float]:
+    """ "name/source" -> value as name -> the sum, or the largest, of all sources."""
+    found: dict[str, float] = {}
     for key, value in gauges.items():
         name = key.partition("/")[0]
-        sums[name] = sums.get(name, 0) + value
-    return sums
+        before = found.get(name, 0)
+        found[name] = max(before, value) if name in LARGEST else before + value
+    return found
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -146,7 +147,7 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     histogram[engine_idx].observe(number)
         last = self._last[engine_idx]
         last.update(transfer_stats_data["gauges"])
-        for name, value in sum_over_sources(last).items():
+        for name, value in over_sources(last).items():
             if (gauge := self._known(self._gauges, name)) is not None:
                 gauge[engine_idx].set(value)
 
@@ -180,7 +181,7 @@ class TrafficLog:
             return
         counters, gauges = self._stats.data["counters"], self._stats.data["gauges"]
         if any(counters.values()):
-            waiting = sum_over_sources(gauges).get("waiting_blocks", 0)
+            waiting = over_sources(gauges).get("waiting_blocks", 0)
             logger.info("kvstore, last %.0f s: %s", seconds, traffic_text(counters, waiting))
         self._since = now
         self._stats = TransferStats.of({}, gauges)

@@ -106,10 +106,14 @@ COUNTERS: Final[Mapping[str, Sample]] = {
     ),
 }
 
-# A gauge has several sources at once; the metric is the sum of each source's last value.
+# A gauge has several sources at once; the metric is the sum of each source's last value, or the largest of them.
 GAUGES: Final[Mapping[str, Metric]] = {
-    "waiting_blocks": Metric("waiting_blocks", "Blocks in host memory that wait to be sent to the store."),
+    "waiting_blocks": Metric("waiting_blocks", "Blocks that are computed and wait to be sent to the store."),
+    "oldest_waiting_seconds": Metric(
+        "oldest_waiting_seconds", "How long before the last step the oldest block that waits to be sent was computed."
+    ),
 }
+LARGEST: Final = frozenset({"oldest_waiting_seconds"})
 
 # Of each request, a number. The buckets: from what nobody feels to what a deadline allows.
 HISTOGRAMS: Final[Mapping[str, Metric]] = {

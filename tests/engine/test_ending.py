@@ -1,0 +1,254 @@
+"""What an engine has computed reaches the store when it ends, and proxies hear of its end at once: `vllm serve` that is
+stopped in all the ways there are, and the class `LLM`, with a slow link to the store."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvstore_client.engine.directory import EngineList, EngineRecord
+from tests.engine import witness
+from tests.engine.driver import fork_processes, make_engine, sampling
+from tests.engine.engines import BLOCK, nursery, prompt, stored_blocks
+from tests.engine.served import MODEL, ServedEngine, post, save_served_model
+from tests.support.etcd import Etcd
+from tests.support.harness import Server, wait_until
+from tests.support.slow_link import SlowLink
+
+BLOCKS = 40  # of a prompt
+TOKENS = BLOCKS * BLOCK + 5
+SLOW, FAST = 1_500_000, 40_000_000  # bytes/s: 11 and 300 blocks a second
+TIMEOUT_S = 20.0  # the connector's timeout_s: these machines are busy
+SAID = re.compile(r"at the end of this engine, (\d+) blocks that waited were sent, and (\d+) are lost")
+
+
+class Fleet:
+    """An engine that registers itself, behind a slow link to its store; and what proxies hear of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = Server(folder / "store.log", "--memory", "512MiB")
+        self.link = SlowLink(self.server.port)
+        self.etcd = Etcd(folder / "etcd")
+        self.heard: list[dict[str, EngineRecord]] = []
+        self._followed = EngineList(self.etcd.url("fleet"), self.heard.append)
+        self._model = save_served_model(folder / "model")
+        self._folder = folder
+        self._seeds = iter(range(1000, 2000))
+        self._asked = 0
+        self.engine: ServedEngine | None = None
+
+    def start(self, *arguments: str) -> ServedEngine:
+        """An engine with an empty log."""
+        assert self.engine is None or not self.engine.running
+        number = len(list(self._folder.glob("engine-*.log")))
+        options = {"engines": self.etcd.url("fleet"), "engine_url": "http://127.0.0.1:1", "timeout_s": TIMEOUT_S}
+        log = self._folder / f"engine-{number}.log"
+        self.engine = ServedEngine(self._model, log, self.link.endpoint, *arguments, **options)
+        self.engine.await_health()
+        wait_until(lambda: self.heard and self.heard[-1], what="it is registered")
+        return self.engine
+
+    def fill(self, prompts: int) -> None:
+        """Have the engine compute, over a slow link."""
+        assert self.engine is not None
+        self._asked = stored_blocks(self.server)
+        self.link.bytes_per_s = SLOW
+        for _ in range(prompts):
+            ask(self.engine, prompt(next(self._seeds), TOKENS))
+            self._asked += BLOCKS
+
+    @property
+    def missing(self) -> int:
+        """Blocks that were computed since `fill` began and are not in the store."""
+        return self._asked - stored_blocks(self.server)
+
+    def stop(self) -> None:
+        if self.engine is not None:
+            self.engine.kill()
+        self._followed.close()
+        self.etcd.kill()
+        self.link.__exit__(None, None, None)
+        self.server.stop()
+
+
+def ask(engine: ServedEngine, tokens: list[int], answer: int = 1) -> None:
+    status, reply = post(
+        engine.url, "/v1/completions", {"model": MODEL, "prompt": tokens, "max_tokens": answer, "ignore_eos": True}
+    )
+    assert status == 200 and reply["usage"]["completion_tokens"] == answer, reply
+
+
+@pytest.fixture(scope="module")
+def whole_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    found = Fleet(tmp_path_factory.mktemp("ending"))
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def fleet(whole_fleet: Fleet) -> Iterator[Fleet]:
+    yield whole_fleet
+    if whole_fleet.engine is not None:
+        whole_fleet.engine.kill()
+    whole_fleet.link.bytes_per_s = None
+
+
+def processes_of(engine: ServedEngine) -> list[psutil.Process]:
+    process = psutil.Process(engine.pid)
+    return [process, *process.children(recursive=True)]
+
+
+def ends_in_order(fleet: Fleet, engine: ServedEngine) -> None:
+    """It was told to end: proxies hear of it while it sends, and what it has computed is in the store."""
+    wait_until(lambda: not fleet.heard[-1], what="it has left the directory")
+    assert fleet.missing > 0, "it left before it had sent all"
+    fleet.link.bytes_per_s = FAST
+    wait_until(lambda: not engine.running, TIMEOUT_S + 30, "it ends")
+    log = engine.log.read_text(errors="replace")
+    assert fleet.missing == 0, log[-4000:]
+    assert "force killing" not in log
+    [(sent, lost)] = SAID.findall(log)
+    assert int(sent) > 0 and int(lost) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)], ids=str
+)
+@pytest.mark.timeout(300)
+def test_with_vllms_defaults_all_that_was_computed_is_sent(fleet: Fleet, number: signal.Signals, to_all: bool) -> None:
+    """SIGTERM to the process that was started, as Kubernetes sends it; to all processes, as systemd does by default;
+    SIGINT to all, as a terminal does at Ctrl-C."""
+    engine = fleet.start()
+    fleet.fill(3)
+    assert fleet.missing > BLOCKS
+    for process in processes_of(engine) if to_all else [psutil.Process(engine.pid)]:
+        process.send_signal(number)
+    ends_in_order(fleet, engine)
+
+
+@pytest.mark.timeout(300)
+def test_with_a_shutdown_timeout_requests_are_finished_and_sent_too(fleet: Fleet) -> None:
+    engine = fleet.start("--shutdown-timeout", "60")
+    fleet.fill(2)
+    tokens, answer = prompt(1, TOKENS), 400
+    asking = threading.Thread(target=ask, args=(engine, tokens, answer))
+    asking.start()
+    wait_until(lambda: engine.metric("vllm:num_requests_running") == 1, what="it computes an answer")
+    os.kill(engine.pid, signal.SIGTERM)
+    wait_until(lambda: not fleet.heard[-1], what="it has left the directory")
+    assert asking.is_alive(), "proxies send nothing more while it finishes what it has begun"
+    asking.join(60)
+    assert not asking.is_alive()
+    fleet._asked += (TOKENS + answer - 1) // BLOCK
+    ends_in_order(fleet, engine)
+    assert "aborting in-flight requests" not in engine.log.read_text(errors="replace")
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_engine_loses_no_more_than_its_metrics_said(fleet: Fleet) -> None:
+    engine = fleet.start()
+    fleet.fill(2)
+    wait_until(lambda: engine.metric("vllm:kvstore_waiting_blocks") > 0, what="its metrics tell")
+    began = time.monotonic()
+    fleet_asked = fleet._asked
+    fleet.fill(2)
+    fleet._asked = fleet_asked + 2 * BLOCKS
+    computing_s = time.monotonic() - began
+    waiting = engine.metric("vllm:kvstore_waiting_blocks")
+    oldest_s = engine.metric("vllm:kvstore_oldest_waiting_seconds")
+    engine.kill()
+    fleet.link.bytes_per_s = None
+    lost = fleet.missing
+    assert 0 < lost <= waiting <= 4 * BLOCKS
+    assert oldest_s > 0
+    if lost > 2 * BLOCKS:
+        assert oldest_s >= computing_s * 0.9, "of the first two prompts some were lost"
+    wait_until(lambda: not fleet.heard[-1], what="its lease ends")
+
+
+def program(spec: dict[str, Any], log: Path, pipe: Connection, end: str) -> None:
+    """A user's program with the class `LLM`, in an interpreter that comes to its end as one does."""
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    witness.listen()
+    os.environ.update(spec["environment"])
+    if spec["environment"]["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1":
+        fork_processes()
+    with contextlib.suppress(SystemExit):
+        use_llm(spec, pipe, end)
+    ctypes.pythonapi.Py_Exit(0)
+
+
+KEPT: list[Any] = []  # what a program still has at its end
+
+
+def use_llm(spec: dict[str, Any], pipe: Connection, end: str) -> None:
+    llm = make_engine(spec)
+    llm.generate([{"prompt_token_ids": prompt(seed, TOKENS)} for seed in range(2)], sampling(1), use_tqdm=False)
+    pipe.send("computed")
+    pipe.recv()
+    if end == "del":
+        del llm
+        gc.collect()
+        pipe.send("deleted")
+        pipe.recv()
+        return
+    KEPT.append(llm)
+    if end == "sys.exit":
+        sys.exit(0)
+
+
+@pytest.mark.parametrize("end", ["end of program", "sys.exit", "del"])
+@pytest.mark.parametrize("own_process", [True, False], ids=["core in its own process", "core in the program"])
+@pytest.mark.timeout(300)
+def test_what_a_program_has_computed_is_sent_when_it_ends(
+    server: Server, link: SlowLink, model: Path, tmp_path: Path, own_process: bool, end: str
+) -> None:
+    spec = {
+        "model": str(model),
+        "connector": {"endpoint": link.endpoint, "always_load": True},
+        "kv_role": "kv_both",
+        "beside": [],
+        "load_failure_policy": "",
+        "environment": {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process)),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "HF_HUB_OFFLINE": "1",
+        },
+        "engine": {},
+    }
+    log = tmp_path / "program.log"
+    pipe, far = nursery().Pipe()
+    process = nursery().Process(target=program, args=(spec, log, far, end))
+    process.start()
+    far.close()
+    link.bytes_per_s = SLOW
+    assert pipe.poll(170) and pipe.recv() == "computed", log.read_text(errors="replace")[-4000:]
+    assert stored_blocks(server) < 2 * BLOCKS
+    link.bytes_per_s = FAST
+    pipe.send("end")
+    if end == "del":
+        assert pipe.poll(60) and pipe.recv() == "deleted", log.read_text(errors="replace")[-4000:]
+        assert stored_blocks(server) == 2 * BLOCKS, log.read_text(errors="replace")[-4000:]
+        pipe.send("end")
+    process.join(60)
+    said = log.read_text(errors="replace")
+    assert stored_blocks(server) == 2 * BLOCKS, said[-4000:]
+    [(_, lost)] = SAID.findall(said)
+    assert int(lost) == 0
