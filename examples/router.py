@@ -5,9 +5,9 @@
         --engine b=http://127.0.0.1:8001,tcp://127.0.0.1:5567,tcp://127.0.0.1:5568
 
 Each engine is given by its name, its address, and the publisher and replay addresses of its events, as in
-`vllm serve MODEL --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557",
-"replay_endpoint": "tcp://*:5558"}'`. Answers are passed on as they come. Which engine answered is in the header
-`x-kvstore-engine`, and how many tokens of the prompt it had in `x-kvstore-tokens`.
+`vllm serve MODEL --shutdown-timeout 30 --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq",
+"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'`. Answers are passed on as they come. Which engine
+answered is in the header `x-kvstore-engine`, and how many tokens of the prompt it had in `x-kvstore-tokens`.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 START_S = 300.0
+SHUTDOWN_S = 30  # for requests at SIGTERM, and for sending what they computed
 TURNS = 4
 ANSWER_TOKENS = 64
 # The store has a turn's blocks a moment after its answer; a person's next turn takes longer than that to come.
@@ -76,6 +77,7 @@ class EngineServer:
         command += ["--served-model-name", "demo", "--port", str(port), "--host", "127.0.0.1"]
         command += ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
         command += ["--kv-events-config", json.dumps(events)]
+        command += ["--shutdown-timeout", str(SHUTDOWN_S)]
         # Options that the CPU and a model without a tokenizer need.
         command += ["--skip-tokenizer-init", "--dtype", dtype, "--enforce-eager"]
         command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", str(max_model_len)]
@@ -93,7 +95,7 @@ class EngineServer:
     def stop(self) -> None:
         self._process.terminate()
         try:
-            self._process.wait(30)
+            self._process.wait(SHUTDOWN_S + 15)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -134,6 +134,15 @@ def test_a_gauge_is_the_sum_of_what_every_rank_said_last(prometheus: KVConnector
     assert exported("waiting_blocks") == 7
 
 
+def test_of_the_oldest_blocks_that_wait_the_oldest_of_all_ranks_counts(prometheus: KVConnectorProm) -> None:
+    ages = TransferStats.of({}, {"oldest_waiting_seconds/0": 0.5, "oldest_waiting_seconds/1": 2.5})
+    prometheus.observe(ages.to_dict())
+    assert exported("oldest_waiting_seconds") == 2.5
+    assert ages.reduce() == {"oldest_waiting_seconds": 2.5}
+    prometheus.observe(TransferStats.of({}, {"oldest_waiting_seconds/1": 0.0}).to_dict())
+    assert exported("oldest_waiting_seconds") == 0.5
+
+
 def test_an_engine_made_again_in_the_process_exports_again(prometheus: KVConnectorProm) -> None:
     unregister_vllm_metrics()
     config = SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG, shutdown_timeout=0)

@@ -33,7 +33,7 @@ with warnings.catch_warnings():
         SlidingWindowSpec,
     )
 
-    from kvstore_client.vllm.connector import mismatch
+    from kvstore_client.vllm.connector import ending, mismatch
     from kvstore_client.vllm.connector.kv_connector import KVStoreConnector
     from kvstore_client.vllm.connector.options import ConnectorOptions
     from kvstore_client.vllm.shared import block_hashes, engine_checks
@@ -243,3 +243,43 @@ def test_a_wrong_option_stops_the_engine_and_the_valid_ones_are_named(
     assert "unknown option 'time_out_s'; did you mean 'timeout_s'?" in said
     assert f"Valid options: {', '.join(ConnectorOptions.__struct_fields__)}" in said
     assert "timeout_s, lookup_timeout_s, tenant, weights_version, replicas, connections, transport, nixl" in said
+
+
+# ---- time to end ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "api_servers", "connector", "is_warned"),
+    [
+        (0, 1, "KVStoreConnector", False),
+        (0, 2, "KVStoreConnector", True),
+        (0, 1, "MultiConnector", True),
+        (3, 1, "KVStoreConnector", True),
+        (5, 2, "MultiConnector", False),
+    ],
+)
+def test_an_engine_warns_where_vllm_would_kill_it_before_it_has_sent_all(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    given: int,
+    api_servers: int,
+    connector: str,
+    is_warned: bool,
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(ending.logger, "warning", lambda text, *values: said.append(text % values))
+    config.shutdown_timeout = given
+    config.parallel_config._api_process_count = api_servers
+    transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
+    config.kv_transfer_config = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+    ending.check_time(config, transfer, config, 5.0)
+    assert len(said) == is_warned
+    assert all("Start it with --shutdown-timeout 15 or more" in each for each in said)
+
+
+def test_a_front_end_waits_for_its_engine_unless_it_is_told_for_how_long(config: VllmConfig) -> None:
+    ending.allow_time(config, 5.0)
+    assert config.shutdown_timeout == 15
+    config.shutdown_timeout = 3
+    ending.allow_time(config, 5.0)
+    assert config.shutdown_timeout == 3

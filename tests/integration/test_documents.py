@@ -55,6 +55,16 @@ def test_the_blocks_of_a_document_work_as_written(file: Path, store: Server, tmp
             reader.run(block)
 
 
+def test_every_command_that_starts_an_engine_has_it_finish_what_it_has_begun() -> None:
+    """vLLM's default for this is 0 s, in which no request is finished."""
+    commands = []
+    for file in [*DOCUMENTS, *(ROOT / "examples").glob("*.py"), *(ROOT / "kvstore_client" / "vllm").rglob("*.py")]:
+        commands += re.findall(r"vllm serve (?=[\w/.-]+ -).*", file.read_text())
+    assert len(commands) >= 9, "the search itself works"
+    for command in commands:
+        assert "--shutdown-timeout" in command, command
+
+
 @pytest.mark.parametrize("file", DOCUMENTS, ids=name_of)
 def test_every_file_a_document_names_is_there(file: Path) -> None:
     for path in re.findall(

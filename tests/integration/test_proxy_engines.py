@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_client.engine.directory import EngineRecord, Registered
+from kvstore_client.engine.directory import EngineList, EngineRecord, Registered
 from tests.support import forked
 from tests.support.etcd import Etcd
 from tests.support.harness import Server, environment, wait_until
@@ -53,6 +53,21 @@ def test_the_proxy_follows_engines_that_come_go_and_have_other_weights(tcp_serve
         finally:
             for engine in engines:
                 engine.kill()
+
+
+def test_an_engine_that_withdraws_is_gone_at_once_and_stays_away(tmp_path: Path) -> None:
+    with Etcd(tmp_path / "etcd") as etcd:
+        url = etcd.url("fleet")
+        record = EngineRecord("http://127.0.0.1:1", ("decode",))
+        heard: list[dict[str, EngineRecord]] = []
+        engines = EngineList(url, heard.append)
+        with Registered(url, "d", record, ttl_s=600) as entry:
+            wait_until(lambda: heard and heard[-1] == {"d": record}, what="it is there")
+            entry.withdraw()
+            wait_until(lambda: not heard[-1], what="it has left")
+            entry.update(EngineRecord("http://127.0.0.1:2", ("decode",)))
+        engines.close()
+        assert not heard[-1]
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """``KVStoreConnector``: kvstore as the KV connector of a vLLM engine.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStoreConnector",
+    vllm serve MODEL --shutdown-timeout 30 --kv-transfer-config '{"kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "kvstore_client.vllm.connector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"endpoint": "tcp://127.0.0.1:7070"}}'
 
