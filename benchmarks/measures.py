@@ -59,6 +59,7 @@ MEASURES: Final[dict[str, tuple[str, ...]]] = {
     "test_layer_parts": CONNECTOR,
     "test_proxy_links": PROXY,
     "test_proxy_capacity": ("kvstore_serving/proxy", "kvstore_serving/sse.py"),
+    "test_proxy_frozen": ("kvstore_serving/proxy", "kvstore_serving/sse.py"),
     "test_apart": CONNECTOR,
     "test_conversation": (*PROXY, *LOAD),
     "test_faults": PROXY,

@@ -93,6 +93,7 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_layer_parts", 8, ("--round-trip-ms", "20"), engine=True, variant="delayed"),
     Entry(f"{REMOTE}.test_proxy_links", 5, engine=True),
     Entry(f"{REMOTE}.test_proxy_capacity", 10),
+    Entry(f"{REMOTE}.test_proxy_frozen", 6),
     Entry(f"{REMOTE}.test_apart", 16, engine=True),
     Entry(f"{REMOTE}.test_conversation", 16, engine=True, trace="must"),
     Entry(f"{REMOTE}.test_faults", 15, engine=True),

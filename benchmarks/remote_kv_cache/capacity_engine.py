@@ -1,17 +1,21 @@
 """An engine that computes nothing, for the proxy's own cost: it answers at once, or sends events at a pace.
 
-    python -m benchmarks.remote_kv_cache.capacity_engine --port N
+    python -m benchmarks.remote_kv_cache.capacity_engine --port N [--first-ms N]
 
 It speaks as much HTTP as one client needs, on one event loop without a framework, so that it costs less than what is
 measured. A completion has `max_tokens` tokens. Each event has the time at which it was sent (`sent`, by the clock that
 all processes of this host share), so whoever receives it knows how long it took. `user`: the events of a stream in a
-second; without it they come as fast as the connection takes them.
+second; without it they come as fast as the connection takes them. `--first-ms`: to the first token.
+
+After GET /freeze it is an engine whose worker hangs: it accepts requests and answers /health, and no completion comes.
+After GET /thaw it goes on. GET /taken: how many completions it was asked for.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import time
 from typing import Any, Final
@@ -21,6 +25,22 @@ import msgspec
 MODEL: Final = "capacity"
 _BASE: Final = {"id": "cmpl-0", "object": "text_completion", "created": 1, "model": MODEL}
 _MODELS: Final = {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 32768}]}
+
+
+class _Worker:
+    """What computes."""
+
+    def __init__(self, first_s: float) -> None:
+        self.first_s = first_s
+        self.works = asyncio.Event()
+        self.works.set()
+        self.taken = 0
+
+    async def first(self) -> None:
+        """Returns when the first token is computed."""
+        self.taken += 1
+        await asyncio.sleep(self.first_s)
+        await self.works.wait()
 
 
 def _reply(body: bytes, status: str = "200 OK", kind: str = "application/json") -> bytes:
@@ -57,7 +77,7 @@ def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(b"%x\r\n%b\r\n" % (len(event), event))
 
 
-async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _serve(worker: _Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
         while True:
             head = await reader.readuntil(b"\r\n\r\n")
@@ -67,6 +87,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             path = line.split()[1]
             if path == "/v1/completions":
                 asked = msgspec.json.decode(body)
+                await worker.first()
                 if asked.get("stream"):
                     await _stream(asked, writer)
                     continue
@@ -76,6 +97,11 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 writer.write(_reply(msgspec.json.encode(answer)))
             elif path in ("/health", "/v1/models"):
                 writer.write(_reply(json.dumps(_MODELS).encode()))
+            elif path in ("/freeze", "/thaw"):
+                (worker.works.set if path == "/thaw" else worker.works.clear)()
+                writer.write(_reply(b"{}"))
+            elif path == "/taken":
+                writer.write(_reply(str(worker.taken).encode()))
             else:
                 writer.write(_reply(b"{}", "404 Not Found"))
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -84,8 +110,9 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         writer.close()
 
 
-async def _run(port: int) -> None:
-    server = await asyncio.start_server(_serve, "127.0.0.1", port, backlog=4096)
+async def _run(port: int, first_s: float) -> None:
+    worker = _Worker(first_s)
+    server = await asyncio.start_server(functools.partial(_serve, worker), "127.0.0.1", port, backlog=4096)
     print(f"capacity engine ready http://127.0.0.1:{port}", flush=True)
     await server.serve_forever()
 
@@ -93,7 +120,9 @@ async def _run(port: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
-    asyncio.run(_run(parser.parse_args().port))
+    parser.add_argument("--first-ms", type=float, default=0.0)
+    given = parser.parse_args()
+    asyncio.run(_run(given.port, given.first_ms / 1e3))
 
 
 if __name__ == "__main__":

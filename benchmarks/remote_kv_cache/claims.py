@@ -24,6 +24,7 @@ from benchmarks.remote_kv_cache.test_key_hashing import HASHING
 from benchmarks.remote_kv_cache.test_logins import ALONE, BESIDE, LOGGED_IN, OPEN
 from benchmarks.remote_kv_cache.test_many_clients import ALONE as ONE_CLIENT
 from benchmarks.remote_kv_cache.test_many_clients import TOGETHER
+from benchmarks.remote_kv_cache.test_proxy_frozen import AFTER_P99, BEFORE_P99
 from benchmarks.remote_kv_cache.test_request_time import FIRST as ALL_THE_WAY
 from benchmarks.remote_kv_cache.test_request_time import WAY
 from benchmarks.remote_kv_cache.test_sharding import (
@@ -481,6 +482,15 @@ REMOTE_CLAIMS: Final = (
             operations(names=(FIRST,)),
             lambda row: f"{row.times(SECOND):.1f} times shorter, tokens {_equal(row.run['token_ids_equal'])}",
             "computing it: {s:.2f} s", lambda row: row.run["token_ids_equal"] and row.times(SECOND) >= 10,
+        ),
+    ),
+    Claim("an engine freezes behind the proxy: first tokens of the next 5 s, p99 at most 1.5 x that before",
+        "test_proxy_frozen",
+        found(
+            operations(names=(AFTER_P99,)),
+            lambda row: f"{row.times(BEFORE_P99):.2f} x ({row.case})",
+            at(BEFORE_P99, "before: p99 {s:ms.0f} ms"),
+            lambda row: row.times(BEFORE_P99) <= 1.5,
         ),
     ),
     Claim("logins cost `get_into` at most 1 %",

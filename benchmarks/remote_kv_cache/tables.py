@@ -13,6 +13,7 @@ from benchmarks.remote_kv_cache.test_block_macs import TCP
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
 from benchmarks.remote_kv_cache.test_logins import ALONE, BESIDE, LOGGED_IN, OPEN
 from benchmarks.remote_kv_cache.test_proxy_capacity import DIRECT, THROUGH
+from benchmarks.remote_kv_cache.test_proxy_frozen import FIGURES
 from benchmarks.remote_kv_cache.test_sharding import PLACEMENT, SPLIT, SPLIT_512, TWO_SHARDS
 from benchmarks.remote_kv_cache.test_shared_memory import BORROW, LOOKUP
 from benchmarks.remote_kv_cache.test_swap import CUDA_IN, CUDA_OUT, SWAP_IN, SWAP_OUT
@@ -148,6 +149,10 @@ REMOTE_TABLES: Final[dict[str, Section]] = {
     "proxy_capacity": section("test_proxy_capacity", Table(operations(names=(THROUGH,)),
         ("µs", "{case}"), ("the engine directly", "{limit.s:us.0f}"), ("through the proxy", "{s:us.0f}"),
         ("added", lambda row: f"{(row.s.median - row.at(DIRECT).s.median) * 1e6:.0f}"),
+    )),
+    "proxy_frozen": section("test_proxy_frozen", Table(cases(),
+        ("first tokens, ms", "{case}"),
+        *((figure, at(figure, "{s:ms.0f}")) for figure in FIGURES),
     )),
     "nixl": section("test_nixl", _limited(("get_into, UCX over {p[ucx_tls]}", "{name}"), _RATE, _X_SOCKET)),
     "block_macs": section("test_block_macs", Table(
