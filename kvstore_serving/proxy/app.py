@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -51,6 +52,8 @@ PASSED: Final = frozenset(
         *("/v1/messages", "/pooling", "/classify", "/score", "/rerank"),
     }
 )
+# How a client names a path that takes this for a proxy of its own (RFC 9112, section 3.2.2).
+_PROXY_FORM: Final = re.compile(r"^https?://[^/]*", re.IGNORECASE)
 _RETRY: Final = {"retry-after": "1"}
 _TEXT: Final = (("content-type", "text/plain; version=0.0.4; charset=utf-8"),)
 
@@ -88,7 +91,7 @@ class Proxy:
         if scope["type"] != "http":
             return
         user = User(scope, receive, send, self.serving.settings.user_stall_s)
-        path, method = scope["path"], scope["method"]
+        path, method = _PROXY_FORM.sub("", scope["path"]), scope["method"]
         own = {
             "/health": self._health,
             "/healthz": self._alive,
@@ -98,7 +101,10 @@ class Proxy:
             MODELS: self._models,
         }.get(path)
         try:
-            if own is not None and method in ("GET", "HEAD"):
+            if "transfer-encoding" in user.headers and "content-length" in user.headers:
+                message = "Content-Length and Transfer-Encoding were given; expected one of them"
+                await user.refuse(400, message, "BadRequestError", None, {"connection": "close"})
+            elif own is not None and (method == "GET" or (method == "HEAD" and path != MODELS)):
                 await own(user)
             elif path in PASSED or is_of_one(path):
                 query = scope["query_string"].decode("latin-1")
@@ -379,9 +385,9 @@ async def _while_there(user: User, work: Awaitable[None]) -> None:
 
 
 def _is_json(user: User) -> bool:
-    """Whether a body is said to be JSON, or nothing is said; engines refuse what is not."""
+    """Whether a body is said to be JSON; engines refuse what is not."""
     kind = user.headers.get("content-type", "")
-    return not kind or kind.partition(";")[0].strip().lower() == "application/json"
+    return kind.partition(";")[0].strip().lower() == "application/json"
 
 
 class _Named(msgspec.Struct):

@@ -125,7 +125,8 @@ class StreamedAnswer:
                     await self._end()
                     return
                 begun = self._raw_sent or not transcript.empty
-                if not begun or (self._ask.plain and (self._may_continue() or self._ask.steady)):
+                known = self._ask.plain and not transcript.too_long
+                if not begun or (known and (self._may_continue() or self._ask.steady)):
                     goes_on = request.after(error, "in the stream" if begun else "before the first token")
                 else:
                     serving.note(request.engine, record, error)

@@ -60,8 +60,7 @@ async def prefill_shown(request: Request, chunks: asyncio.Queue[Early | None]) -
                     if chunk is None:
                         break
                     _note_usage(request, read_usage(chunk.get("usage")))
-                    if chunk.get("choices") or request.ask.wants_usage:
-                        chunks.put_nowait(Early(time.monotonic(), chunk))
+                    chunks.put_nowait(Early(time.monotonic(), chunk))
     finally:
         chunks.put_nowait(None)
 

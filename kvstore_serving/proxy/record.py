@@ -11,12 +11,13 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 import msgspec
+from starlette.datastructures import Headers, MutableHeaders
 
 from kvstore_client.engine.spans import Kind, Span
 from kvstore_client.engine.trace_context import TraceContext, new_trace, parse_traceparent
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 # Set anew for each engine, or about a hop before this one.
 _NOT_PASSED_ON: Final = frozenset(
-    {"host", "expect", "traceparent", "x-request-id", "forwarded", "x-real-ip", POLICY_HEADER}
+    {"host", "expect", "traceparent", "tracestate", "x-request-id", "forwarded", "x-real-ip", POLICY_HEADER}
 )
 
 
@@ -39,7 +40,7 @@ class Record:
     path: str
     trace: TraceContext
     root: Span  # the request as its user sees it
-    headers: dict[str, str]  # of the user, for engines
+    headers: Headers  # of the user, for engines
     time: float = field(default_factory=time.time)
     model: str = ""
     stream: bool = False
@@ -90,14 +91,13 @@ class Record:
         finally:
             span.ended = time.monotonic()
 
-    def for_engine(self, span: Span, attempt: int = 0) -> dict[str, str]:
+    def for_engine(self, span: Span, attempt: int = 0) -> MutableHeaders:
         """-> the headers of a request to an engine, which is that span. A second attempt has another id, because the
         engine may still know the first."""
-        return {
-            **self.headers,
-            "traceparent": self.trace.header(span.id),
-            "x-request-id": f"{self.id}-{attempt}" if attempt else self.id,
-        }
+        headers = self.headers.mutablecopy()
+        headers["traceparent"] = self.trace.header(span.id)
+        headers["x-request-id"] = f"{self.id}-{attempt}" if attempt else self.id
+        return headers
 
     def line(self) -> dict[str, Any]:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(self.time))
@@ -126,19 +126,22 @@ class Record:
         }
 
 
-def begin(method: str, path: str, headers: Mapping[str, str]) -> Record:
-    """-> the record of a request with these headers, whose names are in small letters."""
-    trace = parse_traceparent(headers.get("traceparent", ""))
+def begin(method: str, path: str, headers: Headers) -> Record:
+    """-> the record of a request with these headers."""
+    trace = parse_traceparent(",".join(headers.getlist("traceparent")))  # two are none
     given = headers.get("x-request-id", "")
     usable = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
-    left_out = of_this_hop(headers.get("connection", "")) | _NOT_PASSED_ON
-    passed = {
-        name: value
-        for name, value in headers.items()
-        if name not in left_out and not name.startswith("x-forwarded-") and (name != "tracestate" or trace is not None)
-    }
+    left_out = of_this_hop(",".join(headers.getlist("connection"))) | _NOT_PASSED_ON
+    passed = [
+        (name, value)
+        for name, value in headers.raw
+        if (each := name.decode("latin-1")) not in left_out and not each.startswith("x-forwarded-")
+    ]
+    state = ",".join(headers.getlist("tracestate"))
+    if trace is not None and state:
+        passed.append((b"tracestate", state.encode("latin-1")))
     root = Span(f"{method} {path}", "server", "proxy", {"http.request.method": method, "http.route": path})
-    return Record(given if usable else secrets.token_hex(16), path, trace or new_trace(), root, passed)
+    return Record(given if usable else secrets.token_hex(16), path, trace or new_trace(), root, Headers(raw=passed))
 
 
 def _rounded(value: float | None) -> float | None:

@@ -8,15 +8,17 @@ another one. A `Follower` passes on the chunks of one engine:
 * of a stream that continues the answer after its `safe_ids`, the same, and it makes chunks of the answer of them.
 
 What must hold: the texts that were sent, joined, are the answer's text. All chunks have the id and the time of the
-first.
+first. A chunk costs the same time however long the answer is, and of its text no more than `MOST_TEXT` is kept.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from kvstore_serving.proxy.ask import Ask
+
+MOST_TEXT: Final = 1 << 20  # characters; an answer with more of them cannot be given again by another engine
 
 
 class Diverged(Exception):
@@ -30,7 +32,7 @@ class Transcript:
     ask: Ask
     head: dict[str, Any] = field(default_factory=dict)  # id, created and model of all chunks
     role_sent: bool = False
-    text: str = ""
+    chars: int = 0
     ids: list[int] = field(default_factory=list)
     prompt_ids: list[int] | None = None
     ids_known: bool = True  # of all that was sent
@@ -42,16 +44,35 @@ class Transcript:
     safe_ids: int = 0
     safe_text: int = 0  # characters
     from_prefill: int = 0  # how many of the tokens came from the prefill engine
+    _texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of it, unless it is `too_long`."""
+        return "".join(self._texts)
+
+    @property
+    def too_long(self) -> bool:
+        """Whether the text is no longer known, so that nobody can go on after it."""
+        return self.chars > MOST_TEXT
+
+    def add(self, text: str) -> None:
+        self.chars += len(text)
+        if self.too_long:
+            self._texts.clear()
+        elif text:
+            self._texts.append(text)
 
     @property
     def empty(self) -> bool:
         """Whether nothing of the answer was sent: a role is none of it."""
-        return not self.text and not self.ids and not self.odd
+        return not self.chars and not self.ids and not self.odd
 
     @property
     def continuable(self) -> bool:
         """Whether another engine can be told exactly what was sent."""
-        return self.ask.may_continue and self.ids_known and not self.odd and self.prompt_ids is not None
+        known = self.ids_known and not self.odd and not self.too_long and self.prompt_ids is not None
+        return known and self.ask.may_continue
 
     def stamp(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """Give a chunk the id of the answer, and leave out the ids that the user did not ask for."""
@@ -108,9 +129,10 @@ class Follower:
     def __init__(self, transcript: Transcript, continues: int | None = None) -> None:
         self._transcript = transcript
         self._continues = continues
-        # What is still to be left out.
+        # What is to be left out, and how much of it has come.
         self._had_text = transcript.text[transcript.safe_text if continues else 0 :]
         self._had_ids = transcript.ids[continues or 0 :]
+        self._text_came = self._ids_came = 0
 
     def feed(self, chunk: dict[str, Any], *, prefill: bool = False) -> dict[str, Any] | None:
         """-> what the user is sent of this chunk; None: nothing. `prefill`: it is the prefill engine's."""
@@ -135,7 +157,7 @@ class Follower:
         if role and transcript.role_sent and not text and finish is None and not odd:
             return None
         text, ids, repeated = self._new(text, ids)
-        if (finish is not None or odd) and (self._had_text or self._had_ids):
+        if (finish is not None or odd) and self._leaves_out:
             raise Diverged  # it ends, or says something else, before all that the user has
         if repeated and not text and not ids and finish is None and not odd:
             return None
@@ -147,7 +169,7 @@ class Follower:
         if ids is not None:
             choice["token_ids"] = ids
         transcript.role_sent = transcript.role_sent or role
-        transcript.text += text
+        transcript.add(text)
         transcript.odd = transcript.odd or odd
         transcript.finished = finish is not None
         if ids is None:
@@ -155,24 +177,28 @@ class Follower:
         else:
             transcript.ids += ids
             if text and len(ids) == 1 and not repeated:
-                transcript.safe_ids, transcript.safe_text = len(transcript.ids), len(transcript.text)
+                transcript.safe_ids, transcript.safe_text = len(transcript.ids), transcript.chars
             transcript.from_prefill += len(ids) if prefill else 0
         return transcript.stamp(chunk)
 
+    @property
+    def _leaves_out(self) -> bool:
+        """Whether a part of what the user has did not come yet."""
+        return self._text_came < len(self._had_text) or self._ids_came < len(self._had_ids)
+
     def _new(self, text: str, ids: list[int] | None) -> tuple[str, list[int] | None, bool]:
         """-> the part of text and ids that the user does not have, and whether there was another part."""
-        had_text, had_ids = self._had_text, self._had_ids
-        if not had_text and not had_ids:
+        if not self._leaves_out:
             return text, ids, False
-        if ids is not None and had_ids:
-            common = min(len(ids), len(had_ids))
-            if ids[:common] != had_ids[:common]:
+        if ids is not None:
+            had_ids = self._had_ids[self._ids_came : self._ids_came + len(ids)]
+            if ids[: len(had_ids)] != had_ids:
                 raise Diverged
-            self._had_ids, ids = had_ids[common:], ids[common:]
-        common = min(len(text), len(had_text))
-        if text[:common] != had_text[:common]:
+            self._ids_came, ids = self._ids_came + len(had_ids), ids[len(had_ids) :]
+        had_text = self._had_text[self._text_came : self._text_came + len(text)]
+        if not text.startswith(had_text):
             raise Diverged
-        self._had_text = had_text[common:]
-        if ids is None and not self._had_text:
-            self._had_ids = []  # an engine that names no tokens is compared by its text
-        return text[common:], ids, True
+        self._text_came += len(had_text)
+        if ids is None and self._text_came == len(self._had_text):
+            self._ids_came = len(self._had_ids)  # an engine that names no tokens is compared by its text
+        return text[len(had_text) :], ids, True

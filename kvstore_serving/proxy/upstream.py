@@ -36,6 +36,7 @@ _SILENT: Final = "it is silent: it accepts requests and answers none"
 _IDLE_CLOSED_S: Final = 0.5  # after which a connection that ends was not idle
 _KEEP_ALIVE_S: Final = 2.0  # less than engines keep an idle connection: uvicorn closes it after 5 s
 _MAX_EVENT_BYTES: Final = 32 << 20  # the first event may carry the token ids of a long prompt
+_JSON: Final = {"content-type": "application/json"}
 _encoder: Final = msgspec.json.Encoder()
 _Result = TypeVar("_Result")
 
@@ -132,6 +133,8 @@ class Stream:
         """-> the next event's data, or a comment; None after the last one. Raises `EngineFailed`, also if the stream
         was cut."""
         loop = asyncio.get_running_loop()
+        if self._events:
+            await asyncio.sleep(0)  # one piece may have a thousand of them: between two it is the turn of others
         if self._until is None:
             self._until = loop.time() + self._wait_s
         while not self._events:
@@ -302,7 +305,7 @@ class Upstream:
         body: dict[str, Any] = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0}
         if kv_transfer_params:
             body["kv_transfer_params"] = kv_transfer_params
-        headers = {**self._own_headers, "x-request-id": PROBE}
+        headers = {**self._own_headers, **_JSON, "x-request-id": PROBE}
         answer = await self._whole(engine, "POST", "/v1/completions", _encoder.encode(body), headers, timeout_s)
         if answer.status in _RETRIED:
             raise EngineFailed(engine, f"status {answer.status}", answer)
@@ -310,8 +313,10 @@ class Upstream:
 
     async def own(self, engine: Engine, path: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> Answer:
         """-> the answer to a question of the proxy's own, of any status. Raises `EngineFailed`."""
-        method, data = ("GET", b"") if body is None else ("POST", _encoder.encode(body))
-        return await self._whole(engine, method, path, data, self._own_headers, timeout_s)
+        if body is None:
+            return await self._whole(engine, "GET", path, b"", self._own_headers, timeout_s)
+        headers = {**self._own_headers, **_JSON}
+        return await self._whole(engine, "POST", path, _encoder.encode(body), headers, timeout_s)
 
     async def get(self, engine: Engine, path: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
         """-> the answer to a user's GET, of any status. Raises `EngineFailed`."""
@@ -356,9 +361,9 @@ class Upstream:
         to be read, and not passed on as it is."""
         limits = {"total": timeout_s} if whole else {"total": None, "sock_read": timeout_s}
         timeout = aiohttp.ClientTimeout(sock_connect=self._settings.connect_s, **limits)
-        sent = {"content-type": "application/json", **headers} if data else dict(headers)
+        sent = list(headers.items())  # a name may be there twice
         if reads:
-            sent["accept-encoding"] = "identity"
+            sent = [pair for pair in sent if pair[0] != "accept-encoding"] + [("accept-encoding", "identity")]
         session = self._reading if reads else self._passing
         while True:
             used: set[str] = set()

@@ -1,7 +1,7 @@
 """One user's connection, for one request: the reply as it is made, and whether the user is still there.
 
 An ASGI connection. What must hold: a reply that the user does not read ends after `stall_s`; what is written waits for
-the user's socket, so nothing piles up here.
+the user's socket, so nothing piles up here. A server copies what it is given to send, so it is given little at a time.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-Headers = Iterable[tuple[str, str]]
+Pairs = Iterable[tuple[str, str]]
 JSON: Final = (("content-type", "application/json"),)
+_PIECE: Final = 64 << 10  # bytes; a user who does not read has two of them here, and a socket's buffer
 
 
 class UserGone(Exception):
@@ -26,10 +28,8 @@ class User:
     """A request's connection. One task writes."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, stall_s: float) -> None:
-        self.headers: dict[str, str] = {}
-        for name, value in scope["headers"]:
-            key, text = name.decode("latin-1"), value.decode("latin-1")
-            self.headers[key] = f"{self.headers[key]},{text}" if key in self.headers else text
+        # As they came: of a header that is there twice, `get` gives the first, which is the one that engines heed.
+        self.headers = Headers(scope=scope)
         self.request_id = ""  # that a reply names, unless it names another one
         self.began = time.monotonic()
         self.status = 0  # of the reply, once it has begun
@@ -63,7 +63,7 @@ class User:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
 
-    async def start(self, status: int, headers: Headers) -> None:
+    async def start(self, status: int, headers: Pairs) -> None:
         self.status = status
         pairs = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers]
         if self.request_id and not any(name == b"x-request-id" for name, _ in pairs):
@@ -71,13 +71,16 @@ class User:
         await self._write({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def write(self, piece: bytes, *, more: bool = True) -> None:
-        """Send a piece of the body; returns when the user's socket has taken what was before it."""
+        """Send a piece of the body; returns when the user's socket has taken what was before it, and nearly all of a
+        large one."""
         if self.first_s is None and piece:
             self.first_s = time.monotonic() - self.began
-        self.ended = not more
-        await self._write({"type": "http.response.body", "body": piece, "more_body": more})
+        for start in range(0, len(piece) or 1, _PIECE):
+            part = piece[start : start + _PIECE]
+            self.ended = not more and start + len(part) == len(piece)
+            await self._write({"type": "http.response.body", "body": part, "more_body": not self.ended})
 
-    async def reply(self, status: int, body: bytes, headers: Headers = JSON) -> None:
+    async def reply(self, status: int, body: bytes, headers: Pairs = JSON) -> None:
         """The whole reply."""
         await self.start(status, [*headers, ("content-length", str(len(body)))])
         await self.write(body, more=False)

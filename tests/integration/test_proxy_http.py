@@ -143,7 +143,9 @@ def test_an_engine_behind_a_sidecar_that_packs_is_of_use(
     life = time.monotonic() + 1.0
     while time.monotonic() < life:  # some checks
         assert all(each["healthy"] for each in engines_of(proxy))
-        status, headers, body = ask(proxy.url, "POST", COMPLETIONS, json.dumps(completion()).encode())
+        status, headers, body = ask(
+            proxy.url, "POST", COMPLETIONS, json.dumps(completion()).encode(), **{"Content-Type": "application/json"}
+        )
         assert status == 200 and json.loads(body)["choices"][0]["text"] == expected(PROMPT, 6)
         assert "content-encoding" not in dict(headers)
     assert text_of(chunks_of(proxy.url, COMPLETIONS, completion())) == expected(PROMPT, 6)

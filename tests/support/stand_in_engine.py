@@ -29,14 +29,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 MODEL = "stand-in"
 PROBE = "kvstore-proxy-asks-for-a-token"
+_TOKENS = 1000
 
 
 def next_token(prompt: list[int], drift: int = 0) -> int:
     """The token after these: it depends on all of them, and on their order."""
-    state = drift
-    for token in prompt:
+    return _state(prompt, drift) % _TOKENS
+
+
+def _state(tokens: list[int], state: int = 0) -> int:
+    for token in tokens:
         state = (state * 31 + token + 1) % 1_000_003
-    return state % 1000
+    return state
 
 
 def expected(prompt: list[int], count: int) -> str:
@@ -173,7 +177,7 @@ class StandIn:
         if body.get("stream"):
             return StreamingResponse(self._stream(how, body, prompt, count, chat), media_type="text/event-stream")
         said = self._say(how, prompt, count)
-        text = "".join(f"{token} " for token in said)
+        text = "".join(f"{token} " + "x" * how.get("pad", 0) for token in said)
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         base: dict[str, Any] = {"id": "x", "object": "o", "created": 1, "model": MODEL}
@@ -184,10 +188,12 @@ class StandIn:
         return JSONResponse({**base, "choices": [choice], "usage": _usage(how, prompt, len(said))})
 
     def _say(self, how: dict[str, Any], prompt: list[int], count: int) -> list[int]:
+        """`next_token` again and again, in a time that does not grow with what was said."""
         said: list[int] = []
+        state = _state(prompt)
         for _ in range(count):
-            drift = how.get("drift", 0) if not said else 0
-            said.append(next_token(prompt + said, drift))
+            said.append(state % _TOKENS if said else next_token(prompt, how.get("drift", 0)))
+            state = _state(said[-1:], state)
         return said
 
     async def _stream(
@@ -210,7 +216,7 @@ class StandIn:
             if chat:
                 role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                 yield _event({**base, "choices": [role], "prompt_token_ids": prompt if ids else None})
-            said = self._say(how, prompt, count)
+            said, batch = self._say(how, prompt, count), bytearray()
             finish_at = how.get("stop_at", count)
             for number, token in enumerate(said[:finish_at]):
                 if how.get("cut_at") == number:
@@ -239,9 +245,12 @@ class StandIn:
                     choice["prompt_token_ids"] = prompt if ids and number == 0 else None
                 if not chat or last:
                     choice["stop_reason"] = None
-                yield _event({**base, "choices": [choice]})
+                batch += _event({**base, "choices": [choice]})
                 self.streamed += 1
-                await asyncio.sleep(how.get("gap_s", 0))
+                if last or len(batch) >= how.get("batch_bytes", 0):
+                    yield bytes(batch)
+                    batch.clear()
+                    await asyncio.sleep(how.get("gap_s", 0))
             if (body.get("stream_options") or {}).get("include_usage"):
                 yield _event({**base, "choices": [], "usage": _usage(how, prompt, min(count, finish_at))})
             yield b"data: [DONE]\n\n"
