@@ -16,6 +16,7 @@ import pytest
 from tests.engine.engines import LONGEST, Engine, Expected, StartEngine, answers_alone, save_model
 from tests.engine.fleet import Fleet
 from tests.support.harness import Server
+from tests.support.proxies import ProxyProcess
 from tests.support.slow_link import SlowLink
 
 if TYPE_CHECKING:
@@ -105,6 +106,16 @@ def fleet(shared_fleet: Fleet) -> Fleet:
     """A store, two engines and a proxy that other tests use too. Its engines may be killed."""
     shared_fleet.mend()
     return shared_fleet
+
+
+@pytest.fixture(scope="module")
+def alone(shared_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyProcess]:
+    """A proxy that has nothing but the decode engine."""
+    shared_fleet.mend()
+    folder = tmp_path_factory.mktemp("alone")
+    roles = [f"--decode={shared_fleet.d.url}", "--max-body=1MiB"]
+    with ProxyProcess(folder, *shared_fleet.store_options, *roles) as proxy:
+        yield proxy
 
 
 @pytest.fixture(scope="session")

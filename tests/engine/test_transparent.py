@@ -12,7 +12,6 @@ import gzip
 import http.client
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -254,16 +253,6 @@ def _without_names(value: Any) -> Any:
             for key, each in value.items()
         }
     return [_without_names(each) for each in value] if isinstance(value, list) else value
-
-
-@pytest.fixture(scope="module")
-def alone(shared_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyProcess]:
-    """A proxy that has nothing but the decode engine."""
-    shared_fleet.mend()
-    folder: Path = tmp_path_factory.mktemp("alone")
-    roles = [f"--decode={shared_fleet.d.url}", "--max-body=1MiB"]
-    with ProxyProcess(folder, *shared_fleet.store_options, *roles) as proxy:
-        yield proxy
 
 
 CASES = {"generated": list(generated()), "others": list(others())}

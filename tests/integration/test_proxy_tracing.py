@@ -162,6 +162,7 @@ def test_two_traceparents_are_none(proxy: ProxyProcess, calm: dict[str, StandInE
         *[("traceparent", header(TRACE)["traceparent"])] * 2,
         ("tracestate", "a=1"),
         ("x-request-id", "two"),
+        ("content-type", "application/json"),
         ("content-length", str(len(body))),
     ]:
         connection.putheader(name, value)
@@ -178,7 +179,7 @@ def test_tracestate_in_several_headers_is_one_list(proxy: ProxyProcess, calm: di
     body = json.dumps(completion()).encode()
     connection.putrequest("POST", COMPLETIONS)
     given = [("traceparent", header(TRACE)["traceparent"]), ("tracestate", "a=1"), ("tracestate", "b=2")]
-    for name, value in [*given, ("content-length", str(len(body)))]:
+    for name, value in [*given, ("content-type", "application/json"), ("content-length", str(len(body)))]:
         connection.putheader(name, value)
     connection.endheaders(body)
     assert connection.getresponse().status == 200
