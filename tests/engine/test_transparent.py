@@ -241,18 +241,18 @@ def _answer(event: list[Any]) -> int:
 
 def _document(data: bytes) -> Any:
     try:
-        return _without_names(json.loads(data))
+        return without_names(json.loads(data))
     except (ValueError, UnicodeDecodeError):
         return data
 
 
-def _without_names(value: Any) -> Any:
+def without_names(value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            key: type(each).__name__ if key in PER_ANSWER and each is not None else _without_names(each)
+            key: type(each).__name__ if key in PER_ANSWER and each is not None else without_names(each)
             for key, each in value.items()
         }
-    return [_without_names(each) for each in value] if isinstance(value, list) else value
+    return [without_names(each) for each in value] if isinstance(value, list) else value
 
 
 CASES = {"generated": list(generated()), "others": list(others())}

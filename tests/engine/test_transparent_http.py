@@ -47,13 +47,28 @@ def in_chunks(body: bytes, extension: bytes = b"", trailer: bytes = b"") -> byte
 
 
 CASES: dict[str, bytes] = {
-    **{f"{method} {path}": request(f"{method} {path}") for method in ("HEAD", "OPTIONS", "PROPFIND", "BREW")
-       for path in ("/v1/models", "/v1/completions", "/version", "/tokenize")},
-    **{f"GET {path}": request(f"GET {path}") for path in (
-        *("/nowhere", "/", "/v1", "/v1/completions/", "/v1/models/", "//v1/models", "/v1/../v1/models", "/V1/Models"),
-        *("/v1/models?a=1&b=%20", "/v1/models?", "/v1%2Fmodels", "/v1/models%00", "/v1/models%zz", "/v1/model%73"),
-        *("http://x/v1/models", "HTTP://x:80/version?a=1", "/version?" + "a" * 9000),
-    )},
+    **{
+        f"{method} {path}": request(f"{method} {path}")
+        for method in ("HEAD", "OPTIONS", "PROPFIND", "BREW")
+        for path in ("/v1/models", "/v1/completions", "/version", "/tokenize")
+    },
+    **{
+        f"GET {path}": request(f"GET {path}")
+        for path in (
+            *(
+                "/nowhere",
+                "/",
+                "/v1",
+                "/v1/completions/",
+                "/v1/models/",
+                "//v1/models",
+                "/v1/../v1/models",
+                "/V1/Models",
+            ),
+            *("/v1/models?a=1&b=%20", "/v1/models?", "/v1%2Fmodels", "/v1/models%00", "/v1/models%zz", "/v1/model%73"),
+            *("http://x/v1/models", "HTTP://x:80/version?a=1", "/version?" + "a" * 9000),
+        )
+    },
     "a query": request("POST /v1/completions?a=1&b=%20", JSON, body=BODY),
     "a letter in hexadecimal": request("POST /v1/completion%73", JSON, body=BODY),
     "the type twice": ask(JSON, JSON),

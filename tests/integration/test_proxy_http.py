@@ -20,12 +20,13 @@ import psutil
 import pytest
 
 from tests.support.harness import Server, wait_until
-from tests.support.proxies import ProxyProcess, Reading, StandInEngine, chunks_of, get, post, text_of
+from tests.support.proxies import ProxyProcess, Reading, StandInEngine, chunks_of, get, post, same_answer, text_of
 from tests.support.stand_in_engine import MODEL, expected
 
 PROMPT = list(range(100, 140))
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MiB = 1 << 20
+LATE = {"delay_s": 0.2}
 
 
 def completion(**more: Any) -> dict[str, Any]:
@@ -210,6 +211,27 @@ def test_users_are_told_what_was_cached_before_they_asked(
         else:
             usage = json.loads(post(proxy.url, COMPLETIONS, completion(**more))[1])["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+@pytest.mark.parametrize("first", ["p", "d"])
+@pytest.mark.parametrize("stop_at", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}], ids=str)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_an_engine_says_at_the_end_is_in_the_last_event(
+    proxy: ProxyProcess,
+    engines: dict[str, StandInEngine],
+    path: str,
+    options: dict[str, Any],
+    stop_at: int,
+    first: str,
+) -> None:
+    """Also of an answer that ends with P's token."""
+    for name, engine in engines.items():
+        engine.behave(stop_at=stop_at, says_last={"system_fingerprint": "f"}, **({} if name == first else LATE))
+    body = {**completion(**options), "messages": [{"role": "user", "content": "a"}]}
+    through, right = (same_answer(chunks_of(url, path, body)) for url in (proxy.url, engines[first].url))
+    assert [set(each) for each in through] == [set(each) for each in right]
+    assert [each.get("system_fingerprint") for each in through] == [None] * (len(right) - 1) + ["f"]
 
 
 def test_what_is_no_request_of_this_api_is_refused_by_an_engine_in_its_own_words(

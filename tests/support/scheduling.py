@@ -32,7 +32,18 @@ ENGINE_TESTS: Final = "tests/engine/"
 # Their tests share a store, two engines and a proxy, so one worker runs them all.
 FLEET: Final = "tests/engine/ with a fleet"
 OF_A_FLEET: Final = frozenset(
-    f"{ENGINE_TESTS}test_{name}.py" for name in ("proxy", "proxy_faults", "proxy_kill", "tracing", "transparent", "transparent_http", "transparent_client", "split_answers")
+    f"{ENGINE_TESTS}test_{name}.py"
+    for name in (
+        "proxy",
+        "proxy_faults",
+        "proxy_kill",
+        "tracing",
+        "transparent",
+        "transparent_http",
+        "transparent_client",
+        "split_answers",
+        "leaving",
+    )
 )
 ROOMS: Final = ("unit", "integration", "engine", "attack", "chaos")  # what is quick tells of a mistake first
 SLOW_WEIGHT: Final = 8  # a test of tests/slow.txt takes as long as so many others

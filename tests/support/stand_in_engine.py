@@ -202,6 +202,8 @@ class StandIn:
         base = {"id": f"{os.getpid()}-{len(self.seen)}", "created": int(time.time() * 1000) % 10**9, "model": MODEL}
         base["object"] = "chat.completion.chunk" if chat else "text_completion"
         ids = body.get("return_token_ids")
+        usage = (body.get("stream_options") or {}).get("include_usage")
+        more = how.get("says_last", {})  # in the last event
         self.running += 1
         done = False
         try:
@@ -245,14 +247,14 @@ class StandIn:
                     choice["prompt_token_ids"] = prompt if ids and number == 0 else None
                 if not chat or last:
                     choice["stop_reason"] = None
-                batch += _event({**base, "choices": [choice]})
+                batch += _event({**base, "choices": [choice], **(more if last and not usage else {})})
                 self.streamed += 1
                 if last or len(batch) >= how.get("batch_bytes", 0):
                     yield bytes(batch)
                     batch.clear()
                     await asyncio.sleep(how.get("gap_s", 0))
-            if (body.get("stream_options") or {}).get("include_usage"):
-                yield _event({**base, "choices": [], "usage": _usage(how, prompt, min(count, finish_at))})
+            if usage:
+                yield _event({**base, **more, "choices": [], "usage": _usage(how, prompt, min(count, finish_at))})
             yield b"data: [DONE]\n\n"
             done = True
         finally:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore_serving.proxy.ask import COMPLETIONS, understand
-from kvstore_serving.proxy.transcript import Diverged, Follower, Transcript
+from kvstore_serving.proxy.transcript import MOST_TEXT, Diverged, Follower, Transcript
 
 # Tokens and the text that each of them shows; the second and the third are parts of one character, as are the last two.
 ANSWER = [(1, "a"), (2, ""), (3, "é"), (4, "b"), (5, ""), (6, "ü")]
@@ -49,3 +49,14 @@ def test_another_answer_is_noticed_before_anything_of_it_is_sent(other: dict[str
     with pytest.raises(Diverged):
         Follower(transcript).feed(other)
     assert transcript.text == "aé" and transcript.ids == [1, 2, 3]
+
+
+def test_of_a_text_that_is_too_long_nothing_is_kept_and_nobody_goes_on() -> None:
+    body = {"model": "m", "prompt": [1], "temperature": 0, "stream": True}
+    transcript = Transcript(understand(COMPLETIONS, body))
+    follower = Follower(transcript)
+    for number in range(9):
+        chunk = {"prompt_token_ids": [1], "choices": [{"text": "x" * (MOST_TEXT // 8), "token_ids": [number]}]}
+        assert follower.feed(chunk) is chunk
+        assert transcript.too_long == (number == 8) and transcript.continuable == (number < 8)
+    assert not transcript.text and not transcript.empty and transcript.ids == list(range(9))

@@ -1,0 +1,154 @@
+"""Answers that the proxy makes with two engines are those of one: header by header and event by event.
+
+P computes the prompt, D the answer, and the blocks go through the store. What may differ is in docs/proxy.md: where a
+stream is cut between P's first token and D's, so a stream of other events is compared by what they say together; and
+what usage tells of caches, which for a new prompt is that nothing was cached.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine.fleet import CHAT, COMPLETIONS, Fleet, ask
+from tests.engine.served import post
+from tests.engine.test_transparent import JSON_SCHEMA, TOOL, Case, comparable
+from tests.engine.test_transparent import ask as reply_to
+
+STREAMS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "streamed": {"stream": True},
+    "with usage": {"stream": True, "stream_options": {"include_usage": True}},
+    "with all usage": {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+}
+BYTES = list(range(256))  # tokens that are bytes: most characters are several of them, or none
+SAMPLING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two tokens": {"max_tokens": 2},
+    "two answers": {"n": 2, "temperature": 0.9, "seed": 4},
+    "a seed": {"temperature": 0.9, "seed": 7},
+    "stop": {"stop": ["w1", "w2", "zzz"]},
+    "stop and shown": {"stop": "w1", "include_stop_str_in_output": True},
+    "at least": {"min_tokens": 8},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    "bytes": {"allowed_token_ids": BYTES, "max_tokens": 24},
+    "bytes, a seed": {"allowed_token_ids": BYTES, "max_tokens": 24, "temperature": 1.0, "seed": 3},
+    "token ids": {"return_token_ids": True},
+    "ignore the end": {"ignore_eos": True, "skip_special_tokens": False},
+    "json schema": {"response_format": {"type": "json_schema", "json_schema": JSON_SCHEMA}},
+    "too hot": {"temperature": 99},
+    "too many": {"max_tokens": 10_000_000},
+}
+OF_COMPLETIONS: dict[str, dict[str, Any]] = {f"logprobs {number}": {"logprobs": number} for number in range(6)}
+OF_CHATS: dict[str, dict[str, Any]] = {
+    **{f"top logprobs {number}": {"logprobs": True, "top_logprobs": number} for number in (0, 5)},
+    "a tool": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    "tools": {"tools": [TOOL], "tool_choice": "none"},
+}
+# What names the first token, which P gives.
+FIRST = ("stop at it", "stop in it", "stop in it and shown", "stop at it later")
+WITH_USAGE = ("plain", "stop", "two answers", "logprobs 0", "stop at it")
+# Requests that one engine takes alone, and why; docs/proxy.md tells of them.
+ALONE: dict[str, tuple[dict[str, Any], str]] = {
+    "one token": ({"max_tokens": 1}, "one token"),
+    "echo": ({"echo": True}, "needs the prompt's logits"),
+    "prompt logprobs": ({"prompt_logprobs": 1}, "needs the prompt's logits"),
+}
+
+
+def cases(fleet: Fleet) -> Iterator[tuple[Case, str]]:
+    """With why it is not split; empty: it is."""
+    number = 5000
+    common = SAMPLING | {name: {} for name in FIRST} | {name: body for name, (body, _) in ALONE.items()}
+    for path, own in ((COMPLETIONS, OF_COMPLETIONS), (CHAT, OF_CHATS)):
+        for (name, more), (how, stream) in itertools.product({**common, **own}.items(), STREAMS.items()):
+            if how.startswith("with") and name not in WITH_USAGE:
+                continue
+            number += 1
+            body = ask(path, number, **{"max_tokens": 12, "temperature": 0, **more, **stream})
+            if name in FIRST:
+                body |= of_first_token(fleet, path, body, name)
+            why = ALONE[name][1] if name in ALONE else ""
+            yield Case(f"{path} {name}, {how}", path, body, headers={"x-request-id": f"split-{number}"}), why
+
+
+def of_first_token(fleet: Fleet, path: str, body: dict[str, Any], name: str) -> dict[str, Any]:
+    question = {key: value for key, value in body.items() if not key.startswith("stream")}
+    question |= {"max_tokens": 1, "return_token_ids": True, "cache_salt": "so that nobody has the prompt"}
+    _, answer = post(fleet.d.url, path, question)
+    [choice] = answer["choices"]
+    text = choice["message"]["content"] if path == CHAT else choice["text"]
+    return {
+        "stop at it": {"stop_token_ids": choice["token_ids"]},
+        "stop in it": {"stop": text[1:]},
+        "stop in it and shown": {"stop": text[1:], "include_stop_str_in_output": True},
+        "stop at it later": {"stop_token_ids": choice["token_ids"], "min_tokens": 3},
+    }[name]
+
+
+def without_caches(value: Any) -> Any:
+    """Without what usage says of caches."""
+    if isinstance(value, dict):
+        return {key: without_caches(each) for key, each in value.items() if key != "prompt_tokens_details"}
+    return [without_caches(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def joined(events: Any) -> Any:
+    """What a stream's events say together, wherever they were cut: texts and lists one after the other, and of all else
+    the last that was said."""
+
+    def add(said: Any, more: Any) -> Any:
+        if isinstance(said, dict) and isinstance(more, dict):
+            return {key: add(said.get(key), more.get(key)) for key in (*said, *more)}
+        if isinstance(said, str | list) and type(said) is type(more):
+            return said + more
+        return said if more is None else more
+
+    if not isinstance(events, list):
+        return events
+    answers: dict[int, Any] = {}
+    rest: dict[str, Any] = {}
+    for event in events:
+        for line in event:
+            if isinstance(line, list | tuple) and isinstance(line[1], dict):
+                for choice in line[1].get("choices", ()):
+                    answers[choice["index"]] = add(answers.get(choice["index"]), {**choice, "index": 0})
+                rest |= {key: value for key, value in line[1].items() if key != "choices" and value is not None}
+    return answers, rest
+
+
+def differs(through: Any, right: Any) -> str:
+    """-> how two answers differ: "", "cut" (in other places, which the written list allows), or "said"."""
+    if through == right:
+        return ""
+    return "cut" if through[:2] == right[:2] and joined(through[2]) == joined(right[2]) else "said"
+
+
+@pytest.mark.timeout(400)
+def test_split_answers_are_those_of_one_engine(fleet: Fleet) -> None:
+    different, cut, decisions = {}, [], Counter[str]()
+    for case, why in cases(fleet):
+        raw = reply_to(fleet.proxy.url, case)
+        through = without_caches(comparable(raw))
+        right = without_caches(comparable(reply_to(fleet.d.url, case)))
+        how = differs(through, right)
+        if how == "said":
+            different[case.name] = through, right
+        elif how:
+            cut.append(case.name)
+        record = fleet.proxy.record(case.headers["x-request-id"])
+        decisions[record["decision"]] += 1
+        if b'"cached_tokens"' in raw.body and record["prefill_outcome"] == "ok":
+            assert b'"cached_tokens":0' in raw.body or b'"cached_tokens":null' in raw.body, case.name
+        if not (why and raw.status != 200):
+            assert (record["decision"], record["why"]) == (("colocate", why) if why else ("split", "policy split")), (
+                case
+            )
+    print(f"{decisions.total()} requests, {json.dumps(decisions)}; {len(cut)} were cut elsewhere: {', '.join(cut)}")
+    told = "\n".join(f"{name}\n  proxy  {through}\n  engine {right}" for name, (through, right) in different.items())
+    assert not different, f"{len(different)} differ:\n{told}"
