@@ -67,8 +67,9 @@ def test_what_is_not_finished_when_the_drain_ends_is_cut_off_and_says_so(
     wait_until(lambda: not engine.seen()["running"], what="the engine is free")
 
 
+@pytest.mark.parametrize("stream", [True, False])
 def test_a_user_who_does_not_read_is_gone_after_a_while(
-    tcp_server: Server, engine: StandInEngine, tmp_path: Path
+    tcp_server: Server, engine: StandInEngine, tmp_path: Path, stream: bool
 ) -> None:
     with start(tmp_path, tcp_server, engine, "--user-stall-seconds=1") as proxy:
         engine.behave(pad=100_000)
@@ -76,12 +77,14 @@ def test_a_user_who_does_not_read_is_gone_after_a_while(
         with socket.socket() as user:
             user.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             user.connect((host, int(port)))
-            body = json.dumps(ask(5000, stream=True)).encode()
+            body = json.dumps(ask(5000 if stream else 200, stream=stream)).encode()
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             user.sendall(f"{head}Content-Length: {len(body)}\r\nx-request-id: stalled\r\n\r\n".encode() + body)
-            wait_until(lambda: engine.seen()["running"], what="the engine answers")
-            wait_until(lambda: not engine.seen()["running"], what="the engine is freed")
-            assert proxy.record("stalled")["id"] == "stalled"
+            if stream:
+                wait_until(lambda: engine.seen()["running"], what="the engine answers")
+                wait_until(lambda: not engine.seen()["running"], what="the engine is freed")
+            assert proxy.record("stalled")["outcome"] == "disconnect"
+            assert not proxy.status()["in_flight"]
         assert post(proxy.url, COMPLETIONS, ask())[0] == 200
 
 
