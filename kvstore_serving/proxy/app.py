@@ -29,6 +29,7 @@ from kvstore_serving.proxy.ask import (
     Ask,
     AskError,
     NotUnderstood,
+    model_of,
     understand,
 )
 from kvstore_serving.proxy.bodies import Bodies, BodyTooLarge, BodyTooSlow, NoRoom
@@ -269,7 +270,7 @@ class Proxy:
         """What serves a request that an engine answers as it is."""
 
         async def serve(user: User, record: Record, body: bytes) -> None:
-            model, response = _model_of(body), named_in(path, body)
+            model, response = model_of(body), named_in(path, body)
             if response:
                 engine = self._responses.engine_of(response)
             else:
@@ -388,18 +389,3 @@ def _is_json(user: User) -> bool:
     """Whether a body is said to be JSON; engines refuse what is not."""
     kind = user.headers.get("content-type", "")
     return kind.partition(";")[0].strip().lower() == "application/json"
-
-
-class _Named(msgspec.Struct):
-    model: str | None = None
-
-
-_decode_named: Final = msgspec.json.Decoder(_Named).decode
-
-
-def _model_of(body: bytes) -> str | None:
-    """-> the model that a body names, if it is JSON and names one."""
-    try:
-        return _decode_named(body).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import msgspec
+
 from kvstore_serving.proxy.settings import POLICIES
 
 CHAT: Final = "/v1/chat/completions"
@@ -269,6 +271,21 @@ def understand(path: str, body: object, policy: str = "") -> Ask:
         wrong = next(each for each in tokens if not 0 <= each <= _LAST_TOKEN)
         raise AskError(f"prompt has the token id {wrong}; expected 0 to {_LAST_TOKEN}", "prompt")
     return Ask(path, body, bool(body.get("return_token_ids")), policy)
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_decode_named: Final = msgspec.json.Decoder(_Named).decode
+
+
+def model_of(body: bytes) -> str | None:
+    """-> the model that a body names, if it is JSON and names one."""
+    try:
+        return _decode_named(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def with_trace(body: dict[str, Any], traceparent: str) -> dict[str, Any]:

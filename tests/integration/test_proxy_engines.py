@@ -65,7 +65,7 @@ def test_an_engine_that_withdraws_is_gone_at_once_and_stays_away(tmp_path: Path)
             wait_until(lambda: heard and heard[-1] == {"d": record}, what="it is there")
             entry.withdraw()
             wait_until(lambda: not heard[-1], what="it has left")
-            entry.update(EngineRecord("http://127.0.0.1:2", ("decode",)))
+            entry.update()
         engines.close()
         assert not heard[-1]
 
