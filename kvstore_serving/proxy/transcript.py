@@ -148,6 +148,10 @@ class Follower:
         prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if transcript.prompt_ids is None and isinstance(prompt_ids, list):
             transcript.prompt_ids = prompt_ids
+        elif prompt_ids is not None:  # each engine says it with its first token; the user has it
+            for holder in (chunk, choice):
+                if "prompt_token_ids" in holder:
+                    holder["prompt_token_ids"] = None
         delta = choice.get("delta")
         text = (delta.get("content") if isinstance(delta, dict) else choice.get("text")) or ""
         ids = choice.get("token_ids")

@@ -60,3 +60,19 @@ def test_of_a_text_that_is_too_long_nothing_is_kept_and_nobody_goes_on() -> None
         assert follower.feed(chunk) is chunk
         assert transcript.too_long == (number == 8) and transcript.continuable == (number < 8)
     assert not transcript.text and not transcript.empty and transcript.ids == list(range(9))
+
+
+def test_the_tokens_of_the_prompt_are_told_once() -> None:
+    """Also where the decode engine's first event has more than the token that the user has."""
+
+    def first(ids: list[int], text: str) -> dict[str, Any]:
+        event = chunk(ids, text)
+        event["choices"][0]["prompt_token_ids"] = [9]
+        return event
+
+    transcript = transcript_of([])
+    shown = Follower(transcript).feed(first([1], "a"), prefill=True)
+    rest = Follower(transcript).feed(first([1, 2, 3], "aé"))
+    assert shown is not None and shown["choices"][0]["prompt_token_ids"] == [9]
+    assert rest is not None and rest["choices"][0]["token_ids"] == [2, 3]
+    assert rest["choices"][0]["prompt_token_ids"] is None
