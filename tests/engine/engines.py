@@ -199,6 +199,10 @@ class Engine:
         return [process, *process.children(recursive=True)]
 
     @property
+    def running(self) -> bool:
+        return self._process.is_alive()
+
+    @property
     def has_core(self) -> bool:
         """Whether its core runs in the driver's process, where ``settle`` and phases of requests need it."""
         return self._has_core

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import time
 import warnings
 
@@ -39,6 +40,8 @@ def pause() -> None:
     time.sleep(0.001)
 
 
+# Numba would compile for seconds how drafts are looked up, in each engine that has such; Python finds the same ones.
+os.environ["NUMBA_DISABLE_JIT"] = "1"
 gc.disable()  # what is imported stays
 for _name in PRELOAD:
     importlib.import_module(_name)

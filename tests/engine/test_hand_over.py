@@ -6,20 +6,25 @@ The measure is always the same: the tokens of an engine that did it all alone.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, save_model
+from benchmarks.remote_kv_cache.engine_models import EngineModel, save_model
 from tests.engine.driver import Ask
 from tests.engine.engines import LONGEST, Engine, Expected, Ledger, StartEngine, full_blocks, namespaces, prompt
+from tests.engine.site import Site
 from tests.engine.trace_waits import LATE_S, waited
 from tests.support.harness import Server, wait_until
 
 PREFILL, DECODE = "do_remote_decode", "do_remote_prefill"
+# Its blocks are twice those of the model of the other tests.
+LARGER = EngineModel("larger", 512, 1024, 8, 8, 4, 4096)
 CHUNKS = {"max_num_batched_tokens": 256, "max_num_seqs": 4}  # a prompt takes several steps
 
-IN_PARTS = pytest.mark.parametrize("parts", [{}, {"layer_parts": 4}], ids=["whole blocks", "parts"])
+# The option that says in how many parts of layers engines keep blocks.
+IN_PARTS = pytest.mark.parametrize("parts", [{}, {"layer_parts": 4}], ids=["whole blocks", "parts"], scope="module")
 
 
 def nothing_left(server: Server) -> None:
@@ -30,28 +35,47 @@ def nothing_left(server: Server) -> None:
     )
 
 
-@pytest.fixture
-def parts() -> dict[str, int]:
-    """The option that says in how many parts of layers engines keep blocks. `IN_PARTS` runs a test with both."""
-    return {}
+@pytest.fixture(scope="module")
+def shared_site(parts: dict[str, int], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    found = Site(tmp_path_factory.mktemp("site"), model, parts, **CHUNKS)
+    yield found
+    found.stop()
 
 
 @pytest.fixture
-def prefiller(server: Server, start_engine: StartEngine, parts: dict[str, int]) -> Engine:
-    return start_engine(server.endpoint, options=parts, **CHUNKS)
+def site(shared_site: Site, request: pytest.FixtureRequest) -> Iterator[Site]:
+    """For tests of `IN_PARTS` whose engines have no other options. Engine 0 is `prefiller`, engine 1 is `decoder`."""
+    yield from shared_site.used_by(request)
 
 
 @pytest.fixture
-def decoder(server: Server, start_engine: StartEngine, parts: dict[str, int]) -> Engine:
-    return start_engine(server.endpoint, options=parts, **CHUNKS)
+def prefiller(site: Site) -> Engine:
+    return site.engine(0)
+
+
+@pytest.fixture
+def decoder(site: Site) -> Engine:
+    return site.engine(1)
+
+
+@pytest.fixture(scope="module")
+def shared_flights(parts: dict[str, int], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    options = {"single_flight_s": 30, **parts}
+    found = Site(tmp_path_factory.mktemp("flights"), model, options, **CHUNKS, max_model_len=LONGEST)
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def flights(shared_flights: Site, request: pytest.FixtureRequest) -> Iterator[Site]:
+    """For tests of `IN_PARTS` whose engines wait half a minute for each other's prompts."""
+    yield from shared_flights.used_by(request)
 
 
 @IN_PARTS
 def test_the_decode_side_loads_what_the_prefill_side_computes_at_the_same_time(
-    server: Server, prefiller: Engine, decoder: Engine, expected: Expected
+    site: Site, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
-    for engine in (prefiller, decoder):
-        engine.generate(prompt(99, 40))
     books = Ledger(decoder)
     questions = [prompt(seed, 1500) for seed in (1, 2, 3)]
     for question in questions:
@@ -66,19 +90,17 @@ def test_the_decode_side_loads_what_the_prefill_side_computes_at_the_same_time(
         assert (first.params[DECODE], first.params[PREFILL]) == (True, False)
     assert books["hand_overs/decode"] == 3
     assert books["failed_loads"] == books["unpromised_requests"] == books["unkept_blocks"] == 0
-    nothing_left(server)
+    nothing_left(site.server)
 
 
 @IN_PARTS
 def test_an_engine_takes_either_side_of_each_request(
-    server: Server, prefiller: Engine, decoder: Engine, expected: Expected
+    site: Site, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
     """Also of several at once, and beside requests that are handed over to nobody.
 
     An engine promises a prompt when it begins it, and the other waits 2 s for that: each has two short ones to compute.
     """
-    for engine in (prefiller, decoder):
-        engine.generate(prompt(99, 40))
     questions = [prompt(seed, 400) for seed in range(10, 14)]
     alone = prompt(14, 700)
     asks = [[Ask(alone, 8, at=2)], [Ask(alone, 8, at=2)]]
@@ -95,12 +117,12 @@ def test_an_engine_takes_either_side_of_each_request(
                 assert answer.cached_tokens == 400
     for engine in (prefiller, decoder):
         engine.settle()
-    nothing_left(server)
+    nothing_left(site.server)
 
 
-def test_a_prompt_that_nobody_promises_is_computed(server: Server, decoder: Engine, expected: Expected) -> None:
+@IN_PARTS
+def test_a_prompt_that_nobody_promises_is_computed(site: Site, decoder: Engine, expected: Expected) -> None:
     question = prompt(20, 600)
-    decoder.generate(prompt(99, 40))
     books = Ledger(decoder)
     [answer] = decoder.play(Ask(question, 8, side=DECODE))
     assert [answer.token_ids] == expected(question)
@@ -108,68 +130,13 @@ def test_a_prompt_that_nobody_promises_is_computed(server: Server, decoder: Engi
     assert books["unpromised_requests"] == 1
     tries = (Ask(prompt(21 + each, 600), 8, side=DECODE, options={"wait_s": 0.05}) for each in range(5))
     assert any(decoder.play(each)[0].seconds < 2 for each in tries), "it waits no longer than it was told to"
-    nothing_left(server)
+    nothing_left(site.server)
 
 
 @IN_PARTS
-def test_a_prefill_that_is_aborted_or_killed_is_computed_by_the_decode_side(
-    server: Server, prefiller: Engine, decoder: Engine, expected: Expected
-) -> None:
-    for engine in (prefiller, decoder):
-        engine.generate(prompt(99, 40))
-    aborted, killed = prompt(30, 1800), prompt(31, 1800)
-    decoder.order_play(Ask(aborted, 8, side=DECODE))
-    prefiller.play(Ask(aborted, 1, side=PREFILL, abort="prefilling"))
-    [answer] = decoder.result()
-    assert [answer.token_ids] == expected(aborted)
-    nothing_left(server)
-    decoder.order_play(Ask(killed, 8, side=DECODE))
-    prefiller.order_play(Ask(killed, 1, side=PREFILL))
-    wait_until(lambda: any(each.promised for each in namespaces(server)), what="the prompt is promised")
-    prefiller.kill()
-    [answer] = decoder.result()
-    assert [answer.token_ids] == expected(killed)
-    nothing_left(server)
-    decoder.settle()
-
-
-@IN_PARTS
-def test_one_prefill_engine_serves_three_decode_engines_whose_turns_change(
-    server: Server, prefiller: Engine, start_engine: StartEngine, expected: Expected, parts: dict[str, int]
-) -> None:
-    """Nothing is paired: each prompt goes to another one, also when the one that waits is killed half-way through."""
-    decoders = [start_engine(server.endpoint, options=parts, **CHUNKS) for _ in range(3)]
-    for engine in (prefiller, *decoders):
-        engine.generate(prompt(99, 40))
-    questions = [prompt(50 + number, 400 + 300 * number) for number in range(4)]
-    for turn in range(2):
-        for number, question in enumerate(questions[:3]):
-            decoders[(turn + number) % 3].order_play(Ask(question, 12, side=DECODE))
-        prefiller.play(*[Ask(question, 1, side=PREFILL) for question in questions[:3]])
-        for number, question in enumerate(questions[:3]):
-            [answer] = decoders[(turn + number) % 3].result()
-            assert [answer.token_ids] == expected(question, max_tokens=12)
-            assert answer.cached_tokens >= full_blocks(len(question))
-    decoders[0].order_play(Ask(questions[3], 12, side=DECODE))
-    prefiller.order_play(Ask(questions[3], 1, side=PREFILL))
-    wait_until(lambda: any(each.awaited for each in namespaces(server)), what="a decode engine waits")
-    decoders[0].kill()
-    [answer] = decoders[1].play(Ask(questions[3], 12, side=DECODE))
-    assert [answer.token_ids] == expected(questions[3], max_tokens=12)
-    assert answer.cached_tokens >= full_blocks(len(questions[3]))
-    prefiller.result()
-    nothing_left(server)
-
-
-@IN_PARTS
-def test_of_engines_that_get_one_prompt_at_once_one_computes_it(
-    server: Server, start_engine: StartEngine, expected: Expected, parts: dict[str, int]
-) -> None:
+def test_of_engines_that_get_one_prompt_at_once_one_computes_it(flights: Site, expected: Expected) -> None:
     """Of all their requests, one."""
-    how = {**CHUNKS, "max_model_len": LONGEST}
-    engines = [start_engine(server.endpoint, options={"single_flight_s": 30, **parts}, **how) for _ in range(2)]
-    for engine in engines:
-        engine.generate(prompt(99, 40))
+    engines = [flights.engine(number) for number in range(2)]
     question = prompt(40, 2300)
     [right] = expected(question)
     for engine in engines:
@@ -179,12 +146,12 @@ def test_of_engines_that_get_one_prompt_at_once_one_computes_it(
     assert sorted(answer.cached_tokens for answer in answers) == [0] + [full_blocks(2300)] * 15
     for engine in engines:
         engine.settle()
-    nothing_left(server)
+    nothing_left(flights.server)
 
 
 @IN_PARTS
 def test_a_prompt_whose_beginning_is_known_on_a_side_is_handed_over_in_full(
-    server: Server, prefiller: Engine, decoder: Engine, expected: Expected
+    site: Site, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
     for number, known in enumerate(("decode", "prefill", "both")):
         question = prompt(120 + number, 1000)
@@ -197,15 +164,13 @@ def test_a_prompt_whose_beginning_is_known_on_a_side_is_handed_over_in_full(
         [right] = expected(question, max_tokens=12)
         assert (answer.token_ids, first.token_ids) == (right, right[:1]), known
         assert (answer.cached_tokens, first.cached_tokens) == (1000, 512), known
-        nothing_left(server)
+        nothing_left(site.server)
 
 
 @IN_PARTS
 def test_a_decode_request_that_is_aborted_while_it_waits_leaves_nothing(
-    server: Server, prefiller: Engine, decoder: Engine, expected: Expected
+    site: Site, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
-    for engine in (prefiller, decoder):
-        engine.generate(prompt(99, 40))
     question = prompt(130, 1500)
     prefiller.order_play(Ask(question, 1, side=PREFILL))
     decoder.order_play(Ask(question, 12, side=DECODE, abort="loading"))
@@ -214,37 +179,74 @@ def test_a_decode_request_that_is_aborted_while_it_waits_leaves_nothing(
     decoder.settle()
     [right] = expected(question, max_tokens=12)
     assert [answer.token_ids for answer in prefiller.result()] == [right[:1]]
-    nothing_left(server)
+    nothing_left(site.server)
     [again] = decoder.play(Ask(question, 12, side=DECODE))
     assert (again.token_ids, again.cached_tokens) == (right, 1500)
 
 
 @IN_PARTS
 def test_no_request_waits_longer_for_a_frozen_prefill_engine_than_it_may(
-    server: Server,
-    prefiller: Engine,
-    start_engine: StartEngine,
-    expected: Expected,
-    parts: dict[str, int],
-    tmp_path: Path,
+    site: Site, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
     """Its promise goes on for half a minute; what the decode side waits is its own affair."""
-    trace = tmp_path / "trace.json"
-    decoder = start_engine(server.endpoint, options={"trace_file": str(trace), **parts}, **CHUNKS)
-    for engine in (prefiller, decoder):
-        engine.generate(prompt(99, 40))
     question, since = prompt(140, 1500), time.time()
     prefiller.order_play(Ask(question, 1, side=PREFILL))
-    wait_until(lambda: any(each.promised for each in namespaces(server)), what="the prompt is promised")
+    wait_until(lambda: any(each.promised for each in namespaces(site.server)), what="the prompt is promised")
     with prefiller.stopped():
         [answer] = decoder.play(Ask(question, 8, side=DECODE, options={"wait_s": 1.0}))
-        assert any(each.promised for each in namespaces(server)), "the promise ended: nothing is shown"
+        assert any(each.promised for each in namespaces(site.server)), "the promise ended: nothing is shown"
     assert [answer.token_ids] == expected(question)
-    [times] = wait_until(lambda: waited(trace, since), what="the decode engine tells its times")
+    [times] = wait_until(lambda: waited(site.trace(1), since), what="the decode engine tells its times")
     assert times.queue_s <= LATE_S, "it was promised before"
     assert 0.5 <= times.load_s <= 1.0 + LATE_S
     prefiller.result()
-    nothing_left(server)
+    nothing_left(site.server)
+
+
+@IN_PARTS
+def test_one_prefill_engine_serves_three_decode_engines_whose_turns_change(
+    site: Site, prefiller: Engine, expected: Expected
+) -> None:
+    """Nothing is paired: each prompt goes to another one, also when the one that waits is killed half-way through."""
+    decoders = [site.engine(number) for number in (2, 3, 1)]
+    questions = [prompt(50 + number, 400 + 300 * number) for number in range(4)]
+    for turn in range(2):
+        for number, question in enumerate(questions[:3]):
+            decoders[(turn + number) % 3].order_play(Ask(question, 12, side=DECODE))
+        prefiller.play(*[Ask(question, 1, side=PREFILL) for question in questions[:3]])
+        for number, question in enumerate(questions[:3]):
+            [answer] = decoders[(turn + number) % 3].result()
+            assert [answer.token_ids] == expected(question, max_tokens=12)
+            assert answer.cached_tokens >= full_blocks(len(question))
+    decoders[0].order_play(Ask(questions[3], 12, side=DECODE))
+    prefiller.order_play(Ask(questions[3], 1, side=PREFILL))
+    wait_until(lambda: any(each.awaited for each in namespaces(site.server)), what="a decode engine waits")
+    decoders[0].kill()
+    [answer] = decoders[1].play(Ask(questions[3], 12, side=DECODE))
+    assert [answer.token_ids] == expected(questions[3], max_tokens=12)
+    assert answer.cached_tokens >= full_blocks(len(questions[3]))
+    prefiller.result()
+    nothing_left(site.server)
+
+
+@IN_PARTS
+def test_a_prefill_that_is_aborted_or_killed_is_computed_by_the_decode_side(
+    site: Site, prefiller: Engine, decoder: Engine, expected: Expected
+) -> None:
+    aborted, killed = prompt(30, 1800), prompt(31, 1800)
+    decoder.order_play(Ask(aborted, 8, side=DECODE))
+    prefiller.play(Ask(aborted, 1, side=PREFILL, abort="prefilling"))
+    [answer] = decoder.result()
+    assert [answer.token_ids] == expected(aborted)
+    nothing_left(site.server)
+    decoder.order_play(Ask(killed, 8, side=DECODE))
+    prefiller.order_play(Ask(killed, 1, side=PREFILL))
+    wait_until(lambda: any(each.promised for each in namespaces(site.server)), what="the prompt is promised")
+    prefiller.kill()
+    [answer] = decoder.result()
+    assert [answer.token_ids] == expected(killed)
+    nothing_left(site.server)
+    decoder.settle()
 
 
 def test_an_engine_goes_on_alone_when_the_one_that_computes_takes_longer_than_it_waits(
@@ -269,20 +271,17 @@ def test_an_engine_goes_on_alone_when_the_one_that_computes_takes_longer_than_it
     nothing_left(server)
 
 
-def test_an_engine_goes_on_alone_when_the_one_that_computes_is_killed(
-    server: Server, start_engine: StartEngine, expected: Expected
-) -> None:
-    engines = [start_engine(server.endpoint, options={"single_flight_s": 30}, **CHUNKS) for _ in range(2)]
-    for engine in engines:
-        engine.generate(prompt(99, 40))
+@IN_PARTS
+def test_an_engine_goes_on_alone_when_the_one_that_computes_is_killed(flights: Site, expected: Expected) -> None:
+    engines = [flights.engine(number) for number in range(2)]
     question = prompt(50, 1900)
     engines[0].order_play(Ask(question, 1))
-    wait_until(lambda: any(each.promised for each in namespaces(server)), what="the prompt is promised")
+    wait_until(lambda: any(each.promised for each in namespaces(flights.server)), what="the prompt is promised")
     engines[1].order_play(*[Ask(question, 8) for _ in range(3)])
-    wait_until(lambda: any(each.awaited for each in namespaces(server)), what="the prompt is awaited")
+    wait_until(lambda: any(each.awaited for each in namespaces(flights.server)), what="the prompt is awaited")
     engines[0].kill()
     assert [answer.token_ids for answer in engines[1].result()] == expected(question) * 3
-    nothing_left(server)
+    nothing_left(flights.server)
     engines[1].settle()
 
 
@@ -293,8 +292,8 @@ def test_prompts_of_a_larger_model_are_handed_over(
     """Unlike the other one in layers, heads, their size and the type of its numbers. What is right, one of the engines
     says before, without the store."""
     how = {"dtype": "bfloat16", "num_gpu_blocks_override": 64, "max_model_len": 1024, **CHUNKS}
-    mid = save_model(ENGINE_MODELS["mid"])
-    prefiller, decoder = (start_engine(server.endpoint, options=parts, model=mid, **how) for _ in range(2))
+    larger = save_model(LARGER)
+    prefiller, decoder = (start_engine(server.endpoint, options=parts, model=larger, **how) for _ in range(2))
     question = prompt(170, 600)
     [alone] = decoder.play(Ask(question, 12, options={"load": False, "save": False}))
     decoder.reset_prefix_cache()
