@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test gpu-test coverage soak layouts torture chaos faults rl-loop upgrade attack sanitize lint format docs demo disagg bench man deb check-deb check-service check-helm build wheels check-install clean clean-cache
+.PHONY: help serve run check test gpu-test gpu-rehearsal coverage soak layouts torture chaos faults rl-loop upgrade attack sanitize lint format docs demo disagg bench man deb check-deb check-service check-helm build wheels check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -28,6 +28,9 @@ coverage: ## the lines of kvstore, kvstore_client, kvstore_serving and kvstore_c
 gpu-test: ## all that needs a GPU, tests and benchmarks (docs/gpu.md): PYTHON= an interpreter with torch for CUDA, ARGS="--only swap"
 	@scripts/gpu_wheels.sh build/gpu/wheels
 	@exec scripts/on_gpu.sh --wheels build/gpu/wheels --out build/gpu/results $(ARGS)
+
+gpu-rehearsal: ## every step of `make gpu-test` in small sizes on the CPU: three minutes
+	@KVSTORE_GPU_REHEARSAL=1 scripts/run.sh full python -m pytest tests/integration/test_on_gpu.py
 
 soak: ## engines while the store fails, fills, drains or loses its disk, nine kinds: KVSTORE_SOAK_S=300 seconds each, KVSTORE_SOAK_SEED=, PYTEST_ARGS="-k disk"
 	@KVSTORE_SOAK_S=$${KVSTORE_SOAK_S:-300} scripts/run.sh full python -m pytest -m soak -rP $(PYTEST_ARGS)

@@ -1,5 +1,5 @@
-"""The benchmark of a GPU machine with the real vLLM, in small sizes on the CPU: it ends, its answers are right, and its
-results make their table and chart. `make gpu-rehearsal` runs it as `scripts/on_gpu.sh` does, in a process of its own."""
+"""The step of `scripts/on_gpu.sh` with the real vLLM, in small sizes on the CPU. `make gpu-rehearsal` runs it as the
+script does, in a process of its own."""
 
 from __future__ import annotations
 

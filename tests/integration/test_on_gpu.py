@@ -1,8 +1,7 @@
-"""`scripts/on_gpu.sh` on a machine without a GPU: steps run in small sizes, and say what they left out; and what happens
-to a run whose steps fail, take too long, or are ended.
+"""`scripts/on_gpu.sh` on a machine without a GPU: steps run in small sizes, and say what they left out; and what
+happens to a run whose steps fail, take too long, or are ended.
 
-`make gpu-rehearsal` (KVSTORE_GPU_REHEARSAL) runs every step, as on a machine with a GPU. `make test` leaves out those of
-`LATER`, each of which takes longer than all others together.
+`make gpu-rehearsal` (KVSTORE_GPU_REHEARSAL) runs all steps; `make test` leaves out those of `LATER`.
 """
 
 from __future__ import annotations
