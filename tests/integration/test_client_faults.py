@@ -341,21 +341,27 @@ def test_a_delete_cancels_repairs(
     keys = make_keys(400)
     blocks = blocks_of(keys, 65536)
     a, b = start_server(), start_server()
-    repair = Repairs._repair
+    repair, cancel = Repairs._repair, Repairs.cancel
+    deleting = threading.Event()
 
-    def slowly(self: Repairs, batch: Any) -> None:
-        time.sleep(0.2)
+    def once_it_is_deleted(self: Repairs, batch: Any) -> None:
+        assert deleting.wait(60)
         repair(self, batch)
 
-    monkeypatch.setattr(Repairs, "_repair", slowly)
+    def told(self: Repairs, keys: Any, timeout_s: float) -> None:
+        deleting.set()
+        cancel(self, keys, timeout_s)
+
+    monkeypatch.setattr(Repairs, "_repair", once_it_is_deleted)
     with KVStoreClient([a.endpoint, b.endpoint], namespace, replicas=2) as client:
         client.set(keys, blocks, deferred=False)
         with KVStoreClient(a.endpoint, namespace) as alone:
             alone.delete(keys)
         assert client.get(keys).hit == len(keys)
         assert client._repairs._running
+        monkeypatch.setattr(Repairs, "cancel", told)
         assert client.delete(keys) == len(keys)
-        assert not client.contains(keys).any()
+        assert deleting.is_set() and not client.contains(keys).any()
         wait_until(lambda: not client._repairs._running)
         assert not client.contains(keys).any(), "what was deleted is back"
 

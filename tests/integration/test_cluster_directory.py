@@ -298,7 +298,7 @@ def test_closing_a_follower_is_quick_and_nothing_is_told_after_it(url: str, dire
     directory.register(member("a"), directory.grant(60))
     following = Following(url)
     following.follower.wait(5)
-    time.sleep(0.2)  # it is in its watch
+    wait_until(lambda: following.follower._directory._watching, what="it is in its watch")
     began = time.monotonic()
     following.follower.close()
     assert time.monotonic() - began < 0.5

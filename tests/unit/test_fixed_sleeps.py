@@ -9,7 +9,7 @@ from typing import Final
 from tests.support.harness import ROOT
 
 LONGEST_S: Final = 0.05  # what is shorter is the pace of a loop that looks
-LIMIT: Final = 5  # lower it when the count has fallen
+LIMIT: Final = 2  # lower it when the count has fallen
 
 
 def fixed_sleeps(source: str) -> list[int]:
