@@ -1,4 +1,4 @@
-"""Our commands in processes that are forked from one which has imported their code already.
+"""Our commands, and stand-in engines, in processes that are forked from one which has imported their code already.
 
 Python, numpy and the libraries of the command line take up to half a second of processor time to import, and the tests
 run hundreds of commands and servers. A nursery imports them once for each pytest worker; a fork of it takes some ten
@@ -41,6 +41,10 @@ PRELOAD: Final = {
         *("kvstore.shard.process", _TYPER),
     ],
     "kvstore_cli": ["kvstore_cli", "kvstore_client.client", "kvstore_serving", "requests", _TYPER],
+    "tests.support.stand_in_engine": [
+        *("starlette.applications", "starlette.middleware.cors", "uvicorn", "uvicorn.lifespan.on"),
+        *("uvicorn.loops.auto", "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto"),
+    ],
 }
 READ_AT_START: Final = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OPENBLAS_", "OMP_", "COVERAGE_")
 WHOLE: Final = ("kvstore_cli", "kvstore_serving")  # packages whose modules are imported when a command needs them

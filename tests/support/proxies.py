@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 from typing_extensions import Self
 
 from tests.support import forked
-from tests.support.harness import ROOT, START_S, STOP_S, environment, wait_until
+from tests.support.harness import START_S, STOP_S, environment, wait_until
 from tests.support.ports import free_ports
 
 
@@ -80,14 +79,20 @@ class StandInEngine:
     def __init__(self, log: Path, *arguments: str, url: str | None = None) -> None:
         self.url = url or f"http://127.0.0.1:{free_ports(1)[0]}"
         where = urlsplit(self.url)
-        self._command = [sys.executable, "-m", "tests.support.stand_in_engine", *arguments]
-        self._command += ["--host", str(where.hostname), "--port", str(where.port)]
+        self._arguments = [*arguments, "--host", str(where.hostname), "--port", str(where.port)]
         self._log = log
         self.start()
 
     def start(self) -> None:
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, cwd=ROOT, env=environment())
+        with self._log.open("ab") as log, open(os.devnull, "rb") as nothing:
+            self.process = forked.start(
+                "tests.support.stand_in_engine",
+                self._arguments,
+                stdin=nothing,
+                stdout=log,
+                stderr=log,
+                env=environment(),
+            )
         wait_until(self._healthy, START_S, f"the stand-in engine serves: {self._log}")
 
     def _healthy(self) -> bool:
