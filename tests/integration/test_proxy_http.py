@@ -88,6 +88,18 @@ def ask(
 # ---- what is passed on -------------------------------------------------------------------------------------------
 
 
+def test_an_answer_does_not_wait_until_its_head_is_acknowledged(proxy: ProxyProcess) -> None:
+    """Which clients put off for 40 ms, once a connection has had some requests."""
+    took = []
+    with contextlib.closing(http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=30)) as connection:
+        for _ in range(40):
+            began = time.monotonic()
+            connection.request("GET", "/v1/models")
+            assert connection.getresponse().read()
+            took.append(time.monotonic() - began)
+    assert min(took[20:]) < 0.035
+
+
 def test_headers_go_through_in_both_directions_but_those_of_one_hop(proxy: ProxyProcess) -> None:
     sent = {
         "Accept-Language": "de",
