@@ -142,8 +142,8 @@ async def _drain(proxy: Proxy, drain_s: float, stop: asyncio.Event) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off for sockets that are said to be TCP's, and those accepted here are what this one
-    # is. With it, the body of each answer would wait 40 ms for the client to acknowledge its head.
+    # asyncio turns Nagle's algorithm off for sockets that are said to be TCP's, and those accepted here are what this
+    # one is. With it, the body of each answer would wait 40 ms for the client to acknowledge its head.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -23,7 +23,7 @@ import xxhash
 from kvstore_serving.proxy.ask import CHAT, Ask
 from kvstore_serving.proxy.pools import Engine, Pools
 from kvstore_serving.proxy.settings import Settings
-from kvstore_serving.proxy.upstream import Answer, EngineFailed, Upstream
+from kvstore_serving.proxy.upstream import EngineFailed, Upstream
 
 log = logging.getLogger(__name__)
 
@@ -93,58 +93,49 @@ class Tokens:
         engine = self._pools.decoder(ask.model, {}, 0)
         if engine is None:
             return guess
-        ids = await self._render(engine, ask) if ask.chat and ask.is_text else None
-        replace = ids is not None or (not ask.chat and ask.is_text)
-        if ids is None:
+        try:
+            if ask.chat and ask.is_text and (ids := await self._render(engine, ask)) is not None:
+                return PromptTokens(ids, len(ids), replace=True)
             ids = await self._tokenize(engine, _tokenize_body(ask))
-        return guess if ids is None else PromptTokens(ids, len(ids), replace)
+        except (EngineFailed, msgspec.DecodeError, UnicodeDecodeError, OverflowError) as error:
+            log.info("the tokens of a prompt, from %s: %s; its length is guessed", engine.url, error)
+            return guess
+        return PromptTokens(ids, len(ids), replace=not ask.chat and ask.is_text)
 
     async def _render(self, engine: Engine, ask: Ask) -> Sequence[int] | None:
-        """Not kept: a template may show the time of day."""
+        """-> None: the engine has no such path. Not kept: a template may show the time of day. Raises `EngineFailed`,
+        also for what the engine refuses and will refuse to the user, and what a decoder raises."""
         if engine.life in self._renders_not:
             return None
         body = {**ask.body, "stream": False}
         for name in ("kv_transfer_params", "stream_options"):
             body.pop(name, None)
-        answer = await self._asked(engine, _RENDER, body)
-        if answer is not None and answer.status in _NO_SUCH_PATH:
+        answer = await self._upstream.own(engine, _RENDER, self._settings.tokenize_s, body)
+        if answer.status in _NO_SUCH_PATH:
             self._renders_not &= {each.life for each in self._pools.engines.values()}
             self._renders_not.add(engine.life)
-        if answer is None or answer.status != 200:
             return None
-        try:
-            return _decode_rendered(answer.body).token_ids
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            log.warning("%s%s: %s; the chat is tokenized", engine.url, _RENDER, error)
-            return None
+        if answer.status != 200:
+            raise EngineFailed(engine, f"{_RENDER}: status {answer.status}")
+        return _decode_rendered(answer.body).token_ids
 
-    async def _tokenize(self, engine: Engine, body: dict[str, Any]) -> Sequence[int] | None:
+    async def _tokenize(self, engine: Engine, body: dict[str, Any]) -> Sequence[int]:
+        """Raises as `_render` does."""
         name = xxhash.xxh3_128_digest(_encoder.encode(body))
         known = self._kept.get(name)
         if known is not None:
             self._kept.move_to_end(name)
             return known  # type: ignore[return-value]
-        answer = await self._asked(engine, "/tokenize", body)
-        if answer is None or answer.status != 200:
-            return None  # the engines will say what is wrong with the request
-        try:
-            tokens = np.asarray(_decode_tokenized(answer.body).tokens, dtype=np.int64)
-        except (msgspec.DecodeError, UnicodeDecodeError, OverflowError) as error:
-            log.warning("%s/tokenize: %s; the prompt's length is guessed", engine.url, error)
-            return None
+        answer = await self._upstream.own(engine, "/tokenize", self._settings.tokenize_s, body)
+        if answer.status != 200:
+            raise EngineFailed(engine, f"/tokenize: status {answer.status}")
+        tokens = np.asarray(_decode_tokenized(answer.body).tokens, dtype=np.int64)
         before = self._kept.pop(name, None)  # requests with one text, at once, all asked
         self._kept[name] = tokens
         self._kept_tokens += len(tokens) - (0 if before is None else len(before))
         while self._kept_tokens > _KEPT_TOKENS:
             self._kept_tokens -= len(self._kept.popitem(last=False)[1])
         return tokens  # type: ignore[return-value]
-
-    async def _asked(self, engine: Engine, path: str, body: dict[str, Any]) -> Answer | None:
-        try:
-            return await self._upstream.own(engine, path, self._settings.tokenize_s, body)
-        except EngineFailed as error:
-            log.warning("%s%s: %s; the prompt's length is guessed", engine.url, path, error)
-            return None
 
 
 def _tokenize_body(ask: Ask) -> dict[str, Any]:
