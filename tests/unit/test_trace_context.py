@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from starlette.datastructures import Headers
 
 from kvstore_client.engine.trace_context import new_trace, parse_traceparent
 from kvstore_serving.proxy.record import begin
@@ -32,7 +33,8 @@ GOOD = f"00-{TRACE}-{PARENT}-01"
 )
 def test_a_header_that_is_none_begins_a_new_trace_and_ends_its_tracestate(header: str) -> None:
     assert parse_traceparent(header) is None
-    record = begin("POST", "/v1/completions", {"traceparent": header, "tracestate": "a=1", "baggage": "b=2"})
+    given = {"traceparent": header, "tracestate": "a=1", "baggage": "b=2"}
+    record = begin("POST", "/v1/completions", Headers(given))
     assert record.trace.trace_id != TRACE and not record.trace.parent_id and record.trace.sampled
     sent = record.for_engine(record.root)
     assert "tracestate" not in sent and sent["baggage"] == "b=2"
@@ -51,7 +53,7 @@ def test_a_header_that_is_none_begins_a_new_trace_and_ends_its_tracestate(header
     ],
 )
 def test_a_trace_goes_on_with_spans_of_our_own(header: str, sent: str) -> None:
-    record = begin("POST", "/v1/completions", {"traceparent": header, "tracestate": "a=1"})
+    record = begin("POST", "/v1/completions", Headers({"traceparent": header, "tracestate": "a=1"}))
     headers = record.for_engine(record.root)
     assert headers["traceparent"] == sent.format(TRACE, record.root.id) and headers["tracestate"] == "a=1"
     assert record.trace.parent_id == PARENT and record.root.id != PARENT
