@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test gpu-test gpu-rehearsal coverage soak layouts torture chaos faults rl-loop upgrade attack sanitize lint format docs demo disagg bench man deb check-deb check-service check-helm build wheels check-install clean clean-cache
+.PHONY: help serve run check test fleet gpu-test gpu-rehearsal coverage soak layouts torture chaos faults rl-loop upgrade attack sanitize lint format docs demo disagg bench man deb check-deb check-service check-helm build wheels check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -59,6 +59,11 @@ rl-loop: ## engines whose weights change, which are reset, restarted and purged 
 
 upgrade: ## a cluster of the last release (tests/data), upgraded node by node while clients of both releases work
 	@KVSTORE_UPGRADE=full scripts/run.sh test python -m pytest -s tests/upgrade
+
+fleet: ## all comparisons of the proxy with the engines behind it, of which `make test` makes a third
+	@KVSTORE_FLEET=full scripts/run.sh full python -m pytest -s tests/engine/test_transparent.py tests/engine/test_transparent_client.py \
+	    tests/engine/test_transparent_http.py \
+	    tests/engine/test_split_answers.py tests/engine/test_leaving.py
 
 attack: ## clients that do their worst: memory, latency, commands between frames, slow disks, at length
 	@KVSTORE_ATTACK=full scripts/run.sh full python -m pytest -s tests/attack

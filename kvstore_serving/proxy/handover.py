@@ -220,7 +220,7 @@ class StreamedAnswer:
         if usage is not None:
             self._found = usage.cached_tokens
             if self._found is not None:
-                chunk["usage"] = with_found(chunk["usage"], self._request.record.found_before(self._found))
+                chunk["usage"] = with_found(chunk["usage"], await self._request.found_before(self._found))
         await self._send(follower.feed(chunk))
 
     async def _show(self, early: Early) -> bool:
@@ -271,17 +271,17 @@ class StreamedAnswer:
                 await self._write(b"%b\n\n" % data)
                 continue
             self._raw_sent = begun = True
-            await self._write(b"data: %b\n\n" % self._with_found(data), token=True)
+            await self._write(b"data: %b\n\n" % await self._with_found(data), token=True)
         if not user.status:
             await user.start(200, stream.headers)
 
-    def _with_found(self, data: bytes) -> bytes:
+    async def _with_found(self, data: bytes) -> bytes:
         record = self._request.record
         if not record.prefill or b'"cached_tokens"' not in data:
             return data
         usage = usage_of(data)
         found = usage.cached_tokens if usage is not None else None
-        return data if found is None else body_with_found(data, record.found_before(found))
+        return data if found is None else body_with_found(data, await self._request.found_before(found))
 
     # ---- to the user -----------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ async def _serve(request: Request) -> None:
         request.engine.worked()
         usage, whole = usage_of(answer.body), answer.body
         if usage is not None and usage.cached_tokens is not None and split:
-            whole = body_with_found(whole, record.found_before(usage.cached_tokens))
+            whole = body_with_found(whole, await request.found_before(usage.cached_tokens))
         request.answered(None if usage is None else usage.cached_tokens)
         if usage is not None:
             record.prompt_tokens = usage.prompt_tokens

@@ -118,4 +118,5 @@ def _counted(request: Request) -> Iterator[Span]:
         log.warning("request %s: prefill: %s; the decode engine computes the prompt", record.id, error)
     finally:
         record.prefill_outcome = outcome
+        request.prefilled.set()
         serving.metrics.prefills.labels(outcome).inc()

@@ -6,11 +6,12 @@ stream.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvstore_client.engine.spans import Span
@@ -24,6 +25,8 @@ from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, Upstream
 from kvstore_serving.proxy.user import JSON, User, error_body
 
 log = logging.getLogger(__name__)
+
+_LAST_WORD_S: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Request:
     decision: Decision
     engine: Engine = field(init=False)  # that answers now
     tried: set[str] = field(default_factory=set)
+    prefilled: asyncio.Event = field(default_factory=asyncio.Event)  # set: P has said its last word
 
     def __post_init__(self) -> None:
         self.engine = self.decision.decode
@@ -99,6 +103,14 @@ class Request:
         self.engine = engine
         record.decode = engine.url
         return True
+
+    async def found_before(self, by_decode: int) -> int:
+        """-> how many tokens of the prompt were cached before it was asked about, where D says that it found so many. If
+        P may have computed some of them and has not said so yet, it is about to: its blocks come before its answer."""
+        if self.decision.prefill is not None and by_decode > self.decision.cached_tokens:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.prefilled.wait(), _LAST_WORD_S)
+        return self.record.found_before(by_decode)
 
     def answered(self, cached: int | None) -> None:
         """The engine that answers has the prompt now. cached: how many of its tokens it found; None: not known."""

@@ -1,11 +1,11 @@
 """The tokens of a prompt, by which it is decided who serves it, and which both engines of a split get.
 
 They come with the request, or from an engine. A chat is rendered by /v1/chat/completions/render, where an engine has
-it, which makes of a request just the tokens that it would be computed with; then both engines are given them, so that
-a template which shows the time of day, or other tokenizers, cannot make two prompts of one. Else /tokenize is asked,
-which does not know of all that a template may show: engines then render the chat themselves. Short texts are not asked
-about, since a token is at least a byte. When tokens cannot be had, their number is guessed from the text's length, and
-nothing is known to be cached.
+it (vLLM with --enable-scale-out), which makes of a request just the tokens that it would be computed with; then both
+engines are given them, so that a template which shows the time of day, or other tokenizers, cannot make two prompts of
+one. Else /tokenize is asked, which does not know of all that a template may show: engines then render the chat
+themselves. Short texts are not asked about, since a token is at least a byte. When tokens cannot be had, their number
+is guessed from the text's length, and nothing is known to be cached.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOKENIZED_CHAT: Final = (
     *("chat_template", "chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs"),
 )
 _RENDER: Final = f"{CHAT}/render"
-_NO_SUCH_PATH: Final = (404, 405, 501)
+_NO_SUCH_PATH: Final = (403, 404, 405, 501)  # 403: vLLM without --enable-scale-out
 
 _encoder: Final = msgspec.json.Encoder()
 

@@ -6,9 +6,11 @@ Starting it takes most of a minute, so one serves all tests of a process.
 from __future__ import annotations
 
 import json
+import os
 import random
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import pytest
 
@@ -17,8 +19,16 @@ from tests.support.harness import Server, wait_until
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.proxies import ProxyProcess
 
+T = TypeVar("T")
+
+FULL: Final = os.environ.get("KVSTORE_FLEET") == "full"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY, SEEDED = {"temperature": 0}, {"temperature": 0.8, "seed": 11}
+
+
+def some(cases: Iterable[T]) -> list[T]:
+    """Every third of the cases, which combine features, so that a test takes seconds; all of them by `make fleet`."""
+    return [case for number, case in enumerate(cases) if FULL or number % 3 == 0]
 
 
 class Fleet:
@@ -41,7 +51,7 @@ class Fleet:
             otlp = f"--otlp-traces-endpoint={self.receiver.url}/v1/traces"
             self.p = ServedEngine(model, folder / "p.log", self.store.endpoint, otlp, trace_file=str(self.files[1]))
             # D has no tracing of vLLM, which then drops the header: the proxy must tell its connector otherwise.
-            told = ("--kv-events-config", json.dumps(events))
+            told = ("--kv-events-config", json.dumps(events), "--enable-scale-out")  # it renders chats for both
             self.d = ServedEngine(model, folder / "d.log", self.store.endpoint, *told, trace_file=str(self.files[2]))
         for engine in (self.p, self.d):
             engine.await_health()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import socket
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.engine.fleet import CHAT, COMPLETIONS, GREEDY, SEEDED, Fleet, all_well, ask
+from tests.engine.fleet import CHAT, COMPLETIONS, GREEDY, SEEDED, Fleet, all_well, ask, some
 from tests.support.harness import wait_until
 from tests.support.proxies import ProxyProcess, Reading, answer_of, chunks_of
 
@@ -72,13 +73,12 @@ def test_users_who_leave_at_any_moment_leave_nothing_behind(fleet: Fleet) -> Non
     others = [Reading(fleet.proxy.url, path, ask(path, number, **LONG, **how)) for path, how, number in OTHERS]
     with ThreadPoolExecutor(len(others)) as users:
         reading = [users.submit(list, each) for each in others]
-        for number, moment in enumerate(MOMENTS):
-            for form, how in FORMS.items():
-                if isinstance(moment, int) and form == "whole":
-                    continue
-                path, name = choose.choice((COMPLETIONS, CHAT)), f"leaves at {moment}, {form}"
-                leave(fleet, moment, path, ask(path, 400 + 10 * number + len(form), **LONG, **how), name)
-                left += [name] if moment != "nothing" else []
+        for (number, moment), (form, how) in some(itertools.product(enumerate(MOMENTS), FORMS.items())):
+            if isinstance(moment, int) and form == "whole":
+                continue
+            path, name = choose.choice((COMPLETIONS, CHAT)), f"leaves at {moment}, {form}"
+            leave(fleet, moment, path, ask(path, 400 + 10 * number + len(form), **LONG, **how), name)
+            left += [name] if moment != "nothing" else []
         answers = [answer_of(each.result(120)) for each in reading]
     for each in others:
         assert each.done

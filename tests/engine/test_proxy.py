@@ -88,6 +88,7 @@ def test_short_and_known_prompts_stay_on_the_decode_engine(fleet: Fleet, tmp_pat
         assert decision(COMPLETIONS, one, "one") == ("colocate", "one token")
         assert proxy.record("one")["decode"] == fleet.p.url
         text = ask(CHAT, 62, **GREEDY)
+        assert post(fleet.d.url, f"{CHAT}/render", text)[0] == 200, "the first time takes longer than the proxy waits"
         split, why = decision(CHAT, text, "chat")
         tokens = post(fleet.d.url, "/tokenize", {"model": MODEL, "messages": text["messages"]})[1]["count"]
         assert (split, why) == ("split", f"{tokens} uncached tokens")

@@ -204,15 +204,15 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("renders", [True, False])
+@pytest.mark.parametrize("renders", [200, 403, 404])
 def test_a_chat_is_rendered_once_and_both_engines_get_its_tokens(
-    tcp_server: Server, tmp_path: Path, stream: bool, renders: bool
+    tcp_server: Server, tmp_path: Path, stream: bool, renders: int
 ) -> None:
     """A template shows the time of day, and it is another day at the decode engine."""
     p, d = (StandInEngine(tmp_path / f"{name}.log") for name in "pd")
     try:
         for number, engine in enumerate((p, d)):
-            engine.behave(date=[2026, number], cached=100, **({} if renders else {"renders_not": True}))
+            engine.behave(date=[2026, number], cached=100, **({} if renders == 200 else {"renders_not": renders}))
         options = (f"--prefill={p.url}", f"--decode={d.url}", "--split-tokens=64", "--check-seconds=0.1")
         with ProxyProcess(tmp_path / "proxy", f"--store={tcp_server.endpoint}", *options) as proxy:
             body = {"model": MODEL, "messages": [{"role": "user", "content": "a long question " * 20}], "max_tokens": 5}
@@ -227,7 +227,7 @@ def test_a_chat_is_rendered_once_and_both_engines_get_its_tokens(
             sent = [engine.seen()["requests"][0]["body"] for engine in (p, d)]
             given = [each["kv_transfer_params"].get("prompt_token_ids") for each in sent]
             assert [each["messages"] for each in sent] == [body["messages"]] * 2
-            if renders:
+            if renders == 200:
                 assert given[0] == given[1] and given[0][:2] == [2026, 1]
                 assert said == expected(given[0], 5)
             else:

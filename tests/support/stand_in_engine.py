@@ -100,8 +100,8 @@ class StandIn:
         return JSONResponse({"tokens": self._dated(body)})
 
     async def render(self, request: Request) -> Response:
-        if self.behaviour.get("renders_not"):  # as engines of earlier releases
-            return JSONResponse({"detail": "Not Found"}, 404)
+        if "renders_not" in self.behaviour:  # 404: an earlier release; 403: without the option that allows it
+            return JSONResponse({"detail": "as told"}, self.behaviour["renders_not"])
         return JSONResponse({"token_ids": self._dated(await request.json()), "model": MODEL})
 
     def _dated(self, body: dict[str, Any]) -> list[int]:
