@@ -105,8 +105,8 @@ class Request:
         return True
 
     async def found_before(self, by_decode: int) -> int:
-        """-> how many tokens of the prompt were cached before it was asked about, where D says that it found so many. If
-        P may have computed some of them and has not said so yet, it is about to: its blocks come before its answer."""
+        """-> how many tokens of the prompt were cached before the request, where D says that it found so many. If P may
+        have computed some of them and has not said so yet, it is about to: its blocks come before its answer."""
         if self.decision.prefill is not None and by_decode > self.decision.cached_tokens:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.prefilled.wait(), _LAST_WORD_S)
