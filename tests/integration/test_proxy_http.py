@@ -227,17 +227,17 @@ def test_users_are_told_what_was_cached_before_they_asked(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_finds_what_is_prefilled_before_the_prefill_has_answered_does_not_count_it_as_cached(
-    proxy: ProxyProcess, engines: dict[str, StandInEngine], stream: bool
+    tcp_server: Server, engines: dict[str, StandInEngine], tmp_path: Path, stream: bool
 ) -> None:
     """P's blocks are there before its answer is."""
     engines["p"].behave(cached=0, delay_s=0.05)
     engines["d"].behave(cached=39)
-    body = completion(prompt=[7 + stream, *PROMPT[1:]], n=2)
-    if stream:
-        chunks = chunks_of(proxy.url, COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
-        [usage] = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
-    else:
-        usage = json.loads(post(proxy.url, COMPLETIONS, body)[1])["usage"]
+    with ProxyProcess(tmp_path, *options(tcp_server, engines), "--policy=split") as proxy:
+        if stream:
+            chunks = chunks_of(proxy.url, COMPLETIONS, completion(n=2, stream_options={"include_usage": True}))
+            [usage] = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+        else:
+            usage = json.loads(post(proxy.url, COMPLETIONS, completion(n=2))[1])["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
