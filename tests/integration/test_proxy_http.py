@@ -230,7 +230,7 @@ def test_who_finds_what_is_prefilled_before_the_prefill_has_answered_does_not_co
     tcp_server: Server, engines: dict[str, StandInEngine], tmp_path: Path, stream: bool
 ) -> None:
     """P's blocks are there before its answer is."""
-    engines["p"].behave(cached=0, delay_s=0.05)
+    engines["p"].behave(cached=0, delay_s=0.1)
     engines["d"].behave(cached=39)
     with ProxyProcess(tmp_path, *options(tcp_server, engines), "--policy=split") as proxy:
         if stream:
