@@ -4,8 +4,9 @@
 
 It speaks as much HTTP as one client needs, on one event loop without a framework, so that it costs less than what is
 measured. A completion has `max_tokens` tokens. Each event has the time at which it was sent (`sent`, by the clock that
-all processes of this host share), so whoever receives it knows how long it took. `user`: the events of a stream in a
-second; without it they come as fast as the connection takes them. `--first-ms`: to the first token.
+all processes of this host share), so the client can tell how long it took. The request's field `user` sets how many
+events a stream has per second; without it they come as fast as the connection takes them. `--first-ms`: the
+milliseconds to the first token.
 
 After GET /freeze it is an engine whose worker hangs: it accepts requests and answers /health, and no completion comes.
 After GET /thaw it goes on. GET /taken: how many completions it was asked for.

@@ -104,7 +104,7 @@ class Connection:
 
 
 async def _connections(url: str, count: int, use: Callable[[Connection, int], Awaitable[None]]) -> float:
-    """Use so many connections at once. -> the seconds that it took."""
+    """Open `count` connections and call `use` on all of them at once. -> the seconds until the last call returned."""
     found = await asyncio.gather(*(Connection.to(url) for _ in range(count)))
     began = time.perf_counter()
     try:

@@ -80,7 +80,7 @@ class Decider:
         kv = identity_of(ask.body, chat=ask.chat)
         prompt = Prompt.of(tokens.ids, kv, ask.model) if tokens.ids is not None and kv is not None else None
         decision = await self._decide(ask, prompt, tokens)
-        if decision is not None and self._counts_on_the_store(decision) and await self._store.look_again():
+        if decision is not None and self._counts_on_the_store(ask, decision) and await self._store.look_again():
             decision = await self._decide(ask, prompt, tokens)
         if decision is not None and decision.prefill is not None:
             self._pairs.taken(decision.prefill, decision.decode)
@@ -117,11 +117,12 @@ class Decider:
             return Decision("split", why, decode, prefill, prompt, count, cached, have, given)
         return Decision("colocate", why, decode, None, prompt, count, cached, have)
 
-    def _counts_on_the_store(self, decision: Decision) -> bool:
+    def _counts_on_the_store(self, ask: Ask, decision: Decision) -> bool:
         """Whether a decode engine would have much to compute alone, did the store not have it."""
         own = decision.have.engines.get(decision.decode.url, 0)
         least = self.least()
-        there = decision.path == "colocate" and self._settings.policy == "auto" and self._pools.count("prefill") > 0
+        auto = (ask.policy or self._settings.policy) == "auto"
+        there = decision.path == "colocate" and auto and self._pools.count("prefill") > 0
         return there and decision.prompt_tokens - decision.cached_tokens < least <= decision.prompt_tokens - own
 
     def _ways(self, prefill: Engine, decode: Engine) -> Ways:

@@ -17,7 +17,8 @@ import pytest
 
 from tests.engine.fleet import CHAT, COMPLETIONS, Fleet, ask, some
 from tests.engine.served import post
-from tests.engine.test_transparent import JSON_SCHEMA, TOOL, Case, comparable
+from tests.engine.test_transparent import SAMPLING as SAMPLING_OF_ONE
+from tests.engine.test_transparent import TOOL, Case, comparable
 from tests.engine.test_transparent import ask as reply_to
 
 STREAMS: dict[str, dict[str, Any]] = {
@@ -27,22 +28,16 @@ STREAMS: dict[str, dict[str, Any]] = {
     "with all usage": {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
 }
 BYTES = list(range(256))  # tokens that are bytes: most characters are several of them, or none
+COMMON = (
+    *("two answers", "a seed", "stop", "stop and shown", "at least", "penalties", "token ids", "ignore the end"),
+    *("json schema", "too hot", "too many"),
+)
 SAMPLING: dict[str, dict[str, Any]] = {
     "plain": {},
     "two tokens": {"max_tokens": 2},
-    "two answers": {"n": 2, "temperature": 0.9, "seed": 4},
-    "a seed": {"temperature": 0.9, "seed": 7},
-    "stop": {"stop": ["w1", "w2", "zzz"]},
-    "stop and shown": {"stop": "w1", "include_stop_str_in_output": True},
-    "at least": {"min_tokens": 8},
-    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
     "bytes": {"allowed_token_ids": BYTES, "max_tokens": 24},
     "bytes, a seed": {"allowed_token_ids": BYTES, "max_tokens": 24, "temperature": 1.0, "seed": 3},
-    "token ids": {"return_token_ids": True},
-    "ignore the end": {"ignore_eos": True, "skip_special_tokens": False},
-    "json schema": {"response_format": {"type": "json_schema", "json_schema": JSON_SCHEMA}},
-    "too hot": {"temperature": 99},
-    "too many": {"max_tokens": 10_000_000},
+    **{name: SAMPLING_OF_ONE[name] for name in COMMON},
 }
 OF_COMPLETIONS: dict[str, dict[str, Any]] = {f"logprobs {number}": {"logprobs": number} for number in range(6)}
 OF_CHATS: dict[str, dict[str, Any]] = {

@@ -155,6 +155,30 @@ def filled(start_server: StartServer) -> Iterator[tuple[Server, KVStoreClient]]:
         yield store, client
 
 
+def test_a_request_with_a_policy_of_its_own_counts_no_more_on_the_store_than_others(
+    engines: dict[str, StandInEngine], filled: tuple[Server, KVStoreClient], tmp_path: Path
+) -> None:
+    store, client = filled
+    for engine in engines.values():
+        engine.behave()
+    with ProxyProcess(tmp_path / "proxy", *options(store, engines, "--check-seconds=60", "--policy=split")) as proxy:
+
+        def decided(name: str, tokens: list[int], **more: Any) -> str:
+            body = {"model": MODEL, "prompt": tokens, "max_tokens": 2, **more}
+            assert post(proxy.url, COMPLETIONS, body, **{"x-request-id": name, "x-kvstore-policy": "auto"})[0] == 200
+            return str(proxy.record(name)["why"])
+
+        prompts = [prompt() for _ in range(50)]
+        for number, tokens in enumerate(prompts):
+            assert decided(f"prefill {number}", tokens, max_tokens=1) == "one token"
+        assert decided("kept", prompts.pop()) == "0 uncached tokens"
+        client.purge(all_namespaces=True)
+        wait_until(  # an answer of the store is good for a tenth of a second
+            lambda: decided(f"purged {len(prompts)}", prompts.pop()) == "640 uncached tokens",
+            what="the store is asked",
+        )
+
+
 LOSSES = ["none", "purge", "purge of one namespace", "restart", "eviction", "deletion"]
 
 
