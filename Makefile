@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test fleet gpu-test gpu-rehearsal coverage soak layouts torture chaos faults rl-loop upgrade attack sanitize lint format docs demo disagg bench man deb check-deb check-service check-helm build wheels check-install clean clean-cache
+.PHONY: help serve run check test fleet gpu-test gpu-rehearsal coverage soak layouts torture chaos faults rl-loop upgrade attack sanitize lint format docs demo disagg bench pictures man deb check-deb check-service image check-image check-arm64 check-kubernetes build wheels check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -13,10 +13,10 @@ help: ## list the targets
 serve: ## install into .venv and run the server: ARGS="--port 7070 --memory 4GiB"
 	@exec scripts/serve.sh $(ARGS)
 
-run: ## a command on this checkout as it stands: ARGS="python -m benchmarks.remote_kv_cache.test_lookup"
+run: ## run a command on this checkout: ARGS="python -m benchmarks.remote_kv_cache.bench_lookup"
 	@exec scripts/run.sh full $(ARGS)
 
-check: ## style, types, the quick tests: what to run while working (2 minutes on two cores)
+check: ## style, types and the quick tests, while working (2 minutes on two cores)
 	@exec scripts/run.sh full scripts/check.sh $(PYTEST_ARGS)
 
 test: ## everything: style, types, a real install, all tests; PYTEST_ARGS="-k prefix" runs only the tests it selects
@@ -25,7 +25,7 @@ test: ## everything: style, types, a real install, all tests; PYTEST_ARGS="-k pr
 coverage: ## the lines of kvstore, kvstore_client, kvstore_serving and kvstore_cli that the tests run, servers included
 	@exec scripts/run.sh full scripts/coverage.sh $(PYTEST_ARGS)
 
-gpu-test: ## all that needs a GPU, tests and benchmarks (docs/gpu.md): PYTHON= an interpreter with torch for CUDA, ARGS="--only swap"
+gpu-test: ## all tests and benchmarks that need a GPU (docs/gpu.md): PYTHON= an interpreter with torch for CUDA, ARGS="--only swap"
 	@scripts/gpu_wheels.sh build/gpu/wheels
 	@exec scripts/on_gpu.sh --wheels build/gpu/wheels --out build/gpu/results $(ARGS)
 
@@ -42,19 +42,19 @@ torture: ## kill -9 and damaged bytes: KVSTORE_TORTURE_ROUNDS=100, KVSTORE_FLIP_
 	@KVSTORE_TORTURE_ROUNDS=$${KVSTORE_TORTURE_ROUNDS:-100} KVSTORE_FLIP_TRIALS=$${KVSTORE_FLIP_TRIALS:-1000} \
 		KVSTORE_KILLS=$${KVSTORE_KILLS:-10000} \
 		scripts/run.sh full python -m pytest -s tests/chaos/test_torture.py tests/chaos/test_shared_memory_kills.py \
-		tests/integration/test_keeper.py::test_of_a_damaged_index_nothing_is_believed_that_was_not_put \
-		tests/integration/test_keeper.py::test_a_keeper_killed_at_any_instant_leaves_what_was_committed \
-		tests/integration/test_keeper.py::test_a_shard_killed_at_any_instant_leaves_what_was_committed
+		tests/integration/test_keeper.py::test_a_damaged_index_never_yields_entries_that_were_not_put \
+		tests/integration/test_keeper.py::test_a_keeper_killed_at_any_instant_keeps_committed_entries \
+		tests/integration/test_keeper.py::test_a_shard_killed_at_any_instant_keeps_committed_entries
 
 chaos: ## clusters while things go wrong (needs root): every scenario, then KVSTORE_CHAOS_ROUNDS=200 of KVSTORE_CHAOS_SEED=
 	@KVSTORE_CHAOS=full KVSTORE_CHAOS_ROUNDS=$${KVSTORE_CHAOS_ROUNDS:-200} scripts/run.sh full python -m pytest -s \
-		tests/chaos/test_cluster.py tests/chaos/test_cluster_links.py tests/chaos/test_fault_rounds.py
+		tests/chaos/test_cluster.py tests/chaos/test_cluster_outages.py tests/chaos/test_cluster_links.py tests/chaos/test_fault_rounds.py
 
 faults: ## hand-overs while engines, store, links or proxy fail: KVSTORE_FAULTS=500 of them, of KVSTORE_FAULTS_SEED=
 	@KVSTORE_FAULTS=$${KVSTORE_FAULTS:-500} scripts/run.sh full python -m pytest -s tests/engine/test_hand_over_faults.py \
 		tests/engine/test_proxy_faults.py
 
-rl-loop: ## engines whose weights change, which are reset, restarted and purged at random: KVSTORE_RL_LOOPS=200 of KVSTORE_RL_SEED=
+rl-loop: ## engines whose weights change, with resets, restarts and purges at random: KVSTORE_RL_LOOPS=200 of KVSTORE_RL_SEED=
 	@KVSTORE_RL_LOOPS=$${KVSTORE_RL_LOOPS:-200} scripts/run.sh full python -m pytest -s tests/engine/test_rl_loop.py
 
 upgrade: ## a cluster of the last release (tests/data), upgraded node by node while clients of both releases work
@@ -65,7 +65,7 @@ fleet: ## all comparisons of the proxy with the engines behind it, of which `mak
 	    tests/engine/test_transparent_http.py \
 	    tests/engine/test_split_answers.py tests/engine/test_leaving.py
 
-attack: ## clients that do their worst: memory, latency, commands between frames, slow disks, at length
+attack: ## hostile clients: memory, latency, commands between frames, slow disks, at length
 	@KVSTORE_ATTACK=full scripts/run.sh full python -m pytest -s tests/attack
 
 sanitize: ## the unit tests and the fuzz on an extension built with AddressSanitizer and UBSan: ARGS="tests/unit/test_index.py"
@@ -89,6 +89,10 @@ disagg: ## a store, a prefill engine, a decode engine and the proxy: where a req
 bench: ## every benchmark; says first how long it takes: ARGS="--resume" goes on, ARGS="--plan" only says
 	@exec scripts/run.sh full python -m benchmarks.run_all $(ARGS)
 
+pictures: ## draw docs/pictures and docs/page.png anew; the screens are of real servers, for two minutes (chromium, etcd)
+	@scripts/run.sh test python scripts/draw_pictures.py
+	@exec scripts/run.sh test python scripts/draw_screens.py
+
 man: ## the manual pages of both commands and all subcommands, in build/man: man -l build/man/kvstore-server.1
 	@exec scripts/run.sh test python scripts/shell_files.py man build/man
 
@@ -98,11 +102,20 @@ deb: ## a Debian package with its own environment in /opt/kvstore, a systemd uni
 check-deb: ## build the Debian package, unpack it and try its server
 	@exec scripts/check_deb.sh
 
-check-service: ## install that package in a Debian of its own under systemd: start, reload, crashes, upgrade, purge (needs root)
+check-service: ## install that package in a separate Debian system under systemd: start, reload, crashes, upgrade, purge (needs root)
 	@KVSTORE_SERVICE=1 scripts/run.sh test python -m pytest -v tests/integration/test_debian_package.py $(PYTEST_ARGS)
 
-check-helm: ## lint the Helm chart, and render it, with Helm
-	@exec scripts/run.sh test python scripts/check_helm.py
+image: ## both container images, with docker, podman or buildah: ARGS="--platform linux/arm64", IMAGE_BUILDER=, PYTHON_IMAGE=, DEBIAN_IMAGE=
+	@exec scripts/image.sh $(ARGS)
+
+check-image: ## build both images in separate storage and run them with podman (needs root): BASE_IMAGES=official
+	@exec scripts/run.sh test scripts/check_image.sh $(PYTEST_ARGS)
+
+check-arm64: ## wheels, compiled modules and tests of the native code for arm64, with a cross compiler and qemu (needs root)
+	@exec scripts/run.sh test scripts/check_arm64.sh $(PYTEST_ARGS)
+
+check-kubernetes: ## the manifests and the Helm chart against the schemas of Kubernetes 1.27 to 1.37, and with Helm
+	@exec scripts/run.sh test python scripts/check_kubernetes.py
 
 build: ## the wheel, into dist/
 	@exec scripts/wheel.sh dist

@@ -1,1 +1,1 @@
-"""Benchmarks, and `benchmarks.draw`, which makes charts and tables from their results in `benchmarks/results`."""
+"""The benchmarks. `benchmarks.draw` makes charts and tables from their results in `benchmarks/results`."""

@@ -1,14 +1,14 @@
-"""Two checkouts beside each other: is one slower? `python -m benchmarks.compare OLD NEW`: folders, both with their
-extension built (`scripts/run.sh full true` in each).
+"""Finds out whether one checkout is slower than another. Run it with `python -m benchmarks.compare OLD NEW`, where OLD
+and NEW are the folders of the checkouts. Both must have a built extension (`scripts/run.sh full true`).
 
-Each checkout runs its own server and its own client, in processes of their own. Both live for the whole run and take
-turns call by call, in an order shuffled anew for each round, so that what disturbs the machine disturbs both. The ratio
-of a round is NEW's seconds over OLD's; the median of the ratios is reported, with its confidence interval of 95 % from
-order statistics, which assumes no distribution. Exit status 1 when a median is above `--at-most`. Bytes that are read
-are compared with what was written, after the clock has stopped.
+Each checkout runs its own server and client processes, which live for the whole run. The calls of both checkouts
+alternate, in an order that is shuffled for each round, so a disturbance of the machine affects both. The ratio of a
+round is NEW's seconds divided by OLD's. The median of the ratios is reported, with its 95 % confidence interval from
+order statistics, which assumes no distribution. The exit status is 1 if a median is above `--at-most`. After the clock
+has stopped, the bytes read are compared with the bytes written.
 
-With `--engine-tokens N`, each side has a vLLM engine as well, which loads a prompt of N tokens from its server before
-the first token; what it answers is compared with the answer that it computed.
+With `--engine-tokens N`, each side also has a vLLM engine, which loads a prompt of N tokens from its server before the
+first token. The engine's answer is compared with its answer when it computed the prompt itself.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ READY: Final = re.compile(r"kvstore-server ready (tcp://\S+)")
 
 
 def _operations(endpoint: str) -> dict[str, Callable[[], float]]:
-    """The operations of this checkout's client by name; each returns seconds."""
+    """The operations of this checkout's client by name. Each returns its time in seconds."""
     from kvstore_client import KVStoreClient, Namespace
 
     operations: dict[str, Callable[[], float]] = {}
@@ -63,7 +63,7 @@ def _operations(endpoint: str) -> dict[str, Callable[[], float]]:
         source = draw.integers(0, 256, (count, size), dtype=np.uint8)
         out = np.zeros_like(source)
         namespace = Namespace(model=f"compare {name}", dtype="bfloat16", block_tokens=16, block_bytes=size)
-        # Over TCP on both sides. A checkout from before there was shared memory has no option for that.
+        # Both sides use TCP. A checkout that is older than shared memory lacks the option.
         options: dict[str, Any] = (
             {"shared_memory": False} if "shared_memory" in inspect.signature(KVStoreClient).parameters else {}
         )
@@ -86,7 +86,7 @@ def _operations(endpoint: str) -> dict[str, Callable[[], float]]:
             for span in spans:
                 client.get_into(keys[span], out[span])
             elapsed = time.perf_counter() - began
-            assert np.array_equal(out, source), "other bytes were read than were written"
+            assert np.array_equal(out, source), "the bytes read differ from those written"
             return elapsed
 
         def stream(
@@ -99,7 +99,7 @@ def _operations(endpoint: str) -> dict[str, Callable[[], float]]:
                 for position, block in client.stream_get(keys[span]):
                     rows[position] = np.frombuffer(block, dtype=np.uint8)
             elapsed = time.perf_counter() - began
-            assert np.array_equal(out, source), "other bytes were read than were written"
+            assert np.array_equal(out, source), "the bytes read differ from those written"
             return elapsed
 
         def look(client: Any = client, keys: Any = keys) -> float:
@@ -116,7 +116,7 @@ def _operations(endpoint: str) -> dict[str, Callable[[], float]]:
 
 
 def _load_in_engine(endpoint: str, tokens: int, stack: contextlib.ExitStack) -> Callable[[], float]:
-    """-> an operation: the seconds to the first token of a prompt that the engine has only in the store."""
+    """Return an operation that measures the seconds to the first token of a prompt which only the store has."""
     from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, full_blocks
     from benchmarks.remote_kv_cache.engines import Engine, Store
 
@@ -138,14 +138,15 @@ def _load_in_engine(endpoint: str, tokens: int, stack: contextlib.ExitStack) -> 
     def load() -> float:
         [loaded] = engine.generate([prompt], ENGINE_OUTPUT).answers
         assert loaded.cached_tokens >= tokens - 64, f"{loaded.cached_tokens} of {tokens} tokens came from the store"
-        assert loaded.token_ids == computed.token_ids, "the engine answers otherwise than it has computed"
+        assert loaded.token_ids == computed.token_ids, "the answer differs from that to the computed prompt"
         return float(loaded.first_token_s)
 
     return load
 
 
 def side(endpoint: str, engine_tokens: int) -> None:
-    """The client process: runs the operation that each line of standard input names, and prints its seconds."""
+    """Run the client process: for each line of standard input, run the operation that it names, and print its
+    seconds."""
     with contextlib.ExitStack() as stack:
         operations = _operations(endpoint)
         if engine_tokens:
@@ -156,7 +157,7 @@ def side(endpoint: str, engine_tokens: int) -> None:
 
 
 class Side:
-    """One checkout, with a server and a client process of its own."""
+    """One checkout, with its own server and client process."""
 
     def __init__(self, tree: Path, engine_tokens: int, log: IO[str], stack: contextlib.ExitStack) -> None:
         environment = {**os.environ, "PYTHONPATH": str(tree)}
@@ -172,7 +173,7 @@ class Side:
             "--side",
             ready[1],
             str(engine_tokens),
-        ]  # this file, with the checkout's own packages
+        ]  # this file runs with the checkout's own packages
         self._client = self._start(command, environment, log, stack)
         assert self._client.stdout is not None
         self.operations: list[str] = json.loads(self._client.stdout.readline())
@@ -195,7 +196,7 @@ class Side:
         return process
 
     def run(self, operation: str) -> float:
-        """Run one operation. -> seconds."""
+        """Run one operation, and return its seconds."""
         assert self._client.stdin is not None and self._client.stdout is not None
         self._client.stdin.write(f"{operation}\n")
         self._client.stdin.flush()
@@ -204,7 +205,7 @@ class Side:
 
 @contextlib.contextmanager
 def sides(old: Path, new: Path, engine_tokens: int) -> Iterator[tuple[Side, Side]]:
-    """Both checkouts, running while the body runs."""
+    """Start both checkouts. They run until the body ends."""
     with tempfile.TemporaryFile("w+") as log, contextlib.ExitStack() as stack:
         try:
             yield Side(old, engine_tokens, log, stack), Side(new, engine_tokens, log, stack)
@@ -215,8 +216,8 @@ def sides(old: Path, new: Path, engine_tokens: int) -> Iterator[tuple[Side, Side
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
-    """-> the narrowest pair of order statistics, equally far from both ends, that encloses the median of what `values`
-    (at least 6) were drawn from with a probability of 95 % or more."""
+    """Return the confidence interval of the median, from at least 6 values. It is the narrowest pair of order
+    statistics, equally far from both ends, that encloses the true median with a probability of at least 95 %."""
     ordered, count = sorted(values), len(values)
     outside, rank = 2 / 2**count, 0  # the probability that all values lie on one side of the median
     while outside + 2 * math.comb(count, rank + 1) / 2**count <= 0.05:
@@ -237,18 +238,18 @@ def main() -> int:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--rounds", type=int, default=15, help="at least 6; default: 15")
-    parser.add_argument("--engine-tokens", type=int, default=0, help="of the prompt that engines load; default: none")
-    parser.add_argument("--at-most", type=float, default=1.03, help="the largest ratio that is fine; default: 1.03")
+    parser.add_argument("--engine-tokens", type=int, default=0, help="tokens of a prompt to load; default: none")
+    parser.add_argument("--at-most", type=float, default=1.03, help="the largest accepted ratio; default: 1.03")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.rounds < 6:
-        parser.error(f"--rounds {options.rounds}: expected at least 6; fewer have no confidence interval of 95 %")
+        parser.error(f"--rounds {options.rounds}: expected at least 6, because fewer give no 95 % confidence interval")
     load, busy = load_average(), busy_share()
     seconds: dict[str, tuple[list[float], list[float]]] = {}
     with sides(options.old.resolve(), options.new.resolve(), options.engine_tokens) as (old, new):
-        for number in range(options.rounds + 1):  # the first warms up
+        for number in range(options.rounds + 1):  # the first round only warms up
             draw = random.Random(number)
-            for operation in old.operations:  # a read stands after what it reads
+            for operation in old.operations:  # an operation that reads blocks follows the one that writes them
                 pair = [(0, old), (1, new)]
                 draw.shuffle(pair)
                 taken = {which: each.run(operation) for which, each in pair}
@@ -260,7 +261,7 @@ def main() -> int:
         "old, ms",
         "new, ms",
         "new ÷ old, median",
-        "95 % of it",
+        "95 % interval",
         "min … max",
         title=f"{options.rounds} rounds",
     )

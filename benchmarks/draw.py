@@ -1,7 +1,8 @@
-"""Charts and tables from the committed results, and from nothing else: `python -m benchmarks.draw`.
+"""Draws charts and tables from the committed results only. Run it with `python -m benchmarks.draw`.
 
-Reads benchmarks/results/*.json, writes docs/charts/*.svg, and replaces what stands between `<!-- begin:NAME -->` and
-`<!-- end:NAME -->` in the documents that have such tables. What was not measured says so.
+It reads benchmarks/results/*.json, writes docs/charts/*.svg, and replaces the text between `<!-- begin:NAME -->` and
+`<!-- end:NAME -->` in the documents. docs/benchmarks.md has the headlines, and its appendix has most other tables. A
+table without results says that it was not measured.
 """
 
 from __future__ import annotations
@@ -34,21 +35,32 @@ from benchmarks.remote_kv_cache.engine_charts import ENGINE_CHARTS
 from benchmarks.remote_kv_cache.engine_tables import ENGINE_TABLES
 from benchmarks.remote_kv_cache.published import PUBLISHED_TABLES
 from benchmarks.remote_kv_cache.tables import REMOTE_TABLES
-from benchmarks.render.ledger import claims_table, missed_table, rig_table
+from benchmarks.render.headline import headline_table, machine, missed_list, readme_lines
+from benchmarks.render.ledger import claims_table, rig_table
+from benchmarks.render.renamed import renamed
 from benchmarks.results_reader import Results, read_results
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-DOCUMENTS: Final = tuple(ROOT / "docs" / name for name in ("benchmarks.md", "planning.md", "gpu.md", "published.md"))
+DOCUMENTS: Final = (
+    ROOT / "README.md",
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("benchmarks", "benchmarks-appendix", "planning", "planning-validation", "gpu", "published")
+    ),
+)
 CLAIMS: Final = (*REMOTE_CLAIMS, *PERSISTENCE_CLAIMS, *PLANNING_CLAIMS, *PIPELINE_CLAIMS)
-# Tables of whatever results there are.
+# These tables use all results that exist.
 OVERVIEWS: Final = (
     GPU_OVERVIEWS
     | PLANNING_OVERVIEWS
     | PUBLISHED_TABLES
     | {
         "claims": lambda results: claims_table(CLAIMS, results),
-        "missed": lambda results: missed_table(CLAIMS, results),
         "rig": rig_table,
+        "machine": machine,
+        "headlines": headline_table,
+        "readme": readme_lines,
+        "missed_list": lambda results: missed_list(CLAIMS, results),
     }
 )
 TABLES: Final = (
@@ -64,18 +76,18 @@ _MARKED: Final = re.compile(r"(<!-- begin:(\w+) -->\n).*?(<!-- end:\2 -->)", re.
 
 
 def fill(document: str, results: Results) -> str:
-    """The document with its tables made again. Raises `KeyError` for a marker without a table."""
+    """Return the document with new tables. Raises `KeyError` for a marker without a table."""
 
     def table(match: re.Match[str]) -> str:
         name = match[2]
         made = COMPUTED[name]() if name in COMPUTED else (OVERVIEWS.get(name) or TABLES[name])(results)
-        return f"{match[1]}{made}\n{match[3]}"
+        return f"{match[1]}{renamed(made)}\n{match[3]}"
 
     return _MARKED.sub(table, document)
 
 
 def draw_charts(results: Results, folder: Path) -> list[Path]:
-    """Write all charts of what was measured. -> the files written."""
+    """Write the charts of all results that exist. Return the files that were written."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, chart in CHARTS.items():

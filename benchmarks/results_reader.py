@@ -1,4 +1,4 @@
-"""Reads the JSON results of benchmarks. All charts and tables get their numbers from here and nowhere else."""
+"""Reads the JSON results of benchmarks. All charts and tables get their numbers only from here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-QUIET_BUSY: Final = 0.05  # of all cores' time in the two seconds before
-QUIET_LOAD: Final = 0.5  # the mean of the minute before, where that share was not measured
+QUIET_BUSY: Final = 0.05  # the busy share of all cores in the two seconds before
+QUIET_LOAD: Final = 0.5  # the load average of the minute before, used if the share was not measured
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Spread:
 
     @property
     def inverse(self) -> Spread:
-        """The inverse: seconds become runs per second, multiples of a time become shares of a throughput."""
+        """Return the inverse of each value. Seconds become runs per second, and multiples of a time become shares of a
+        throughput."""
         return Spread(1 / self.median, 1 / self.high, 1 / self.low)
 
     def scaled(self, factor: float) -> Spread:
@@ -30,7 +31,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The operations that took turns in one `Case` of a benchmark."""
+    """The results of the operations of one `Case` of a benchmark, which were measured in the same rounds."""
 
     data: dict[str, Any]
 
@@ -55,24 +56,24 @@ class CaseResult:
         return Spread(*(self.data[what][operation] for what in ("median", "min", "max")))
 
     def rate(self, operation: str) -> Spread:
-        """The operation's rate in GB/s, GB = 1e9 bytes."""
+        """The operation's rate in GB/s, where a GB is 1e9 bytes."""
         moved = self.data["bytes"][operation] / 1e9
         seconds = self.seconds(operation)
         return Spread(moved / seconds.median, moved / seconds.high, moved / seconds.low)
 
     def to_limit(self, operation: str) -> Spread:
-        """The operation's time as multiples of its physical limit, taken round by round."""
+        """The operation's time divided by that of its physical limit, for each round."""
         spread = self.data["ratio_to_limit"][operation]
         return Spread(spread["median"], spread["min"], spread["max"])
 
     def ratio(self, operation: str, reference: str) -> float:
-        """The operation's time as a multiple of a reference of the case, the median over the rounds."""
+        """The operation's time divided by that of a reference operation of the case, as the median over the rounds."""
         return float(self.data["ratio_to"][reference][operation])
 
 
 @dataclass(frozen=True)
 class Result:
-    """The results in one file."""
+    """The results of a benchmark, from one file."""
 
     data: dict[str, Any]
 
@@ -81,18 +82,18 @@ class Result:
         return [CaseResult(case) for case in self.data["cases"]]
 
     def case(self, name: str) -> CaseResult:
-        """The case of this name. Raises `KeyError` if it was not measured."""
+        """Return the case with this name. Raises `KeyError` if it was not measured."""
         for case in self.cases:
             if case.name == name:
                 return case
         raise KeyError(f"{self.data['benchmark']}: no case {name!r}; it was run as {self.data['command']!r}")
 
     def group(self, name: str) -> list[CaseResult]:
-        """The cases of one kind, of a benchmark that has several kinds."""
+        """Return the cases of one kind, for a benchmark that has several kinds of cases."""
         return [case for case in self.cases if case.parameters.get("group") == name]
 
     def measured_group(self, name: str) -> list[CaseResult]:
-        """The cases of one kind. Raises `KeyError` if none was measured."""
+        """Return the cases of one kind. Raises `KeyError` if none was measured."""
         if not (cases := self.group(name)):
             raise KeyError(name)
         return cases
@@ -107,7 +108,7 @@ class Result:
 
     @property
     def quiet(self) -> bool:
-        """Whether the machine did nothing else when the benchmark began, or its results are no times."""
+        """Whether the machine was idle when the benchmark began. It is always true for results that are not times."""
         if not self.data.get("timed", True):
             return True
         load = self.data["load"]
@@ -124,7 +125,7 @@ class Result:
 
     @property
     def commit(self) -> str:
-        """The short id of the commit that was measured; empty if not known."""
+        """The short id of the commit that was measured, or an empty string if it is not known."""
         commit = self.data["commit"]
         return str(commit["id"]) if commit else ""
 
@@ -133,12 +134,13 @@ Results = dict[str, Result]
 
 
 def parameters_of(result: Result, group: str) -> list[dict[str, Any]]:
-    """-> the parameters of the cases of one kind."""
+    """Return the parameters of the cases of one kind."""
     return [case.parameters for case in result.group(group)]
 
 
 def read_results(folder: Path) -> Results:
-    """All results in a folder, by benchmark; those of a GPU machine, in its folder `gpu`, as `gpu_` and their step."""
+    """Return all results in a folder, by benchmark. The results of a GPU machine are in the subfolder `gpu`; their
+    names are `gpu_` and the step's name."""
     files = {file.stem: file for file in sorted(folder.glob("*.json"))}
     files |= {f"gpu_{file.stem}": file for file in sorted(folder.glob("gpu/*.json"))}
     return {name: Result(json.loads(file.read_text())) for name, file in files.items()}

@@ -1,8 +1,9 @@
-"""Every benchmark there is, one after the other, each in a process of its own; results as JSON, one file a benchmark.
+"""Runs all benchmarks one after another. Each has its own process and its own JSON file of results.
 
-The machine should do nothing else. What a run takes is said at its start, from the results of the runs before.
-`--resume` leaves out what has not changed since it was measured, so that a run that was ended can go on.
-Afterwards `python -m benchmarks.draw` makes the charts and fills the tables of docs/benchmarks.md.
+The machine should do nothing else. A run first prints how long it will take, according to the results of earlier runs.
+`--resume` leaves out benchmarks whose code has not changed since they were measured, so that an interrupted run can be
+continued. Afterwards, `python -m benchmarks.draw` makes the charts and fills the tables of docs/benchmarks.md and its
+appendix.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.code_changes import changed_since
 from benchmarks.measures import measured_by
 from benchmarks.remote_kv_cache.processes import ROOT, environment
-from benchmarks.remote_kv_cache.rig import changed_since
 
 RESULTS: Final = ROOT / "benchmarks" / "results"
 QUICK_SECONDS: Final = 30.0
@@ -29,9 +30,9 @@ QUICK_SECONDS: Final = 30.0
 
 @dataclass(frozen=True)
 class Entry:
-    """A benchmark. `minutes`: its duration on two cores, used if no result has it. `trace`: whether it replays the
-    trace that --trace names; a benchmark that needs a trace is left out if none is given. `variant`: tells entries of
-    one module apart."""
+    """A benchmark of the run. `minutes`: its duration on two cores, which is used if there is no earlier result.
+    `trace`: whether it may or must replay the trace of --trace; one that must is left out without this option.
+    `variant`: a name that distinguishes entries of the same module."""
 
     module: str
     minutes: float
@@ -43,7 +44,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The name of its result file."""
+        """The name of the benchmark's result file."""
         module = self.module.rpartition(".")[2]
         return f"{module}_{self.variant}" if self.variant else module
 
@@ -54,65 +55,65 @@ PLANNING: Final = "benchmarks.planning"
 LONG_PREFILL: Final = ("--scale", "1", "--rounds", "5", "--outputs", "2", "16", "128", "--first-token-rounds", "7")
 SYNTHETIC: Final = ("--synthetic", "all")
 BENCHMARKS: Final = (
-    Entry(f"{REMOTE}.baseline.test_memory_io", 3),
-    Entry(f"{REMOTE}.baseline.test_zmq_transfer", 4),
-    Entry(f"{REMOTE}.test_server", 9),
-    Entry(f"{REMOTE}.test_shared_memory", 6),
-    Entry(f"{REMOTE}.test_small_blocks", 2),
-    Entry(f"{REMOTE}.test_processor_time", 2),
-    Entry(f"{REMOTE}.test_clients", 6),
-    Entry(f"{REMOTE}.test_many_clients", 2),
-    Entry(f"{REMOTE}.test_cores", 7),
-    Entry(f"{REMOTE}.test_connections", 2),
-    Entry(f"{REMOTE}.test_nixl", 1),
-    Entry(f"{REMOTE}.test_logins", 3),
-    Entry(f"{REMOTE}.test_block_macs", 2),
-    Entry(f"{REMOTE}.test_tls", 2),
-    Entry(f"{REMOTE}.test_beside_python", 2),
-    Entry(f"{REMOTE}.test_lookup", 1),
-    Entry(f"{REMOTE}.test_waiters", 1),
-    Entry(f"{REMOTE}.test_key_hashing", 2),
-    Entry(f"{REMOTE}.test_sharding", 3),
-    Entry(f"{REMOTE}.test_swap", 5),
-    Entry(f"{DISK}.test_disk_tier", 12, ("--million",)),
-    Entry(f"{DISK}.test_placement", 10, ("--models", "Qwen2.5-7B")),
+    Entry(f"{REMOTE}.baseline.bench_memory_io", 3),
+    Entry(f"{REMOTE}.baseline.bench_zmq_transfer", 4),
+    Entry(f"{REMOTE}.bench_server", 9),
+    Entry(f"{REMOTE}.bench_shared_memory", 6),
+    Entry(f"{REMOTE}.bench_small_blocks", 2),
+    Entry(f"{REMOTE}.bench_processor_time", 2),
+    Entry(f"{REMOTE}.bench_clients", 6),
+    Entry(f"{REMOTE}.bench_many_clients", 2),
+    Entry(f"{REMOTE}.bench_cores", 7),
+    Entry(f"{REMOTE}.bench_connections", 2),
+    Entry(f"{REMOTE}.bench_nixl", 1),
+    Entry(f"{REMOTE}.bench_logins", 3),
+    Entry(f"{REMOTE}.bench_block_macs", 2),
+    Entry(f"{REMOTE}.bench_tls", 2),
+    Entry(f"{REMOTE}.bench_beside_python", 2),
+    Entry(f"{REMOTE}.bench_lookup", 1),
+    Entry(f"{REMOTE}.bench_waiters", 1),
+    Entry(f"{REMOTE}.bench_key_hashing", 2),
+    Entry(f"{REMOTE}.bench_sharding", 3),
+    Entry(f"{REMOTE}.bench_swap", 5),
+    Entry(f"{DISK}.bench_disk_tier", 12, ("--million",)),
+    Entry(f"{DISK}.bench_placement", 10, ("--models", "Qwen2.5-7B")),
     Entry("benchmarks.eviction", 15, (*SYNTHETIC, "--million"), ("--synthetic", "agents", "--quick"), trace="may"),
     Entry("benchmarks.eviction.chains", 2),
     Entry("benchmarks.cluster_sim", 10, trace="must"),
     Entry("benchmarks.cluster_sim.batch_latency", 3),
-    Entry(f"{REMOTE}.test_transfer_out", 27, ("--scale", "1", "--rounds", "3"), engine=True),
-    Entry(f"{REMOTE}.test_transfer_in", 26, ("--scale", "1", "--rounds", "1"), engine=True),
-    Entry(f"{REMOTE}.test_long_prefill", 27, LONG_PREFILL, engine=True),
-    Entry(f"{REMOTE}.test_documents", 12, engine=True),
-    Entry(f"{REMOTE}.test_slow_store", 10, engine=True),
-    Entry(f"{REMOTE}.test_hooks", 3, engine=True),
-    Entry(f"{REMOTE}.test_hand_over", 12, engine=True),
-    Entry(f"{REMOTE}.test_request_time", 6, engine=True),
-    Entry(f"{REMOTE}.test_request_time", 17, ("--model", "mid"), engine=True, variant="mid"),
-    Entry(f"{REMOTE}.test_layer_parts", 14, engine=True),
-    Entry(f"{REMOTE}.test_layer_parts", 8, ("--round-trip-ms", "20"), engine=True, variant="delayed"),
-    Entry(f"{REMOTE}.test_proxy_links", 5, engine=True),
-    Entry(f"{REMOTE}.test_proxy_capacity", 10),
-    Entry(f"{REMOTE}.test_proxy_frozen", 6),
-    Entry(f"{REMOTE}.test_apart", 16, engine=True),
-    Entry(f"{REMOTE}.test_conversation", 16, engine=True, trace="must"),
-    Entry(f"{REMOTE}.test_faults", 15, engine=True),
-    Entry(f"{REMOTE}.test_load_generators", 6, engine=True),
-    Entry(f"{REMOTE}.test_demo", 4, engine=True),
-    Entry(f"{PLANNING}.test_simulator", 20),
-    Entry(f"{PLANNING}.test_parallelism", 1),
-    Entry(f"{PLANNING}.test_headline", 3),
-    Entry(f"{PLANNING}.test_predicted", 25, engine=True),
-    Entry(f"{PLANNING}.test_predicted_apart", 28, engine=True),
-    Entry(f"{PLANNING}.test_interference", 16, engine=True),
-    Entry("benchmarks.kv_pipeline.test_pipeline", 15),
-    Entry("benchmarks.kv_pipeline.test_pushed", 8),
-    Entry("benchmarks.kv_pipeline.test_tokens", 8),
+    Entry(f"{REMOTE}.bench_transfer_out", 27, ("--scale", "1", "--rounds", "3"), engine=True),
+    Entry(f"{REMOTE}.bench_transfer_in", 26, ("--scale", "1", "--rounds", "1"), engine=True),
+    Entry(f"{REMOTE}.bench_long_prefill", 27, LONG_PREFILL, engine=True),
+    Entry(f"{REMOTE}.bench_documents", 12, engine=True),
+    Entry(f"{REMOTE}.bench_slow_store", 10, engine=True),
+    Entry(f"{REMOTE}.bench_hooks", 3, engine=True),
+    Entry(f"{REMOTE}.bench_hand_over", 12, engine=True),
+    Entry(f"{REMOTE}.bench_request_time", 6, engine=True),
+    Entry(f"{REMOTE}.bench_request_time", 17, ("--model", "mid"), engine=True, variant="mid"),
+    Entry(f"{REMOTE}.bench_layer_parts", 14, engine=True),
+    Entry(f"{REMOTE}.bench_layer_parts", 8, ("--round-trip-ms", "20"), engine=True, variant="delayed"),
+    Entry(f"{REMOTE}.bench_proxy_links", 5, engine=True),
+    Entry(f"{REMOTE}.bench_proxy_capacity", 10),
+    Entry(f"{REMOTE}.bench_proxy_frozen", 6),
+    Entry(f"{REMOTE}.bench_apart", 16, engine=True),
+    Entry(f"{REMOTE}.bench_conversation", 16, engine=True, trace="must"),
+    Entry(f"{REMOTE}.bench_faults", 15, engine=True),
+    Entry(f"{REMOTE}.bench_load_generators", 6, engine=True),
+    Entry(f"{REMOTE}.bench_demo", 4, engine=True),
+    Entry(f"{PLANNING}.bench_simulator", 20),
+    Entry(f"{PLANNING}.bench_parallelism", 1),
+    Entry(f"{PLANNING}.bench_headline", 3),
+    Entry(f"{PLANNING}.bench_predicted", 25, engine=True),
+    Entry(f"{PLANNING}.bench_predicted_apart", 28, engine=True),
+    Entry(f"{PLANNING}.bench_interference", 16, engine=True),
+    Entry("benchmarks.kv_pipeline.bench_pipeline", 15),
+    Entry("benchmarks.kv_pipeline.bench_pushed", 8),
+    Entry("benchmarks.kv_pipeline.bench_tokens", 8),
 )
 
 
 def measured(entry: Entry, folder: Path | None) -> dict[str, Any]:
-    """Its result, as read from its file; empty if there is none."""
+    """Return the benchmark's result from its file, or an empty result if there is no file."""
     file = folder / f"{entry.name}.json" if folder is not None else None
     if file is None or not file.exists():
         return {}
@@ -120,7 +121,7 @@ def measured(entry: Entry, folder: Path | None) -> dict[str, Any]:
 
 
 def is_current(entry: Entry, folder: Path | None) -> bool:
-    """Whether its result is complete, and of what is measured as it is now."""
+    """Return whether the benchmark's result is complete and not stale."""
     result = measured(entry, folder)
     if not result or result["quick"] or not result.get("complete", True) or result["commit"] is None:
         return False
@@ -128,14 +129,14 @@ def is_current(entry: Entry, folder: Path | None) -> bool:
 
 
 def seconds_of(entry: Entry, folder: Path | None, quick: bool) -> float:
-    """How long it will take, roughly, in seconds."""
+    """Return the approximate number of seconds that the benchmark will take."""
     seconds = measured(entry, folder).get("seconds")
     return QUICK_SECONDS if quick else float(str(seconds)) if seconds is not None else entry.minutes * 60
 
 
 def plan_table(entries: Sequence[Entry], folder: Path | None, quick: bool) -> Table:
-    """The table of the benchmarks that will run, and how long each takes."""
-    table = Table("benchmark", title="about so long", title_justify="left")
+    """Return a table of the benchmarks that will run, with the duration of each."""
+    table = Table("benchmark", title="approximate durations", title_justify="left")
     table.add_column("minutes", justify="right")
     for entry in entries:
         table.add_row(entry.name, f"{seconds_of(entry, folder, quick) / 60:.1f}")
@@ -145,7 +146,7 @@ def plan_table(entries: Sequence[Entry], folder: Path | None, quick: bool) -> Ta
 
 
 def command_of(entry: Entry, options: argparse.Namespace, folder: Path | None) -> list[str]:
-    """The command that starts a benchmark."""
+    """Return the command that starts a benchmark."""
     command = [sys.executable, "-m", entry.module, *(entry.quick if options.quick else entry.arguments)]
     if options.rounds and not entry.engine:
         command += ["--rounds", str(options.rounds)]
@@ -161,22 +162,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.run_all", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [entry.name for entry in BENCHMARKS]
-    parser.add_argument("--rounds", type=int, metavar="N", help="of those without engines; default: their own")
-    parser.add_argument("--quick", action="store_true", help="few small rounds: do they run, not how fast")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds without engines; default: their own")
+    parser.add_argument("--quick", action="store_true", help="a few small rounds, only to test that they run")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="default: benchmarks/results; --quick: none")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of them: {', '.join(names)}")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a trace in Mooncake's format, .jsonl or .jsonl.gz")
-    parser.add_argument("--resume", action="store_true", help="leave out what has not changed since it was measured")
-    parser.add_argument("--plan", action="store_true", help="say what would be run and how long it takes, and end")
+    parser.add_argument("--resume", action="store_true", help="leave out benchmarks whose code has not changed since")
+    parser.add_argument("--plan", action="store_true", help="only print what would be run, and how long it takes")
     parser.add_argument(
-        "--engines", action=argparse.BooleanOptionalAction, default=True, help="those that need vLLM, too"
+        "--engines", action=argparse.BooleanOptionalAction, default=True, help="also run the benchmarks that need vLLM"
     )
     options = parser.parse_args(arguments)
     folder: Path | None = options.json
     if folder is None and not options.quick:
         folder = RESULTS
     if options.trace is not None and not options.trace.is_file():
-        parser.error(f"--trace {options.trace}: there is no such file")
+        parser.error(f"--trace {options.trace}: the file does not exist")
     chosen = [
         entry
         for entry in BENCHMARKS
@@ -188,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress = Console(stderr=True)
     progress.print(plan_table(chosen, folder, options.quick))
     if lacking:
-        progress.print(f"left out: {', '.join(lacking)}: needs --trace FILE")
+        progress.print(f"left out: {', '.join(lacking)}: give --trace FILE to run them")
     if options.plan:
         return 0
     failed = []
@@ -197,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if subprocess.run(command_of(entry, options, folder), cwd=ROOT, env=environment(), check=False).returncode:
             failed.append(entry.name)
     if failed:
-        progress.print(f"[red]failed: {', '.join(failed)}; run them again with --only or --resume[/red]")
+        progress.print(f"[red]failed: {', '.join(failed)}; repeat them with --only or --resume[/red]")
     return 1 if failed else 0
 
 

@@ -1,6 +1,6 @@
-"""kvstore._index: a namespace's index, key -> slot (``index/``), and which blocks are evicted first (``policies/``).
+"""kvstore._index: the index of a namespace, key -> slot (``index/``), and the order of eviction (``policies/``).
 
-An extension module of its own, so that both are compiled at the same time.
+It is an extension module of its own, so that both modules are compiled at the same time.
 """
 include "buffers.pxi"
 include "index/records.pxi"

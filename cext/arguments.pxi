@@ -1,4 +1,4 @@
-# Blocks in memory, and vectors with one item for each.
+# Arguments that are blocks in memory, or vectors with one item for each block.
 
 cdef Py_ssize_t _block_count(Py_buffer *base, Py_ssize_t block_bytes) except -1:
     if block_bytes < 1:
@@ -9,7 +9,7 @@ cdef Py_ssize_t _block_count(Py_buffer *base, Py_ssize_t block_bytes) except -1:
 
 
 cdef bint _is_int(Py_buffer *view, Py_ssize_t itemsize, bint signed) except -1:
-    """Whether the items are native integers of this size and signedness."""
+    """Returns whether the items are native integers of this size and signedness."""
     cdef bytes codes = b"ilq" if signed else b"ILQ"
     cdef bytes code = view.format if view.format != NULL else b"B"
     return view.itemsize == itemsize and code.lstrip(b"@=<") in (codes[:1], codes[1:2], codes[2:])
@@ -28,7 +28,7 @@ cdef uint64_t *_sums(_Buffers held, object sums, Py_ssize_t count, bint writable
 
 
 cdef Py_buffer *_int64s(_Buffers held, object numbers, str name, bint contiguous) except NULL:
-    """Returns a view of a 1-D int64 array, of any stride unless it must be ``contiguous``."""
+    """Returns a view of a 1-D int64 array. The array may have any stride unless it must be ``contiguous``."""
     cdef int flags = PyBUF_FORMAT | (PyBUF_C_CONTIGUOUS if contiguous else PyBUF_STRIDES)
     cdef Py_buffer *view = held.take(numbers, flags, name)
     if view.ndim != 1 or not _is_int(view, 8, True):

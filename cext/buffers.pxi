@@ -1,9 +1,8 @@
-# Buffers of callers, which are taken and checked before they are used.
+# The buffers that callers pass, which are taken and checked before they are used.
 #
-# Every function of the extension takes its buffers while it holds the GIL. They stay exported until it returns, so no
-# other thread can free or resize them while the function works without the GIL. An argument that does not fit raises an
-# error that says what was given and what is expected, before anything is changed.
-
+# Every function of the extension takes its buffers while it holds the GIL. The buffers stay exported until the function
+# returns, so no other thread can free or resize them while the function works without the GIL. An argument that does
+# not fit raises an error before anything is changed. The error says what was given and what is expected.
 cimport cython
 from cpython.buffer cimport (
     PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_FULL_RO, PyBUF_ND, PyBUF_SIMPLE, PyBUF_STRIDES, PyBUF_WRITABLE,
@@ -22,7 +21,7 @@ import numpy as np
 
 
 cdef class _Buffers:
-    """The buffers of one call. They are released when this object is deallocated, also after an error."""
+    """The buffers of one call. They are released when this object is deallocated, even after an error."""
 
     cdef Py_buffer *views
     cdef Py_ssize_t count
@@ -50,7 +49,7 @@ cdef class _Buffers:
 
 
 cdef object _refusal(object source, int flags, str name, object error):
-    """Returns the exception for a buffer that could not be taken: what was given, what is needed."""
+    """Returns the exception for a buffer that could not be taken. It says what was given and what is needed."""
     kind = type(source).__name__
     try:
         view = memoryview(source)

@@ -1,12 +1,12 @@
 # Gather and scatter: blocks between the engine's layers (any strides) and rows of packed blocks.
 #
-# A layer is an array whose first axis is the block. Its inner axes are collapsed once per call: beginning with the last
-# one, dense axes are joined into one *run*, which one memcpy copies; the axes outside the run are walked like an
-# odometer. So a contiguous block is one copy, a block with a moved axis takes a few, and only a block whose innermost
-# axis is strided is copied item by item. The unit of work is one (row, layer) pair: its bytes are packed at
-# row * row_stride + layer * inner_bytes. Bytes are copied once, from the layer to the row or back.
+# A layer is an array whose first axis is the block. Its inner axes are collapsed once per call. Beginning with the last
+# axis, dense axes are joined into one *run*, which one memcpy copies. The axes outside the run are counted through like
+# the digits of an odometer. So a contiguous block takes one copy, and a block with a moved axis a few. Only a block
+# whose innermost axis is strided is copied item by item. The unit of work is one pair of row and layer: its bytes are
+# packed at row * row_stride + layer * inner_bytes. Bytes are copied once, either from the layer to the row or back.
 #
-# With slots, the packed rows are scattered in a larger pool: row i is the pool's row slots[i].
+# With slots, the packed rows are scattered in a larger pool: row i is row slots[i] of the pool.
 #
 # What must hold: every block id and slot is checked, in a private copy, before the first byte is copied. There is no
 # other check of bounds.
@@ -15,9 +15,9 @@ cdef extern from *:
     """
     #include <unistd.h>
 
-    /* When a call copies at least so many bytes, its destination cannot still be in the caches when it is next used.
-     * Then it is written past the caches, which saves reading it first. Half the last-level cache, but bounded, because
-     * virtual machines report wrong sizes. */
+    /* If a call copies at least this many bytes, its destination is no longer in the caches when it is next used.
+     * Then the destination is written past the caches, which saves reading it first. The size is half of the last-level
+     * cache, within bounds, because virtual machines report wrong sizes. */
     static size_t kv_copy_stream_bytes(void) {
         long cache = -1;
     #ifdef _SC_LEVEL3_CACHE_SIZE
@@ -27,13 +27,13 @@ cdef extern from *:
         return half < ((size_t)4 << 20) ? (size_t)4 << 20 : half > ((size_t)32 << 20) ? (size_t)32 << 20 : half;
     }
 
-    /* How many bytes to prefetch. The hardware prefetcher stops at every page, and starts late in every block. */
+    /* The number of bytes to prefetch. The hardware prefetcher stops at every page, and starts late in every block. */
     #define KV_COPY_AHEAD 1024
     static void kv_copy_prefetch(const char *src, size_t size) {
         for (size_t i = 0; i < size && i < KV_COPY_AHEAD; i += 64) __builtin_prefetch(src + i, 0, 3);
     }
 
-    /* memcpy that writes whole cache lines past the caches (SSE2, which every x86-64 has). */
+    /* A memcpy that writes whole cache lines past the caches (with SSE2, which every x86-64 has). */
     static void kv_copy_stream(char *dst, const char *src, size_t size) {
     #if defined(__x86_64__)
         size_t head = -(size_t)dst & 63;
@@ -59,7 +59,7 @@ cdef extern from *:
     #endif
     }
 
-    /* Copies count runs between strided and packed memory. With a constant run the compiler uses a plain move. */
+    /* Copies count runs between strided and packed memory. For a constant run the compiler uses a plain move. */
     #define KV_COPY_RUNS(RUN) for (i = 0; i < count; i++, strided += stride, packed += (RUN)) \\
         memcpy(unpack ? strided : packed, unpack ? packed : strided, (RUN))
     static void kv_copy_runs(char *strided, char *packed, ptrdiff_t stride, ptrdiff_t count, size_t run, int unpack,
@@ -91,14 +91,14 @@ cdef enum:
 
 cdef size_t _stream_bytes = kv_copy_stream_bytes()
 
-# So much is copied in less time than a thread may wait to get the GIL back, which another one keeps for up to 5 ms.
+# Up to this much is copied without releasing the GIL, because another thread may then keep the GIL for up to 5 ms.
 cdef Py_ssize_t _locked_bytes = 512 << 10
 
 cdef struct Layer:
     char *base
     Py_ssize_t block_stride
-    Py_ssize_t run  # bytes of the dense innermost part
-    int axes  # number of axes outside the run, outermost first
+    Py_ssize_t run  # the size of the dense innermost part, in bytes
+    int axes  # the number of axes outside the run; the outermost is first
     Py_ssize_t shape[MAX_AXES]
     Py_ssize_t stride[MAX_AXES]
 
@@ -107,10 +107,10 @@ cdef struct Copy:
     Py_ssize_t layer_count
     Py_ssize_t inner_bytes
     int64_t *ids
-    int64_t *slots  # NULL: row i is the i-th
+    int64_t *slots  # NULL if row i is at index i
     char *rows
     Py_ssize_t row_stride
-    bint unpack  # rows to layers
+    bint unpack  # copies rows to layers
     bint stream
 
 
@@ -202,7 +202,7 @@ cdef object _inner(Py_buffer *view):
 cdef Py_ssize_t _check_rows(Py_buffer *rows, Py_ssize_t *count, Py_ssize_t row_bytes, str name) except? -1:
     """Returns the row stride of ``rows``, which must be ``count`` dense rows of ``row_bytes`` bytes.
 
-    ``count`` -1: any number of rows; ``count`` is set to it.
+    If ``count`` is -1, there may be any number of rows, and ``count`` is set to this number.
     """
     cdef Py_ssize_t expected = rows.itemsize
     cdef int axis
@@ -224,8 +224,8 @@ cdef Py_ssize_t _check_rows(Py_buffer *rows, Py_ssize_t *count, Py_ssize_t row_b
 
 
 cdef Py_ssize_t _copy_indices(int64_t *copied, Py_buffer *view, Py_ssize_t limit) noexcept:
-    """Copies the indices, so that no other thread can change them. Returns the position of the first one outside
-    0 .. limit - 1, or -1."""
+    """Copies the indices, so that no other thread can change them. Returns the position of the first index outside 0 ..
+    limit - 1, or -1 if there is none."""
     cdef Py_ssize_t i
     for i in range(view.shape[0]):
         memcpy(&copied[i], <char *>view.buf + i * view.strides[0], 8)
@@ -306,24 +306,27 @@ cdef object _copy_rows(object views, object block_ids, object rows, object slots
 def gather(views, block_ids, out, slots=None):
     """Packs blocks of every layer into rows: ``out[i]`` is ``views[l][block_ids[i]]`` for each l, in C order.
 
-    ``views``: L arrays of shape (blocks, *inner), of any strides, alignment and dtype (only bytes are copied: pass an
-    array without a buffer format, such as bfloat16, as a uint16 view); ``inner`` and item size are the same for all.
-    ``block_ids``: n ids, 1-D int64. ``out``: writable, n rows of L * inner bytes, dense within a row, any row stride;
-    or one dense 1-D buffer of as many bytes. ``slots``: n indices, 1-D int64, into an ``out`` of any number of rows:
-    ``out[slots[i]]`` is filled, the other rows are not changed. When a slot occurs twice, the last block wins.
+    ``views``: L arrays of shape (blocks, *inner), of any strides, alignment and dtype. ``inner`` and the item size must
+    be the same for all of them. Only bytes are copied, so an array without a buffer format, such as bfloat16, can be
+    passed as a uint16 view.
+    ``block_ids``: n ids, as a 1-D int64 array.
+    ``out``: writable. Either n rows of L * inner bytes each, dense within a row and with any row stride, or one dense
+    1-D buffer of the same number of bytes.
+    ``slots``: n indices, as a 1-D int64 array, into an ``out`` with any number of rows. ``out[slots[i]]`` is filled,
+    and the other rows are not changed. If a slot occurs twice, the last block wins.
 
-    Raises IndexError for an id outside 0 .. blocks - 1 or a slot outside 0 .. rows - 1, ValueError or TypeError for
-    arrays that do not fit or a read-only ``out``, always before any byte is copied. ``out`` must not overlap the views.
-    Copies of more than 512 KiB give the GIL away; thread-safe as long as no other thread writes to the same memory.
+    Raises IndexError for an id outside 0 .. blocks - 1 or a slot outside 0 .. rows - 1. Raises ValueError or TypeError
+    for arrays that do not fit, or if ``out`` is read-only. All errors are raised before any byte is copied. ``out``
+    must not overlap the views. Copies of more than 512 KiB release the GIL. Thread-safe as long as no other thread
+    writes to the same memory.
     """
     _copy_rows(views, block_ids, out, slots, False)
 
 
 def scatter(src, views, block_ids, slots=None):
-    """Unpacks rows into blocks of every layer, the inverse of ``gather``: ``views[l][block_ids[i]]`` from ``src[i]``,
-    or from ``src[slots[i]]``.
-
-    ``src`` has the shape of ``out`` in ``gather`` and may be read-only; ``views`` must be writable. A slot may occur
-    any number of times. When an id occurs twice, the last row wins. Errors and threads: as for ``gather``.
+    """Unpacks rows into blocks of every layer: ``views[l][block_ids[i]]`` from ``src[i]``, or from ``src[slots[i]]``.
+    This is the inverse of ``gather``.
+    ``src`` has the shape of ``out`` in ``gather`` and may be read-only. ``views`` must be writable. A slot may occur
+    any number of times. If an id occurs twice, the last row wins. Errors and threads are as for ``gather``.
     """
     _copy_rows(views, block_ids, src, slots, True)

@@ -1,8 +1,8 @@
 # Blocks between memory and a segment file: the loops around pread and pwrite, with the GIL released.
 #
 # Blocks that are adjacent both in memory and in the file are moved by one system call, so that small blocks do not cost
-# one each. A block that was read is checked against its checksum while it is still in the processor's cache. What must
-# hold: the caller owns the memory (slots that are being written, or referenced) for the length of the call.
+# one call each. A block that was read is checked against its checksum while it is still in the processor's cache.
+# Invariant: during the call the caller owns the memory (slots that are being written, or that are referenced).
 
 from libc.errno cimport EINTR, EIO, errno
 from posix.types cimport off_t
@@ -11,7 +11,7 @@ from posix.unistd cimport pread, pwrite
 
 cdef enum:
     CORRUPT_BLOCK = -1
-    RUN_BYTES = 4 << 20  # the most that one system call moves
+    RUN_BYTES = 4 << 20  # the most bytes that one system call moves
 
 
 cdef class _Blocks:
@@ -61,7 +61,7 @@ cdef class _Blocks:
 
 
 cdef Py_ssize_t _move(int fd, char *memory, Py_ssize_t size, off_t offset, bint write, int *error) noexcept nogil:
-    """Returns how many bytes were moved: fewer than `size` at the file's end, or when `error` is set."""
+    """Returns the number of bytes moved. There are fewer than `size` at the file's end, or if `error` is set."""
     cdef Py_ssize_t done = 0, moved
     error[0] = 0
     while done < size:
@@ -83,10 +83,12 @@ cdef Py_ssize_t _move(int fd, char *memory, Py_ssize_t size, off_t offset, bint 
 def read_blocks(int fd, memory, places, offsets, Py_ssize_t block_bytes, sums, found=None):
     """Reads block i from ``offsets[i]`` of the file into ``memory[places[i]:][:block_bytes]`` and checks it.
 
-    ``places``, ``offsets``: int64, in bytes. ``sums``: uint64, the xxh3-64 that each block must have; None: the caller
-    checks them, with those in ``found``, writable uint64, unless it is None, too. Returns int32, one a block: 0 when its
-    checksum is right, -1 when it is not (or the file ends too early), else the errno of its read.
-    Blocks, without the GIL. Raises TypeError or ValueError before anything is read.
+    ``places``, ``offsets``: int64 arrays, in bytes.
+    ``sums``: a uint64 array of the xxh3-64 that each block must have, or None if the caller checks the blocks.
+    ``found``: a writable uint64 array for the checksums that were found, or None if they are not needed.
+
+    Returns one int32 per block: 0 if its checksum is right, -1 if it is wrong or the file ends too early, or the errno
+    if the read failed. Blocks, without the GIL. Raises TypeError or ValueError before anything is read.
     """
     cdef _Blocks blocks = _Blocks(memory, places, offsets, block_bytes, True)
     cdef _Buffers held = _Buffers(3)
@@ -125,8 +127,9 @@ def read_blocks(int fd, memory, places, offsets, Py_ssize_t block_bytes, sums, f
 def write_blocks(int fd, memory, places, offsets, Py_ssize_t block_bytes):
     """Writes ``memory[places[i]:][:block_bytes]`` to ``offsets[i]`` of the file, in order.
 
-    ``places``, ``offsets``: int64, in bytes. Returns 0, or the errno of the first write that failed; blocks after it
-    were not written. Blocks, without the GIL. Raises TypeError or ValueError before anything is written.
+    ``places``, ``offsets``: int64 arrays, in bytes. Returns 0, or the errno of the first write that failed. The blocks
+    after that write were not written. Blocks, without the GIL. Raises TypeError or ValueError before anything is
+    written.
     """
     cdef _Blocks blocks = _Blocks(memory, places, offsets, block_bytes, False)
     cdef Py_ssize_t first = 0, end, size

@@ -1,6 +1,6 @@
-# Checksums of blocks and prefix hash chains over tokens, both XXH3 (``xxh3.h``).
+# Checksums of blocks, and prefix hash chains over tokens. Both use XXH3 (``xxh3.h``).
 #
-# The functions hash without the GIL and keep no state: all of them are thread-safe.
+# The functions hash without the GIL and keep no state, so all of them are thread-safe.
 
 cdef extern from "xxh3.h" nogil:
     ctypedef struct xxh3_u128:
@@ -18,10 +18,10 @@ cdef const xxh3_variant *_best = &_variants[_variant_count - 1]
 
 
 def checksum(buffer):
-    """The xxh3-64 (seed 0) of a C-contiguous buffer, as an int.
+    """Returns the xxh3-64 (seed 0) of a C-contiguous buffer, as an int.
 
-    The buffer may be read-only. Raises TypeError when it is not a buffer and ValueError when it is not C-contiguous.
-    Thread-safe; hashes without the GIL. Equal to ``xxhash.xxh3_64_intdigest(buffer)``.
+    The buffer may be read-only. Raises TypeError if it is not a buffer and ValueError if it is not C-contiguous.
+    Thread-safe. Hashes without the GIL. Equal to ``xxhash.xxh3_64_intdigest(buffer)``.
     """
     cdef _Buffers held = _Buffers(1)
     cdef Py_buffer *view = held.take(buffer, PyBUF_SIMPLE, "buffer")
@@ -34,9 +34,11 @@ def checksum(buffer):
 def checksum_into(buffers, out):
     """Writes the xxh3-64 of ``buffers[i]`` to ``out[i]``.
 
-    ``buffers``: a sequence of C-contiguous buffers of any sizes. ``out``: writable, contiguous, uint64, one word for
-    each buffer. Raises TypeError or ValueError, before anything is written, when an argument is not as described.
-    Thread-safe as long as no other thread writes to these buffers. Releases the GIL once, for all of them.
+    ``buffers``: a sequence of C-contiguous buffers of any sizes.
+    ``out``: a writable, contiguous uint64 array with one word for each buffer.
+
+    Raises TypeError or ValueError, before anything is written, if an argument is not as described. Thread-safe as long
+    as no other thread writes to these buffers. Releases the GIL once, for all of them.
     """
     cdef list sources = list(buffers)
     cdef Py_ssize_t i, count = len(sources)
@@ -53,9 +55,11 @@ def checksum_into(buffers, out):
 def checksum_blocks(base, Py_ssize_t block_bytes, out):
     """Writes the xxh3-64 of each block of ``base`` to ``out``.
 
-    ``base``: one C-contiguous buffer of n * ``block_bytes`` bytes. ``out``: writable, contiguous, uint64, n words.
-    Raises TypeError or ValueError, before anything is written, when they do not fit. Thread-safe; hashes without the
-    GIL.
+    ``base``: one C-contiguous buffer of n * ``block_bytes`` bytes.
+    ``out``: a writable, contiguous uint64 array of n words.
+
+    Raises TypeError or ValueError, before anything is written, if the arguments do not fit. Thread-safe. Hashes without
+    the GIL.
     """
     cdef _Buffers held = _Buffers(2)
     cdef Py_buffer *view = held.take(base, PyBUF_SIMPLE, "base")
@@ -68,11 +72,14 @@ def checksum_blocks(base, Py_ssize_t block_bytes, out):
 
 
 def checksum_at(base, offsets, Py_ssize_t block_bytes):
-    """Returns the xxh3-64 of n blocks as (n,) uint64: block i is the ``block_bytes`` bytes at ``offsets[i]`` of ``base``.
+    """Returns the xxh3-64 of n blocks as (n,) uint64. Block i is the ``block_bytes`` bytes at ``offsets[i]`` of
+    ``base``.
 
-    ``base``: one C-contiguous buffer. ``offsets``: n numbers, contiguous int64. Raises TypeError, ValueError or
-    IndexError, before anything is hashed, when an argument is not as described or a block does not lie within ``base``.
-    Thread-safe as long as no other thread writes to the blocks; hashes without the GIL.
+    ``base``: one C-contiguous buffer.
+    ``offsets``: a contiguous int64 array of n numbers.
+
+    Raises TypeError, ValueError or IndexError, before anything is hashed, if an argument is not as described or a block
+    does not lie within ``base``. Thread-safe as long as no other thread writes to the blocks. Hashes without the GIL.
     """
     cdef _Buffers held = _Buffers(3)
     cdef Py_buffer *view = held.take(base, PyBUF_SIMPLE, "base")
@@ -86,7 +93,7 @@ def checksum_at(base, offsets, Py_ssize_t block_bytes):
     try:
         if blocks == NULL:
             raise MemoryError()
-        for i in range(count):  # here, so that no thread can change what was checked
+        for i in range(count):  # checked in this loop, so that no thread can change the offsets after the check
             if not 0 <= (<const int64_t *>numbers.buf)[i] <= view.len - block_bytes:
                 raise IndexError(f"offsets[{i}] is {(<const int64_t *>numbers.buf)[i]}: a block of {block_bytes} bytes "
                                  f"there is not within the {view.len} bytes of base")
@@ -103,7 +110,7 @@ def checksum_at(base, offsets, Py_ssize_t block_bytes):
 
 cdef Py_ssize_t _pack_tokens(uint32_t *dst, const char *src, Py_ssize_t stride, Py_ssize_t itemsize,
                              Py_ssize_t count) noexcept nogil:
-    """Narrows tokens to uint32. Returns the position of the first one that does not fit, or -1."""
+    """Narrows tokens to uint32. Returns the position of the first token that does not fit, or -1 if all fit."""
     cdef Py_ssize_t i
     cdef uint64_t misfit = 0
     cdef int32_t narrow
@@ -135,9 +142,9 @@ cdef Py_ssize_t _pack_tokens(uint32_t *dst, const char *src, Py_ssize_t stride, 
 
 
 def prefix_keys(tokens, Py_ssize_t block_tokens, bytes seed not None=b"", parent=None):
-    """Returns the chain of prefix keys of a token sequence: row i is the key of block i and all blocks before it.
+    """Returns the chain of prefix keys of a token sequence: row i is the key of block i and of all blocks before it.
 
-    ``tokens``: 1-D int32 or int64 array of n tokens, any stride. Returns an (n // block_tokens, 16) uint8 array; a
+    ``tokens``: 1-D int32 or int64 array of n tokens, with any stride. Returns an (n // block_tokens, 16) uint8 array. A
     trailing partial block is ignored (and not read). The layout, for other implementations (always XXH3-128 with seed
     0, canonical digest: 16 bytes, big-endian, high half first)::
 
@@ -145,12 +152,12 @@ def prefix_keys(tokens, Py_ssize_t block_tokens, bytes seed not None=b"", parent
         key[i]  = xxh3_128(key[i-1] + tokens of block i, each as 4 bytes little-endian unsigned)
 
     So int32 and int64 arrays of the same tokens give the same keys. ``parent``, the last key of an earlier call,
-    continues its chain: when ``len(a)`` is a multiple of ``block_tokens``, the keys of ``a + b`` are the keys of ``a``
-    followed by the keys of ``b`` with ``parent=keys_of_a[-1]``. ``seed`` is not used then.
+    continues the chain of that call. If ``len(a)`` is a multiple of ``block_tokens``, the keys of ``a + b`` are the
+    keys of ``a`` followed by the keys of ``b`` with ``parent=keys_of_a[-1]``. With ``parent``, ``seed`` is not used.
 
-    Raises TypeError when ``tokens`` is not such an array, ValueError when ``block_tokens`` < 1, when ``parent`` is not
-    exactly 16 bytes, or when a token is negative or >= 2**32 (the message has the first one). Thread-safe; hashes
-    without the GIL.
+    Raises TypeError if ``tokens`` is another kind of array. Raises ValueError if ``block_tokens`` < 1, if ``parent`` is
+    not exactly 16 bytes, or if a token is negative or >= 2**32 (the message names the first such token). Thread-safe.
+    Hashes without the GIL.
     """
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
@@ -174,7 +181,7 @@ def prefix_keys(tokens, Py_ssize_t block_tokens, bytes seed not None=b"", parent
     if count == 0:
         return keys
     cdef uint8_t *key = <uint8_t *>held.take(keys, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE, "keys").buf
-    cdef uint8_t on_stack[4096 + 16]  # the message to hash: the parent's key, then one block's tokens
+    cdef uint8_t on_stack[4096 + 16]  # the message to hash: the parent's key, followed by one block's tokens
     cdef uint8_t *message = on_stack
     if block_tokens > 1024:
         message = <uint8_t *>malloc(16 + 4 * block_tokens)
@@ -199,7 +206,7 @@ def prefix_keys(tokens, Py_ssize_t block_tokens, bytes seed not None=b"", parent
     return keys
 
 
-# ---- for the tests: each variant that this CPU runs, by name ----
+# ---- for the tests: each variant that this CPU can run, by name ----
 
 cdef const xxh3_variant *_variant(str name) except NULL:
     cdef int i
@@ -210,7 +217,7 @@ cdef const xxh3_variant *_variant(str name) except NULL:
 
 
 def _xxh3_variants():
-    """Returns the names of the variants that this CPU can run, slowest first; the last one is in use."""
+    """Returns the names of the variants that this CPU can run, the slowest first. The last one is in use."""
     return [_variants[i].name.decode() for i in range(_variant_count)]
 
 

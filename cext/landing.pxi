@@ -1,7 +1,7 @@
-# Landing: where the blocks of a GET go, and the header of the PART that announces them; where those of a SET go.
+# Landing: the destinations of the blocks of a GET or a SET, and the header of the PART that announces blocks.
 #
-# What is read from the network is not trusted: a part fits when each of its positions is one that was asked for and has
-# not come. Everything here runs without the interpreter's lock.
+# Bytes from the network are not trusted. A part fits only if each of its blocks was requested and has not arrived yet.
+# Everything in this file runs without the interpreter's lock.
 
 # ---- the header of a PART, which is MessagePack ----
 
@@ -20,7 +20,7 @@ cdef struct Packed:
 
 
 cdef inline bint _take_number(Packed *p, int width, uint64_t *value) noexcept nogil:
-    """Take the bytes of a number, the highest first."""
+    """Takes the bytes of a big-endian number."""
     cdef int i
     if p.end - p.at < width:
         return False
@@ -63,7 +63,7 @@ cdef bint _take_bin(Packed *p, const uint8_t **data, Py_ssize_t *size) noexcept 
 
 
 cdef bint _skip(Packed *p) noexcept nogil:
-    """Pass over one value, with all that is in it."""
+    """Skips one value, including everything in it."""
     cdef uint64_t left = 1, size, inside
     cdef int width
     cdef uint8_t kind
@@ -125,9 +125,10 @@ cdef bint _take_array(Packed *p, uint64_t *fields) noexcept nogil:
 
 
 cdef bint _read_part(const uint8_t *data, Py_ssize_t size, PartHeader *part) noexcept nogil:
-    """Whether this is the header of a PART that has payload or is the last. Any other header is for the sink.
+    """Returns whether this is the header of a PART that has payload or is the last one. The sink handles all other
+    headers.
 
-    As in `kvstore.wire.messages`, later fields may be missing, and those of a later release may follow.
+    As in `kvstore.wire.messages`, later fields may be missing, and fields of a later release may follow.
     """
     cdef Packed p
     cdef uint64_t fields, field, tag
@@ -171,27 +172,27 @@ cdef enum:
 
 
 cdef struct Ground:
-    # A landing, for code that runs without the GIL.
+    # A landing, in a form for code that runs without the GIL.
     uint64_t id
-    Py_ssize_t count  # of the blocks that were asked for
+    Py_ssize_t count  # the number of requested blocks
     Py_ssize_t block_bytes
-    Py_ssize_t most  # blocks in a part
+    Py_ssize_t most  # the most blocks in a part
     bint verify
     double began_at
-    char **rows  # by position in the request, as the states
+    char **rows  # by position in the request, like the states
     uint8_t *states
-    uint64_t *told  # by position: the checksums that came with the blocks; NULL: they are not kept
+    uint64_t *told  # by position: the checksums that came with the blocks; NULL if they are not kept
     # The part that is arriving:
     uint32_t *positions
     uint64_t *sums
     Py_ssize_t part_count
-    Py_ssize_t arrived  # whole blocks
-    Py_ssize_t into  # bytes of the next one
+    Py_ssize_t arrived  # the number of whole blocks
+    Py_ssize_t into  # the bytes of the next block that have arrived
     bint last
 
 
 cdef bint _begin_part(Ground *ground, PartHeader *part) noexcept nogil:
-    """Take the header of a part. Returns whether it fits; if not, nothing is changed."""
+    """Takes the header of a part. Returns whether it fits. If it does not fit, nothing is changed."""
     cdef Py_ssize_t i, j
     cdef uint32_t position
     if part.count > ground.most or (part.count == 0 and not part.last):
@@ -214,7 +215,7 @@ cdef bint _begin_part(Ground *ground, PartHeader *part) noexcept nogil:
 
 
 cdef int _ground_pieces(Ground *ground, iovec *pieces) noexcept nogil:
-    """Fill in where the next bytes of the part go. Returns how many pieces that are."""
+    """Sets ``pieces`` to the memory for the next bytes of the part. Returns the number of pieces."""
     cdef Py_ssize_t at = ground.arrived, into = ground.into, total = 0
     cdef int n = 0
     while at < ground.part_count and n < KV_IOV and total < PIECE_BYTES:
@@ -228,7 +229,7 @@ cdef int _ground_pieces(Ground *ground, iovec *pieces) noexcept nogil:
 
 
 cdef void _ground_advance(Ground *ground, Py_ssize_t nbytes) noexcept nogil:
-    """So many bytes have arrived: check the blocks that are complete."""
+    """Counts ``nbytes`` bytes that have arrived, and checks the blocks that are complete."""
     cdef Py_ssize_t room
     cdef uint32_t position
     cdef bint right
@@ -247,7 +248,7 @@ cdef void _ground_advance(Ground *ground, Py_ssize_t nbytes) noexcept nogil:
 
 
 cdef void _ground_store(Ground *ground, const char *data, Py_ssize_t nbytes) noexcept nogil:
-    """Take bytes that were received elsewhere."""
+    """Copies bytes of the part that were received into other memory to their rows."""
     cdef Py_ssize_t size
     while nbytes > 0:
         size = min(nbytes, ground.block_bytes - ground.into)
@@ -258,12 +259,16 @@ cdef void _ground_store(Ground *ground, const char *data, Py_ssize_t nbytes) noe
 
 
 cdef class Landing:
-    """Where the blocks of one GET go: block i of the request to row ``places[i]`` of ``rows``.
+    """The destination of the blocks of one GET: block i of the request goes to row ``places[i]`` of ``rows``.
 
-    A ``Receiver`` fills it. It may be read when the sink was told that it is complete, or when the receiver has
-    forgotten it. ``verify``: check the blocks against their checksums; otherwise every block that comes is right, and
-    ``sums`` has the checksums. ``most``: blocks in one part. Keeps ``rows`` exported. Raises ValueError or IndexError
-    when a place is not a row.
+    A ``Receiver`` fills it. The rows may be read after the sink's ``landed`` was called with the landing, or after the
+    receiver has forgotten it.
+
+    ``verify``: whether to check the blocks against their checksums. If not, every block that arrives counts as right,
+    and ``sums`` has the checksums.
+    ``most``: the most blocks in one part.
+
+    Keeps ``rows`` exported. Raises ValueError or IndexError if a place is not a row.
     """
 
     cdef _Buffers held
@@ -308,17 +313,17 @@ cdef class Landing:
 
     @property
     def began_at(self):
-        """When the first part came, by the monotonic clock, in seconds; 0: none has."""
+        """The time when the first part arrived, in seconds of the monotonic clock, or 0 if none has arrived."""
         return self.ground.began_at
 
     def outcomes(self):
-        """Returns, for each block of the request, whether it came with the right bytes, and whether with wrong ones:
-        two bool arrays."""
+        """Returns two bool arrays with one item for each requested block: whether it arrived with the right bytes,
+        and whether it arrived with wrong bytes."""
         states = np.frombuffer(PyBytes_FromStringAndSize(<char *>self.ground.states, self.ground.count), dtype=np.uint8)
         return states == RIGHT, states == WRONG
 
     def sums(self):
-        """Returns the checksum that came with each block of the request, uint64; 0 for those that did not come."""
+        """Returns the checksum that came with each requested block, as uint64; 0 for blocks that did not arrive."""
         if self.ground.told == NULL:
             raise ValueError("this landing verifies its blocks: it keeps no checksums")
         told = PyBytes_FromStringAndSize(<char *>self.ground.told, 8 * self.ground.count)
@@ -326,13 +331,14 @@ cdef class Landing:
 
 
 cdef class Payload:
-    """Where the payload of a SET goes: block i to byte ``offsets[i]`` of ``memory``, in frames of ``per_frame`` blocks.
+    """The destination of a SET's payload: block i goes to byte ``offsets[i]`` of ``memory``. Each frame has
+    ``per_frame`` blocks.
 
-    A sink gives it to its ``Receiver`` instead of memory for one frame: then that receives all payload frames of the
-    message by itself, as far as each has the right size and comes in its turn. Keeps ``memory`` exported. Raises
-    ValueError, TypeError or IndexError when an argument is not as described.
+    A sink may give a payload to its ``Receiver`` instead of memory for one frame. The receiver then takes all payload
+    frames of the message by itself, as long as each frame has the right size and comes in order. Keeps ``memory``
+    exported. Raises ValueError, TypeError or IndexError if an argument is not as described.
 
-    ``arrived``: blocks whose frames are complete.
+    ``arrived``: the number of blocks whose frames are complete.
     """
 
     cdef _Buffers held
@@ -366,7 +372,7 @@ cdef class Payload:
         free(self.ground.positions)
 
     cdef bint begin_frame(self, uint64_t size) noexcept nogil:
-        """Whether the next payload frame has this size. Then it begins."""
+        """Begins the next payload frame. Returns False if the frame must have another size."""
         cdef Ground *ground = &self.ground
         cdef Py_ssize_t i, n = min(ground.most, ground.count - self.arrived)
         if n < 1 or size != <uint64_t>(n * ground.block_bytes):
@@ -377,6 +383,6 @@ cdef class Payload:
         return True
 
     cdef bint end_frame(self) noexcept nogil:
-        """A frame is complete. Returns whether it was the last."""
+        """Ends a complete frame. Returns whether it was the last frame."""
         self.arrived += self.ground.part_count
         return self.arrived == self.ground.count

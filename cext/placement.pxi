@@ -1,8 +1,8 @@
 # Weighted rendezvous hashing, and grouping of a batch's keys by owner. kvstore/cluster/placement.py has the formula.
 #
-# For a key every shard draws u in (0, 1), and its score is weight / -ln(u). The logarithms would be most of the cost,
-# but few are needed: because 1 - u <= -ln(u) <= (1 - u) / u, a shard's *floor* (1 - u) / weight bounds its score from
-# both sides, and mostly only one shard can have the highest score.
+# For each key, every shard draws a number u in (0, 1), and its score is weight / -ln(u). The logarithms would be most
+# of the cost, but few of them are needed. Because 1 - u <= -ln(u) <= (1 - u) / u, a shard's *floor* (1 - u) / weight
+# bounds its score from both sides. So usually only one shard can have the highest score.
 
 from libc.math cimport INFINITY, fabs, log
 
@@ -19,25 +19,25 @@ cdef struct Shards:
     Py_ssize_t count
     const uint64_t *seeds
     const double *weights
-    const int64_t *ranks    # the lowest wins between equal scores
+    const int64_t *ranks    # of shards with equal scores, the one with the lowest rank wins
     const int64_t *nodes
     const int64_t *zones
-    double *handicaps       # the greatest weight / weight, in units of 2**-53
-    double handicap         # the greatest of them
+    double *handicaps       # the greatest weight divided by this shard's weight, in units of 2**-53
+    double handicap         # the greatest of the handicaps
     uint64_t *draws
-    double *floors          # times the greatest weight, at most one handicap too low; INFINITY: its node is taken
-    double *apart           # like floors, but INFINITY also when its zone is taken
+    double *floors          # multiplied by the greatest weight, at most one handicap too low; INFINITY: node taken
+    double *apart           # like floors, but also INFINITY if the zone is taken
 
 
 cdef inline uint64_t _mix(uint64_t value) noexcept nogil:
-    """The splitmix64 finaliser (Steele, Lea, Flood 2014)."""
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
     value = (value ^ (value >> 30)) * <uint64_t>0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * <uint64_t>0x94D049BB133111EB
     return value ^ (value >> 31)
 
 
 cdef inline double _cost(uint64_t drawn) noexcept nogil:
-    """Returns -ln(u); 0 for the one draw in 2**53 whose u is rounded to 1."""
+    """Returns -ln(u), or 0 for the one draw in 2**53 whose u is rounded to 1."""
     return fabs(log((<double><int64_t>(drawn >> 11) + 0.5) * 2.0 ** -53))
 
 
@@ -51,7 +51,8 @@ cdef inline void _draw(const Shards *shards, uint64_t word) noexcept nogil:
 
 
 cdef inline double _lowest(const double *floors, Py_ssize_t count) noexcept nogil:
-    """Returns the lowest floor. Keeps four minima, because each comparison would wait for the one before it."""
+    """Returns the lowest floor. Keeps four minima, because with only one each comparison would wait for the comparison
+    before it."""
     cdef double a = INFINITY, b = INFINITY, c = INFINITY, d = INFINITY
     cdef Py_ssize_t i = 0
     while i + 4 <= count:
@@ -67,7 +68,7 @@ cdef inline double _lowest(const double *floors, Py_ssize_t count) noexcept nogi
 
 
 cdef inline Py_ssize_t _winner(const Shards *shards, const double *floors) noexcept nogil:
-    """Returns the shard with the highest score among those with a finite floor; NO_SHARD if there is none."""
+    """Returns the shard with the highest score among those with a finite floor, or NO_SHARD if there is none."""
     cdef Py_ssize_t i, best = NO_SHARD
     cdef double low = _lowest(floors, shards.count), limit = _GREATEST_FLOOR, score = 0.0, other
     low += shards.handicap
@@ -88,7 +89,7 @@ cdef inline Py_ssize_t _winner(const Shards *shards, const double *floors) noexc
 
 
 cdef bint _choose_replicas(const Shards *shards, int64_t *chosen, Py_ssize_t columns) noexcept nogil:
-    """Fills columns 1 .. columns - 1 of a key whose owner is in column 0. -> whether there were enough nodes."""
+    """Fills columns 1 .. columns - 1 for a key whose owner is in column 0. Returns whether there were enough nodes."""
     cdef Py_ssize_t i, column
     cdef int64_t before
     if columns == 1:
@@ -110,14 +111,17 @@ cdef bint _choose_replicas(const Shards *shards, int64_t *chosen, Py_ssize_t col
 
 
 def rendezvous(keys, seeds, weights, ranks, nodes, zones, Py_ssize_t columns):
-    """Returns the shards that hold each key: their numbers, `(n, columns)` int64, the owner in column 0.
+    """Returns the numbers of the shards that hold each key, as `(n, columns)` int64. The owner is in column 0.
 
-    ``keys``: `(n, key_bytes)` uint8 of any strides, key_bytes >= 8; the first 8 bytes place a key. One item a shard:
-    ``seeds`` (uint64), ``weights`` (float64, > 0 and finite), ``ranks``, ``nodes``, ``zones`` (int64). Between equal
-    scores the lowest rank wins. Each next column is the shard with the best score on a node and in a zone that none of
-    the columns before have; when no such zone is left, on another node. ``columns``: at most the number of nodes.
+    ``keys``: `(n, key_bytes)` uint8 of any strides, key_bytes >= 8. The first 8 bytes of a key decide its place.
+    ``seeds`` (uint64), ``weights`` (float64, > 0 and finite), ``ranks``, ``nodes``, ``zones`` (int64): one item per
+    shard.
+    ``columns``: at most the number of nodes.
 
-    Raises ValueError for arrays that do not fit. Works without the GIL; thread-safe as long as no thread writes to the
+    If scores are equal, the lowest rank wins. Each next column is the shard with the best score on a node and in a zone
+    that no earlier column has. If no unused zone is left, only the node must differ.
+
+    Raises ValueError for arrays that do not fit. Works without the GIL. Thread-safe as long as no thread writes to the
     arrays.
     """
     cdef _Buffers held = _Buffers(7)
@@ -173,10 +177,10 @@ def rendezvous(keys, seeds, weights, ranks, nodes, zones, Py_ssize_t columns):
 
 
 def group_by_owner(owners, Py_ssize_t count):
-    """Groups positions by owner. Returns `(order, bounds)`, both int64.
+    """Groups positions by owner. Returns `(order, bounds)`, both as int64.
 
-    The positions of owner i are ``order[bounds[i] : bounds[i + 1]]``, ascending. ``owners``: 1-D int64, each
-    0 .. count - 1, else IndexError. A counting sort; thread-safe.
+    The positions of owner i are ``order[bounds[i] : bounds[i + 1]]``, in ascending order. ``owners``: 1-D int64, each
+    from 0 to count - 1; otherwise raises IndexError. This is a counting sort. Thread-safe.
     """
     if count < 1:
         raise ValueError(f"count is {count}: expected at least 1 owner")
@@ -202,7 +206,7 @@ def group_by_owner(owners, Py_ssize_t count):
 
 
 def first_of_each(keys):
-    """Returns, for each key, the position of its first occurrence: int64.
+    """Returns the position of each key's first occurrence, as int64.
 
     ``keys``: (n, key_bytes) uint8, C-contiguous. Thread-safe.
     """
@@ -217,12 +221,12 @@ def first_of_each(keys):
     cdef int64_t *found = <int64_t *>held.take(first, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE, "first").buf
     while room < 2 * n:
         room *= 2
-    # Open addressing: the position of a first one, or -1.
+    # A table with open addressing: each item is the position of a first occurrence, or -1.
     cdef int64_t *table = <int64_t *>malloc(room * sizeof(int64_t))
     if table == NULL:
         raise MemoryError()
     memset(table, 0xFF, room * sizeof(int64_t))
-    for i in range(n):  # microseconds: too short to give the GIL away
+    for i in range(n):  # this takes microseconds, which is too short to release the GIL
         at = <Py_ssize_t>(xxh3_64(data + i * size, size, 0, _best) & <uint64_t>(room - 1))
         while True:
             other = table[at]

@@ -1,29 +1,30 @@
-# Receiving: the bytes of a ZMTP connection turned into frames, and the blocks of GETs put where they belong.
+# Receiving: the bytes of a ZMTP connection are turned into frames, and the blocks of GETs are put where they belong.
 #
-# A ``Receiver`` asks its sink (a Python object, see ``kvstore.wire.zmtp.FrameSink``) for the memory of each frame,
-# and tells it when the frame is complete. The PARTs of a GET for which there is a ``Landing`` never get that far:
-# their headers are read here, their blocks received at their destinations and hashed there, while they are in the
-# cache. For such a GET the interpreter's lock is taken once, at its end, and not for every few megabytes; a thread
-# that computes in Python may hold that lock for milliseconds each time.
+# A ``Receiver`` gets the memory for each frame from its sink (a Python object, see ``kvstore.wire.zmtp.FrameSink``),
+# and calls the sink when the frame is complete. The PARTs of a GET with a ``Landing`` never reach the sink. The
+# receiver reads their headers itself. It receives their blocks at their destinations and hashes them there, while they
+# are in the cache. So the interpreter's lock is taken once, at the end of the GET, and not for every few megabytes.
+# Each time, the receiver may wait milliseconds for the lock, because another thread computes in Python.
 #
-# Over 400 lines because the state of a connection is one idea: what has arrived, what it is, and who is told.
+# Over 400 lines because the state of a connection is one idea: the bytes that have arrived, their meaning, and the
+# sink's calls.
 
-# What ends a run without the GIL.
+# The reasons to end a run without the GIL.
 cdef enum Stop:
     DRAINED  # nothing more can be read now, or the budget or the time is used up
     CLOSED
-    FAILED  # `errno_` says why
+    FAILED  # the reason is in `errno_`
     INTERRUPTED
     DESCRIPTORS
-    FRAME  # a frame begins for which the sink must be asked
-    MESSAGE  # a small message has come whole
-    ENDED  # the frame of the sink is complete
+    FRAME  # a frame begins, for which the sink must give memory
+    MESSAGE  # a small message has arrived as a whole
+    ENDED  # the sink's frame is complete
     LANDED  # the last part of a GET is complete
-    PAID  # the last frame of a payload is complete, or its message has ended
-    PAUSED  # the sink's time is over
+    PAID  # the last frame of a payload is complete, or the payload's message has ended
+    PAUSED  # the sink's time slice has ended
     BULKY  # a large frame is arriving
-    ARRIVED  # more has come: go on
-    MISPLACED  # another frame came than the payload of the PART before it
+    ARRIVED  # more bytes have arrived, so go on
+    MISPLACED  # another frame came instead of the payload of the PART before it
 
 
 # ---- the connection ----
@@ -31,65 +32,65 @@ cdef enum Stop:
 cdef char _scratch[262144]  # for bytes that are discarded
 
 cdef class Receiver:
-    """Reads frames from a non-blocking socket, large ones straight into the memory that their sink gives.
+    """Reads frames from a non-blocking socket. Large frames are read straight into the memory that the sink gives.
 
-    One thread at a time; ``land`` and ``forget`` may be called by others meanwhile, ``forget`` only while none is in
-    ``receive``. It keeps references to the sink's views until their frame is complete.
+    Only one thread may use it at a time. Other threads may call ``land`` and ``forget`` meanwhile, but ``forget`` only
+    while no thread is in ``receive``. A receiver keeps references to the sink's views until their frame is complete.
 
-    A message of one or two frames that has come whole, and is small, is given to ``message`` of its sink, if it has one.
+    If the sink has a method ``message``, it gets each small message of one or two frames that has arrived as a whole.
 
-    ``on_descriptors``: called with a list of the descriptors that came with bytes, which it owns from then on; None:
-    the socket carries none.
-    ``paused``: the sink did not want to go on. Frames that have arrived wait in the buffer, and poll does not tell of
-    them: the next ``receive`` dispatches them.
-    ``received``: bytes read since the connection began.
+    ``on_descriptors``: a function that is called with a list of the descriptors that came with bytes, and that owns
+    them from then on. It is None if the socket carries no descriptors.
+    ``paused``: whether the sink did not want to continue. Received frames then wait in the buffer. Poll does not report
+    them, and the next ``receive`` dispatches them.
+    ``received``: the number of bytes read since the connection began.
     """
 
     cdef object sock, sink, on_descriptors
-    cdef object on_message  # the sink's `message`; None: it takes all frames one by one
+    cdef object on_message  # the sink's `message`; None if the sink takes all frames one by one
     cdef bint takes_messages
     cdef readonly bint paused
     cdef readonly uint64_t received
     cdef char *buffer
     cdef Py_ssize_t start, end
-    cdef bint unparsed  # bytes in the buffer have not been looked at
-    cdef bint told  # the sink was, in this `receive`
-    cdef bint short  # the last read brought less than there was room for: no more had arrived
+    cdef bint unparsed  # bytes in the buffer have not been parsed yet
+    cdef bint told  # the sink was called in this `receive`
+    cdef bint short  # the last read did not fill its room, so no more bytes had arrived
     cdef bint has_descriptors
     cdef int fds[253]
     cdef int fd_count
     cdef int errno_
     cdef int low_water
-    cdef int looking_pays  # above 0: of late, what was waited for came while one looks rather than sleeps
-    cdef Py_ssize_t coming  # bytes that were certain to come when `arm` was called, less those that have come since
+    cdef int looking_pays  # above 0 if bytes recently came soon enough for polling to save time
+    cdef Py_ssize_t coming  # the bytes that were certain to come when `arm` was called, less those that have come since
     # The frame that is arriving:
     cdef bint in_frame, more, is_command
     cdef bint begins  # the next frame begins a message
-    cdef bint native  # the message belongs to a landing, perhaps one that was forgotten, and its payload must come next
-    cdef bint lands  # the frame is that payload; else it is the sink's
+    cdef bint native  # the message belongs to a landing, perhaps to a forgotten one, and its payload must come next
+    cdef bint lands  # the frame is that payload; otherwise it belongs to the sink
     cdef bint to_scratch  # the bytes of the sink's frame are discarded
-    cdef Py_ssize_t left  # bytes still to come
-    cdef uint64_t size  # of the frame
-    cdef Py_ssize_t head  # of its head
-    cdef Py_ssize_t second_head, second_size  # of the second frame of a message that has come whole; 0: it has one frame
+    cdef Py_ssize_t left  # the bytes of the frame that are still to come
+    cdef uint64_t size  # the size of the frame
+    cdef Py_ssize_t head  # the size of its head
+    cdef Py_ssize_t second_head, second_size  # of a whole message's second frame; 0: none
     cdef int flags
-    cdef _Buffers views  # the sink's memory for it
+    cdef _Buffers views  # the sink's memory for the frame
     cdef Py_buffer *view_table  # of `views`
-    cdef Py_ssize_t view_at, view_into  # the first view that is not full, and how many bytes are in it
+    cdef Py_ssize_t view_at, view_into  # the first view that is not full, and the number of bytes in it
     cdef object collected  # a bytearray, if the sink wants the bytes themselves
     # GETs whose parts are read here:
     cdef dict landings  # by id
-    cdef PyThread_type_lock lock  # of the table
+    cdef PyThread_type_lock lock  # guards the table
     cdef Ground **table
     cdef int table_size, table_room
-    cdef Ground *ground  # of the landing whose part is arriving; NULL: of none that is still wanted
-    cdef Py_ssize_t part_bytes  # of the payload that must come next
-    cdef uint64_t following  # bytes of payload that are certain to come after that part
-    cdef bint following_is_known  # the last message belonged to a landing; else the sink knows
+    cdef Ground *ground  # the landing whose part is arriving; NULL if it is no longer wanted
+    cdef Py_ssize_t part_bytes  # the bytes of the payload that must come next
+    cdef uint64_t following  # the bytes of payload that are certain to come after that part
+    cdef bint following_is_known  # the last message belonged to a landing; if not, ask the sink
     # The payload of a SET that is received here:
     cdef Payload payload
-    cdef bint pays  # the frame that is arriving belongs to it
-    cdef public double slice_end  # by the monotonic clock: when the sink wants to be asked between its frames; 0: never
+    cdef bint pays  # the arriving frame belongs to it
+    cdef public double slice_end  # monotonic time; from then on, ask the sink between frames whether to go on; 0: never
 
     def __cinit__(self, sock, sink, on_descriptors=None):
         self.sock, self.sink, self.on_descriptors = sock, sink, on_descriptors
@@ -115,7 +116,7 @@ cdef class Receiver:
     # ---- landings ----
 
     def land(self, Landing landing not None):
-        """Receive the parts of this GET there. Call this before the request is sent."""
+        """From now on, receive the parts of the landing's GET there. Call this before the request is sent."""
         cdef Ground **table
         self.landings[landing.ground.id] = landing
         PyThread_acquire_lock(self.lock, WAIT_LOCK)
@@ -133,18 +134,18 @@ cdef class Receiver:
 
     @property
     def landing(self):
-        """Whether a GET lands here that is not complete."""
+        """Returns whether there is a landing of an incomplete GET."""
         return self.table_size > 0
 
     def forget(self, uint64_t id):
-        """Write nothing more for this GET: what comes of it is discarded."""
+        """Write nothing more for this GET. Blocks that still arrive are discarded."""
         if self.ground != NULL and self.ground.id == id:
-            self.ground = NULL  # if its payload is to come, or coming, that is discarded
+            self.ground = NULL  # a payload of the GET that is arriving, or comes next, is discarded
         self.following = 0
         self._drop(id)
 
     cdef object _drop(self, uint64_t id):
-        """Returns the landing, which is in the table no more; None: it was not there."""
+        """Removes the landing from the table and returns it, or None if it was not there."""
         cdef int i
         PyThread_acquire_lock(self.lock, WAIT_LOCK)
         for i in range(self.table_size):
@@ -169,11 +170,12 @@ cdef class Receiver:
     # ---- receiving ----
 
     def receive(self, Py_ssize_t budget, int wake_fd=-1, double wait_s=0.0):
-        """Read and dispatch the bytes that have arrived, about ``budget`` at most. Returns False when the peer closed.
+        """Read and dispatch the bytes that have arrived, about ``budget`` at most. Returns False if the peer has
+        closed.
 
-        With ``wait_s``, it also waits for more, for so long in all, until the sink was told something, or until ``wake_fd``
-        can be read; ``budget`` counts from then on. Raises ``ZMTPError``, ``OSError`` of the socket, and what the sink
-        raises.
+        With ``wait_s``, it also waits for more bytes, for at most this time in all. The wait ends early when the sink
+        has been called, or when ``wake_fd`` can be read. Only bytes after the wait count against ``budget``. Raises
+        ``ZMTPError``, the ``OSError`` of the socket, and the exceptions of the sink.
         """
         cdef Stop stop
         cdef int fd
@@ -189,7 +191,7 @@ cdef class Receiver:
             if until or (self.in_frame and self.left > BRIEF_BYTES):
                 with nogil:
                     stop = self._run(fd, &budget, wake_fd, until, False)
-            else:  # small messages: to give the interpreter's lock away may take longer than to read them
+            else:  # small messages: releasing the interpreter's lock may take longer than reading them
                 stop = self._run(fd, &budget, wake_fd, until, True)
             if stop == BULKY:
                 pass
@@ -223,7 +225,7 @@ cdef class Receiver:
             if self.paused:
                 break
             if self.told and until:
-                until = 0.0  # its caller looks whether that was all
+                until = 0.0  # the caller checks whether that was everything
         self.arm()
         return True
 
@@ -233,9 +235,10 @@ cdef class Receiver:
             self.views, self.to_scratch = None, True
 
     def arm(self):
-        """Set the socket's low-water mark, so that poll wakes the reader for large pieces and not for every segment.
+        """Set the socket's low-water mark, so that poll wakes the reader for large pieces and not for every TCP
+        segment.
 
-        A wake-up for a small piece costs more than reading it.
+        Waking up for a small piece costs more than reading it.
         """
         cdef int fd = self.sock.fileno()
         self.coming = self.left if self.in_frame else 0
@@ -249,7 +252,7 @@ cdef class Receiver:
             self._set_low_water(fd, self.coming)
 
     cdef Py_ssize_t _left_of_payload(self) noexcept nogil:
-        """Bytes of it in the frames after the one that is arriving."""
+        """Returns the number of payload bytes in the frames after the one that is arriving."""
         cdef Py_ssize_t begun = self.payload.ground.part_count if self.pays else 0
         return (self.payload.ground.count - self.payload.arrived - begun) * self.payload.ground.block_bytes
 
@@ -262,7 +265,7 @@ cdef class Receiver:
             self.low_water = low_water
 
     cdef Stop _run(self, int fd, Py_ssize_t *budget, int wake_fd, double until, bint brief) noexcept nogil:
-        """``brief``: return BULKY rather than receive a large frame."""
+        """Reads and dispatches bytes. ``brief``: return BULKY rather than receive a large frame."""
         cdef Stop stop
         cdef Py_ssize_t got, placed, wanted
         cdef bint direct
@@ -278,7 +281,7 @@ cdef class Receiver:
                 self.unparsed = False
             if budget[0] <= 0:
                 return DRAINED
-            if self.short:  # to be woken for a large piece is cheaper than to read many small ones
+            if self.short:  # because waking up for one large piece is cheaper than reading many small ones
                 self.short = False
                 stop = self._await(fd, wake_fd, until)
                 if stop != ARRIVED:
@@ -318,7 +321,7 @@ cdef class Receiver:
             self.coming -= got
             self.short = got < wanted
             if direct:
-                if not until:  # else its time is what is limited
+                if not until:  # with `until`, the time is limited
                     budget[0] -= got
                 placed = min(got, self.left)
                 self._advance(placed)
@@ -332,7 +335,7 @@ cdef class Receiver:
                 budget[0] = 0
 
     cdef Stop _await(self, int fd, int wake_fd, double until) noexcept nogil:
-        """Wait for more. Returns ARRIVED when it has come, DRAINED when there is no more time."""
+        """Wait for more bytes. Returns ARRIVED if some have come, or DRAINED if the time is over."""
         cdef double left_s = until - kv_now() if until else 0.0
         cdef Py_ssize_t coming = self.left if self.in_frame else 0
         cdef int ready
@@ -343,13 +346,13 @@ cdef class Receiver:
         if self.following_is_known:
             coming += self.following
         self._set_low_water(fd, max(coming, self.coming))
-        if coming or self.coming:  # it is woken when much has come
+        if coming or self.coming:  # the thread is woken when many bytes have come
             ready = kv_await(fd, wake_fd, <int>(left_s * 1000) + 1, 0)
         else:
             looks = self.looking_pays > 0
             began = kv_now()
             ready = kv_await(fd, wake_fd, <int>(left_s * 1000) + 1, KV_LOOKING_S if looks else 0)
-            # A thread that slept was woken later than it would have seen the bytes.
+            # If the thread slept, polling would have seen the bytes earlier than the thread was woken.
             if kv_now() - began < (KV_LOOKING_S if looks else 2 * KV_LOOKING_S):
                 self.looking_pays = min(8, self.looking_pays + 1)
             else:
@@ -359,7 +362,8 @@ cdef class Receiver:
         return ARRIVED if ready else DRAINED
 
     cdef int _pieces(self, iovec *pieces) noexcept nogil:
-        """Fill in where the next bytes of the frame go, at most `left` in all. Returns how many pieces that are."""
+        """Set ``pieces`` to the memory for the next bytes of the frame, at most `left` bytes. Returns the number of
+        pieces."""
         cdef Py_ssize_t left = self.left, at, into, size
         cdef Py_buffer *view
         cdef int n = 0
@@ -385,7 +389,7 @@ cdef class Receiver:
         return n
 
     cdef void _advance(self, Py_ssize_t count) noexcept nogil:
-        """The next ``count`` bytes of the frame are in their place."""
+        """Count the next ``count`` bytes of the frame, which are in their place already."""
         cdef Py_ssize_t size
         self.left -= count
         if self.lands:
@@ -422,7 +426,7 @@ cdef class Receiver:
                 count -= size
 
     cdef Stop _parse(self) noexcept nogil:
-        """Dispatch what is in the buffer, as far as that is possible without the sink. Returns DRAINED at its end."""
+        """Dispatch the bytes in the buffer as far as possible without the sink. Returns DRAINED when none are left."""
         cdef Stop stop
         while True:
             if self.in_frame:
@@ -449,7 +453,7 @@ cdef class Receiver:
                 return stop
 
     cdef Stop _take_head(self) noexcept nogil:
-        """Begin the next frame. Returns ENDED when it has begun, DRAINED when its head has not arrived."""
+        """Begin the next frame. Returns ENDED if it has begun, or DRAINED if its head has not arrived yet."""
         cdef Py_ssize_t available = self.end - self.start
         cdef const uint8_t *data = <const uint8_t *>self.buffer + self.start
         cdef uint64_t size
@@ -474,7 +478,7 @@ cdef class Receiver:
         self.size = size
         if self.is_command:
             return FRAME
-        if self.native:  # its header has come
+        if self.native:  # the header of the payload has arrived before
             if self.more or size != <uint64_t>self.part_bytes:
                 return MISPLACED
             self.start += self.head
@@ -482,7 +486,7 @@ cdef class Receiver:
             return ENDED
         if self.payload is not None:
             if not self.payload.begin_frame(size):
-                return FRAME  # its sink says what is wrong with it
+                return FRAME  # the sink reports what is wrong with the frame
             self._begin_payload_frame()
             return ENDED
         if self.begins and self.takes_messages and size <= <uint64_t>(available - self.head):
@@ -492,11 +496,12 @@ cdef class Receiver:
             if size <= <uint64_t>(available - self.head):
                 return self._take_part(data + self.head)
             if size <= <uint64_t>(BUFFER_BYTES // 2 - self.head):
-                return DRAINED  # it may be the header of a PART: the rest of it comes into the buffer, too
+                return DRAINED  # it may be the header of a PART, so the rest goes into the buffer, too
         return FRAME
 
     cdef bint _is_whole(self, const uint8_t *rest, Py_ssize_t available) noexcept nogil:
-        """Whether a message is all in the buffer, as its first frame is, behind which ``rest`` has ``available`` bytes."""
+        """Returns whether all of a message is in the buffer. The message's first frame is complete, and ``rest`` has
+        the ``available`` bytes after that frame."""
         cdef uint64_t size = 0
         cdef int i
         self.second_head = self.second_size = 0
@@ -521,7 +526,7 @@ cdef class Receiver:
         self.ground = &self.payload.ground
 
     cdef Stop _take_part(self, const uint8_t *data) noexcept nogil:
-        """Read the header of a PART that lands. Returns FRAME if it is another message, or breaks a rule."""
+        """Read the header of a PART of a GET with a landing. Returns FRAME if it is another message or not valid."""
         cdef PartHeader part
         cdef Ground *found
         if not _read_part(data, <Py_ssize_t>self.size, &part):
@@ -538,7 +543,7 @@ cdef class Receiver:
             return ENDED
         return LANDED
 
-    # ---- what the sink is asked and told ----
+    # ---- calls of the sink ----
 
     cdef _take_message(self):
         cdef const char *data = self.buffer + self.start + self.head
@@ -553,13 +558,13 @@ cdef class Receiver:
         self._ask()
 
     cdef _ask(self):
-        """The sink was told: ask it whether to go on, if there is something to go on with."""
+        """After each call of the sink, ask the sink whether to go on, if anything is left to do."""
         self.told = True
         if self.start < self.end or not self.short:
             self.paused = not self.sink.go_on()
 
     cdef _begin_frame(self):
-        """The head of a frame is in the buffer for which the sink gives the memory."""
+        """Begin a frame whose head is in the buffer and whose memory the sink must give."""
         cdef uint64_t total = 0
         if self.flags & ~(MORE | LONG | COMMAND):
             from kvstore.wire.zmtp import ZMTPError
@@ -573,7 +578,7 @@ cdef class Receiver:
                 raise ZMTPError(f"a command of {self.size} bytes: expected at most {MAX_COMMAND_BYTES}")
         else:
             self.following_is_known = False
-            self.payload = None  # if there is one, this frame does not fit
+            self.payload = None  # the payload that the sink has given does not fit this frame
             views = self.sink.begin_frame(self.size, self.more)
             if isinstance(views, Payload):
                 self.payload = views
@@ -584,7 +589,7 @@ cdef class Receiver:
         self.start += self.head
         self.to_scratch = False
         if views is None:
-            if self.size <= <uint64_t>(self.end - self.start):  # the usual case: a small frame, all of it in the buffer
+            if self.size <= <uint64_t>(self.end - self.start):  # the usual case: all of a small frame is in the buffer
                 data = PyBytes_FromStringAndSize(self.buffer + self.start, self.size)
                 self.start += self.size
                 self._deliver(data)

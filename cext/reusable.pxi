@@ -19,19 +19,18 @@ cdef extern from *:
     int MADV_FREE
 
 cdef enum:
-    # Where the bytes begin in their first page. A copy that reads from an address that is a little lower than the one it
-    # writes to, both within their page, waits for its own writes: measured, it took three times as long. Arrays begin
-    # at 0, 16 or 64.
+    # Where the bytes begin in their first page. If a copy reads at a slightly lower offset in its page than it writes,
+    # the copy waits for its own writes. It then took three times as long. Arrays begin at 0, 16 or 64.
     IN_PAGE = 1024
 
 
 cdef class ReusableMemory:
-    """``nbytes`` writable bytes of any content, for arrays and memoryviews that are made of it.
+    """``nbytes`` writable bytes of any content, for arrays and memoryviews on them.
 
-    New memory must be cleared by the kernel, which takes half as long as to fill it with blocks from a socket. So keep
-    this, and use it again when it is not ``in_use``. ``lend``: while it is not in use, the kernel may take its pages
-    when it is short of memory. Nothing is run in Python when the last view goes. Thread-safe while the GIL is held,
-    which it is. Raises MemoryError.
+    The kernel must clear new memory, which takes half as long as filling the memory with blocks from a socket. So keep
+    this object, and use it again when it is not ``in_use``. ``lend``: whether the kernel may take its pages, while it
+    is not in use, if the kernel is short of memory. No Python code runs when the last view is released. Thread-safe,
+    because the GIL is held. Raises MemoryError.
     """
 
     cdef char *memory
@@ -53,7 +52,7 @@ cdef class ReusableMemory:
 
     @property
     def in_use(self):
-        """Whether anything refers to the bytes, also indirectly, such as an array made of a memoryview."""
+        """Returns whether anything refers to the bytes, even indirectly, such as an array made from a memoryview."""
         return self.views > 0
 
     def __getbuffer__(self, Py_buffer *view, int flags):

@@ -1,12 +1,12 @@
-# Sending: the blocks of a SET, frame by frame, each hashed just before it is sent.
+# Sending: the blocks of a SET, frame by frame. Each block is hashed just before it is sent.
 #
 # The bytes go from the caller's memory to the kernel. They are hashed a megabyte at a time, so that they are still in
-# the cache when the kernel copies them. The interpreter's lock is not held meanwhile, and is not taken before the
-# socket is full or everything is sent.
+# the cache when the kernel copies them. Meanwhile the interpreter's lock is released, until the socket is full or
+# everything is sent.
 
 def send_views(sock, views):
-    """Sends the bytes of buffers on a non-blocking socket. Returns how many were sent. Raises OSError, which is a
-    BlockingIOError if there is no room."""
+    """Sends the bytes of buffers on a non-blocking socket. Returns the number of bytes sent. Raises OSError, which is a
+    BlockingIOError if the socket has no room."""
     cdef list given = list(views[:KV_IOV])
     cdef Py_ssize_t i, sent, total = 0
     cdef int count = <int>len(given), fd = sock.fileno()
@@ -29,13 +29,16 @@ def send_views(sock, views):
 
 
 cdef class BlockFrames:
-    """The payload of a SET: ``blocks``, ``per_frame`` of them to a ZMTP frame, and a last frame of their checksums.
+    """The payload of a SET: ZMTP frames of ``per_frame`` blocks each, and a last frame with the blocks' checksums.
 
-    ``numbers``: int64, then ``blocks`` is one buffer of rows of ``block_bytes``, and these rows are the blocks; None:
-    ``blocks`` are buffers of one block each. ``sums``: uint64, the checksums, one a block; None: the blocks are hashed.
-    ``head``: bytes that go before. ``sent``: bytes that were sent so far. Keeps the blocks exported; they must not
-    change before all is sent. Raises ValueError when a block has another size than ``block_bytes``, IndexError for a
-    row that is not there. One thread at a time.
+    ``numbers``: an int64 array of the rows of ``blocks`` to send. ``blocks`` is then one buffer of rows of
+    ``block_bytes`` bytes. With None, ``blocks`` are buffers of one block each.
+    ``sums``: a uint64 array with one checksum per block, or None if the blocks must be hashed.
+    ``head``: bytes to send first.
+    ``sent``: the number of bytes sent so far.
+
+    Keeps the blocks exported. They must not change before everything is sent. Raises ValueError if the size of a block
+    is not ``block_bytes``, and IndexError if a row does not exist. Only one thread may use it at a time.
     """
 
     cdef _Buffers held
@@ -43,14 +46,14 @@ cdef class BlockFrames:
     cdef Py_ssize_t count, block_bytes, per_frame
     cdef uint8_t **where  # the blocks
     cdef uint64_t *sums
-    cdef Py_ssize_t at  # the block that is sent next, and how many bytes of it are sent
+    cdef Py_ssize_t at  # the block that is sent next, and the number of its bytes that are sent
     cdef Py_ssize_t into
-    cdef Py_ssize_t hashed  # blocks
-    cdef Py_ssize_t frame_end  # blocks before this one belong to the frames that have begun
+    cdef Py_ssize_t hashed  # the number of hashed blocks
+    cdef Py_ssize_t frame_end  # the blocks before this one belong to frames that have begun
     cdef uint8_t *head  # bytes to send before the next block
     cdef Py_ssize_t head_size, head_sent
     cdef bint ending  # the last frame has begun
-    cdef readonly uint64_t sent  # bytes so far
+    cdef readonly uint64_t sent  # bytes sent so far
 
     def __cinit__(
         self, bytes head not None, blocks, Py_ssize_t block_bytes, Py_ssize_t per_frame, sums=None, numbers=None
@@ -107,8 +110,8 @@ cdef class BlockFrames:
         free(self.head)
 
     def send(self, sock, double wait_s=0.0):
-        """Sends what the non-blocking socket takes; waits for room for at most ``wait_s``. Returns whether all is sent;
-        if not, call it again. Raises OSError."""
+        """Sends as much as the non-blocking socket takes, and waits for room for at most ``wait_s`` seconds. Returns
+        whether everything is sent. If not, call it again. Raises OSError."""
         cdef int fd = sock.fileno(), outcome
         if fd < 0:
             raise OSError(EBADF, os.strerror(EBADF))
@@ -122,7 +125,7 @@ cdef class BlockFrames:
         return outcome == 1
 
     cdef int _send(self, int fd, double until) noexcept nogil:
-        """Returns 1 when all is sent, 0 when the socket is full or the time is over, -errno."""
+        """Returns 1 if everything is sent, 0 if the socket is full or the time is over, or -errno."""
         cdef iovec[514] pieces
         cdef int n, ready
         cdef Py_ssize_t sent, at, into, size, total
@@ -178,7 +181,7 @@ cdef class BlockFrames:
                 return 0
 
     cdef void _begin_frame(self) noexcept nogil:
-        """The frame before is sent: the head of the next one follows what is left of the head, if anything is."""
+        """Begins the next frame. Its head follows any bytes that are left of the head before."""
         cdef Py_ssize_t i, size
         cdef uint8_t *to
         if self.head_sent == self.head_size:

@@ -1,12 +1,14 @@
-# Blocks between processes of one host: copied from memory that another process shares, and hashed on the way.
+# Blocks between processes of one host: they are copied from memory that another process shares, and hashed on the way.
 #
-# Memory is read once: each cache line is hashed and stored while it is in the first cache, past the caches for large
-# copies. What is hashed is what is copied, as long as nobody writes to the source.
+# Memory is read only once. Each cache line is hashed and stored while it is in the first cache. Large copies
+# bypass the caches when they are stored. The hashed bytes are the copied ones, as long as no process writes to the
+# source.
 
 cdef extern from *:
     """
-    /* Copies size bytes and returns their xxh3-64 with seed 0. stream: write past the caches. The copy is ahead of the
-     * hash by what the destination lacks to a whole cache line: lines written in two parts cost a read. */
+    /* Copies size bytes and returns their xxh3-64 with seed 0. stream: whether to write past the caches. The copy first
+     * fills the destination's first cache line, and stays that far ahead of the hash, because a line that is written in
+     * two parts costs a read. */
     static uint64_t kv_copy_and_hash(uint8_t *dst, const uint8_t *src, size_t size, int stream, const xxh3_variant *v) {
         size_t shift = -(size_t)dst & 63;
         if (size <= 2 * XXH3_BLOCK) {
@@ -30,17 +32,18 @@ cdef extern from *:
 
 
 def copy_blocks(sources, files, offsets, Py_ssize_t block_bytes, out, places, Py_ssize_t in_all=0):
-    """Copies n blocks to ``out`` and returns their xxh3-64 as (n,) uint64; memory is read once for both.
+    """Copies n blocks to ``out`` and returns their xxh3-64 as (n,) uint64. Memory is read once for both.
 
-    Block i is the ``block_bytes`` bytes at ``offsets[i]`` of ``sources[files[i]]``. ``sources``: C-contiguous buffers,
-    to which nobody writes meanwhile. ``files``, ``offsets``, ``places``: n numbers each, contiguous int64. ``out``:
-    writable; either rows of ``block_bytes``, dense within a row, of which ``places[i]`` is the one for block i; or one
-    contiguous vector of bytes, in which the block begins at byte ``places[i]``. ``in_all``: how many bytes this call and
-    others copy that belong together.
+    Block i is the ``block_bytes`` bytes at ``offsets[i]`` of ``sources[files[i]]``.
+    ``sources``: C-contiguous buffers, which must not change meanwhile.
+    ``files``, ``offsets``, ``places``: contiguous int64 arrays of n numbers each.
+    ``out``: writable. It is either rows of ``block_bytes``, dense within a row, or one contiguous vector of bytes.
+    Block i goes to row ``places[i]``, or begins at byte ``places[i]``.
+    ``in_all``: the number of bytes that this call and the other calls for the same transfer copy together.
 
-    Raises ValueError, TypeError or IndexError, before any byte is copied, when an argument is not as described or a
-    block does not lie within its source or in ``out``. Copies without the GIL; thread-safe as long as no other thread
-    writes to the same memory. Large copies go past the caches.
+    Raises ValueError, TypeError or IndexError, before any byte is copied, if an argument is not as described or a block
+    does not lie within its source or in ``out``. Copies without the GIL. Thread-safe as long as no other thread writes
+    to the same memory. Large copies bypass the caches.
     """
     cdef list given = list(sources)
     cdef Py_ssize_t i, source_count = len(given)
@@ -74,7 +77,7 @@ def copy_blocks(sources, files, offsets, Py_ssize_t block_bytes, out, places, Py
     try:
         if from_ == NULL or to == NULL:
             raise MemoryError()
-        for i in range(count):  # the addresses are computed here, so that no thread can change what was checked
+        for i in range(count):  # addresses are computed in this loop, so that no thread can change them after the check
             if not 0 <= file[i] < source_count:
                 raise IndexError(f"files[{i}] is {file[i]}, but there are {source_count} sources")
             if not 0 <= offset[i] <= held.views[file[i]].len - block_bytes:
@@ -103,7 +106,7 @@ cdef void _copy_and_hash(const char **from_, char **to, Py_ssize_t count, Py_ssi
 
 
 def _copy_and_hash_with(source, out, Py_ssize_t place, bint stream, str variant):
-    """For the tests: copies ``source`` to byte ``place`` of ``out``, in one of the ways. Returns the checksum."""
+    """For the tests: copies ``source`` to byte ``place`` of ``out`` with the given variant. Returns the checksum."""
     cdef _Buffers held = _Buffers(2)
     cdef Py_buffer *given = held.take(source, PyBUF_SIMPLE, "source")
     cdef Py_buffer *target = held.take(out, PyBUF_SIMPLE | PyBUF_WRITABLE, "out")
@@ -114,10 +117,11 @@ def _copy_and_hash_with(source, out, Py_ssize_t place, bint stream, str variant)
 
 
 def distinct_files(numbers):
-    """Returns the distinct values of ``numbers`` in the order of their first occurrence, as a list of int, and the
-    place of each number in that list, as int64.
+    """Returns the distinct values of ``numbers``, in the order of their first occurrence, as a list of int. Returns
+    also the place of each number in that list, as int64.
 
-    ``numbers``: n numbers, uint64. Meant for a few distinct values: it compares each number with all of them.
+    ``numbers``: n numbers, uint64. There should be only a few distinct values, because each number is compared with all
+    of them.
     """
     cdef _Buffers held = _Buffers(2)
     cdef Py_buffer *view = _vector(held, np.ascontiguousarray(numbers, dtype=np.uint64), 8, b"LQ", "numbers")
@@ -139,7 +143,7 @@ def distinct_files(numbers):
 
 
 def outcomes_of(slots, bytes codes):
-    """Returns one byte a slot: ``codes[0]`` for a slot, and for a negative verdict the code at its negative.
+    """Returns one byte per item: ``codes[0]`` for a slot, and ``codes[-verdict]`` for a negative verdict.
 
     ``slots``: contiguous int32. Raises IndexError for a verdict that has no code.
     """
@@ -158,10 +162,10 @@ def outcomes_of(slots, bytes codes):
 
 
 def slot_offsets(slots, starts, Py_ssize_t slots_per_segment, Py_ssize_t block_bytes):
-    """Returns where the blocks in ``slots`` begin, as int64: segment ``slot // slots_per_segment`` begins at
-    ``starts[segment]``, and its slots follow each other.
+    """Returns where the blocks in ``slots`` begin, as int64. Segment ``slot // slots_per_segment`` begins at
+    ``starts[segment]``, and its slots follow one another.
 
-    ``slots``: int32, ``starts``: int64, both contiguous. Raises IndexError for a slot outside the segments.
+    ``slots``: contiguous int32. ``starts``: contiguous int64. Raises IndexError for a slot outside the segments.
     """
     cdef _Buffers held = _Buffers(3)
     cdef Py_buffer *view = _vector(held, slots, 4, b"i", "slots")
@@ -180,11 +184,12 @@ def slot_offsets(slots, starts, Py_ssize_t slots_per_segment, Py_ssize_t block_b
 
 
 def references_to(offsets, Py_ssize_t segment_bytes, numbers, told):
-    """Returns references to the blocks at ``offsets`` of an arena of segments of ``segment_bytes``, and the segments,
-    each once, whose number is 0 or is not the one that was ``told``.
+    """Returns references to the blocks at ``offsets`` of an arena of segments of ``segment_bytes``, and the segments to
+    report. These are the segments whose number is 0 or differs from the number in ``told``. Each is listed once.
 
-    ``offsets``: int64; ``numbers``, ``told``: uint64, by segment; all contiguous. A reference is the segment's number and
-    the offset in it: (n, 2) uint64. Raises IndexError for an offset outside the segments.
+    ``offsets``: contiguous int64. ``numbers``, ``told``: contiguous uint64, by segment. A reference is the segment's
+    number and the offset within the segment, so references have the shape (n, 2), uint64. Raises IndexError for an
+    offset outside the segments.
     """
     cdef _Buffers held = _Buffers(4)
     cdef Py_buffer *view = _vector(held, offsets, 8, b"lq", "offsets")
@@ -210,8 +215,9 @@ def references_to(offsets, Py_ssize_t segment_bytes, numbers, told):
 
 
 def all_inside(offsets, int64_t size, which, pieces) -> bool:
-    """Whether all blocks of ``size`` bytes at these offsets lie within their pieces: block i in the one number
-    ``which[i]``, which has ``pieces[which[i]]`` bytes. All contiguous int64; IndexError if there is no such piece."""
+    """Returns whether all blocks of ``size`` bytes at these offsets lie within their pieces. Block i must lie in piece
+    ``which[i]``, which has ``pieces[which[i]]`` bytes. All arrays are contiguous int64. Raises IndexError if there is
+    no such piece."""
     cdef _Buffers held = _Buffers(3)
     cdef Py_buffer *view = _vector(held, offsets, 8, b"lq", "offsets")
     cdef Py_buffer *sizes = _vector(held, pieces, 8, b"lq", "pieces")
@@ -229,18 +235,19 @@ def all_inside(offsets, int64_t size, which, pieces) -> bool:
 
 cdef class LentBlocks:
     """Blocks that another process shares: block i is the ``block_bytes`` bytes at ``offsets[i]`` of
-    ``sources[files[i]]``, contiguous buffers; ``files`` and ``offsets`` are n numbers each, contiguous int64.
+    ``sources[files[i]]``. ``sources`` are contiguous buffers. ``files`` and ``offsets`` are contiguous int64 arrays of
+    n numbers each.
 
-    It lives as long as a view of one of them, also an indirect one, such as an array made of a memoryview. The bytes must
-    not change or go before then. Raises ValueError, TypeError or IndexError when an argument is not as described.
-    Thread-safe while the GIL is held, which it is.
+    The object lives as long as any view of a block, even an indirect one, such as an array made from a memoryview.
+    Until then the bytes must neither change nor vanish. Raises ValueError, TypeError or IndexError if an argument is
+    not as described. Thread-safe, because the GIL is held.
     """
 
     cdef object __weakref__
     cdef _Buffers held
     cdef char **starts
     cdef Py_ssize_t count, block_bytes
-    cdef char *next  # the block of which a view is made
+    cdef char *next  # the block of which a view is now made
 
     def __cinit__(self, sources, files, offsets, Py_ssize_t block_bytes):
         cdef list given = list(sources)
@@ -293,13 +300,13 @@ cdef class LentBlocks:
 cdef extern from *:
     """
     enum { KV_RING_IDS = 496 };
-    struct kv_ring {  /* what one side writes and what the other one does are in different cache lines */
-        uint64_t put, unused_1[7];  /* ids that were put there since the beginning; the writer's */
-        uint64_t taken, waits, unused_2[6];  /* ids that were taken, and whether their reader waits; the reader's */
+    struct kv_ring {  /* the fields of the two sides are in different cache lines */
+        uint64_t put, unused_1[7];  /* ids put there since the beginning; written by the writer */
+        uint64_t taken, waits, unused_2[6];  /* ids taken, and whether the reader waits; written by the reader */
         uint64_t ids[KV_RING_IDS];
     };
 
-    /* -> 1 if the id is there and nobody waits for it. */
+    /* Returns 1 if the id is in the ring and the reader does not wait for a message. */
     static int kv_ring_put(struct kv_ring *ring, uint64_t *put, uint64_t id) {
         uint64_t in_it = *put - __atomic_load_n(&ring->taken, __ATOMIC_ACQUIRE);
         if (in_it >= KV_RING_IDS) return 0;
@@ -308,7 +315,7 @@ cdef extern from *:
         return !__atomic_load_n(&ring->waits, __ATOMIC_SEQ_CST);
     }
 
-    /* -> how many ids were copied to `ids`; -1 if the writer wrote nonsense, which is skipped. */
+    /* Returns the number of ids copied to `ids`, or -1 if the writer wrote nonsense, which is then skipped. */
     static int kv_ring_take(struct kv_ring *ring, uint64_t *taken, int waits, uint64_t *ids) {
         __atomic_store_n(&ring->waits, (uint64_t)waits, __ATOMIC_SEQ_CST);
         uint64_t put = __atomic_load_n(&ring->put, __ATOMIC_SEQ_CST), count = put - *taken;
@@ -329,18 +336,18 @@ cdef extern from *:
 
 
 cdef class IdRing:
-    """Numbers that one process puts into memory that another one maps, too, and takes them from: a message for which
-    nobody is woken. Neither side relies on what the other one writes there.
+    """Numbers that one process puts into shared memory and another process takes from there. These messages wake no
+    process. Neither side trusts what the other side writes there.
 
-    ``memory``: ``IdRing.NBYTES`` writable bytes at a multiple of 8, zeros before the first use. One object a side; each
-    is thread-safe while the GIL is held, which it is.
+    ``memory``: ``IdRing.NBYTES`` writable bytes at a multiple of 8, which are zeros before the first use. Each side has
+    an object of its own. Each object is thread-safe, because the GIL is held.
     """
 
     NBYTES = sizeof(kv_ring)
 
     cdef _Buffers held
     cdef kv_ring *ring
-    cdef uint64_t count  # ids that were put or taken by this side
+    cdef uint64_t count  # the number of ids that this side has put or taken
 
     def __cinit__(self, memory):
         self.held = _Buffers(1)
@@ -350,13 +357,13 @@ cdef class IdRing:
         self.ring = <kv_ring *>view.buf
 
     def put(self, uint64_t id):
-        """Puts a number there. Returns False if there is no room for it, or the other side waits for it: then it must
-        be told in another way."""
+        """Puts a number into the ring. Returns False if there is no room for it, or if the other side waits for a
+        message. Then the other side must be informed in another way."""
         return bool(kv_ring_put(self.ring, &self.count, id))
 
     def take(self, bint waits=False):
-        """Returns the numbers that were put there since the last time, in order. ``waits``: from now on, the other
-        side's `put` returns False, until the next call without."""
+        """Returns the numbers that were put into the ring since the last call, in order. ``waits``: the other side's
+        `put` returns False from now on, until the next call without ``waits``."""
         cdef uint64_t[496] ids
         cdef int i, found = kv_ring_take(self.ring, &self.count, waits, ids)
         return [ids[i] for i in range(found)]
@@ -370,7 +377,8 @@ cdef extern from *:
 
 
 def memory_fence():
-    """What this thread wrote before is seen by whoever sees what it writes after; what it reads after is at least as
-    new as what it read before. Between processes that share memory and take no lock in common: the writer calls it
-    before it writes the sign, the reader when it has seen the sign."""
+    """Orders memory accesses between processes that share memory without a common lock. If a reader sees a write that
+    this thread made after the fence, it also sees the writes that the thread made before the fence. Reads after the
+    fence are at least as new as those before it. A writer calls this before it sets a flag, and a reader calls it
+    after it has seen the flag."""
     kv_memory_fence()

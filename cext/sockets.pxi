@@ -1,4 +1,4 @@
-# Sockets: system calls on them, for code that runs without the interpreter's lock, and ZMTP's constants.
+# Sockets: system calls for code that runs without the interpreter's lock, and the constants of ZMTP.
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pythread cimport (
@@ -27,8 +27,8 @@ cdef extern from *:
         return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
     }
 
-    /* Receives into count pieces. -> bytes, 0 at the end of the stream, or -errno. fds: room for descriptors that come
-     * with the bytes, whose number is added to *fd_count; NULL: the socket carries none. */
+    /* Receives into count pieces. Returns the number of bytes, 0 at the end of the stream, or -errno. fds: room for the
+     * descriptors that come with the bytes, or NULL if the socket carries none. Their number is added to *fd_count. */
     static ssize_t kv_receive(int fd, struct iovec *pieces, int count, int *fds, int *fd_count) {
         ssize_t got;
         if (fds == NULL) {
@@ -61,8 +61,9 @@ cdef extern from *:
         return got;
     }
 
-    /* Waits until fd can be read, or wake_fd (an eventfd, which is reset), or for ms. Looks for `looking_s` before it
-     * sleeps: to be woken takes longer than that. -> whether fd can be read; -1 when a signal came. */
+    /* Waits until fd can be read, until wake_fd can be read (an eventfd, which is then reset), or for ms milliseconds.
+     * Polls for `looking_s` seconds before it sleeps, because waking up takes longer. Returns whether fd can be read,
+     * or -1 if a signal came. */
     static int kv_await(int fd, int wake_fd, int ms, double looking_s) {
         struct pollfd polled[2] = {{fd, POLLIN, 0}, {wake_fd, POLLIN, 0}};
         int n = 0, count = wake_fd < 0 ? 1 : 2;
@@ -91,7 +92,7 @@ cdef extern from *:
 
 cdef extern from *:
     """
-    /* -> bytes that were sent, or -errno. */
+    /* Returns the number of bytes sent, or -errno. */
     static ssize_t kv_send(int fd, struct iovec *pieces, int count) {
         struct msghdr message;
         memset(&message, 0, sizeof message);
@@ -101,7 +102,7 @@ cdef extern from *:
         return sent < 0 ? -(ssize_t)errno : sent;
     }
 
-    /* Waits until fd takes bytes, or for ms. -> whether it does; -1 when a signal came. */
+    /* Waits until fd takes bytes, or for ms milliseconds. Returns whether it takes bytes, or -1 if a signal came. */
     static int kv_await_room(int fd, int ms) {
         struct pollfd polled = {fd, POLLOUT, 0};
         int n = poll(&polled, 1, ms);
@@ -116,13 +117,13 @@ cdef enum:
     LONG = 2
     COMMAND = 4
     BUFFER_BYTES = 16384
-    READ_AHEAD_BYTES = 512  # behind a large frame: enough for the next header, and cheap to copy
-    DIRECT_BYTES = 8192  # if more than this is left of a frame, it is read straight into its memory
-    # What a buffered byte counts in the budget of `receive`: a buffer of the smallest messages is as much work as a
-    # large frame.
+    READ_AHEAD_BYTES = 512  # read after a large frame: enough for the next header, and cheap to copy
+    DIRECT_BYTES = 8192  # if more than this of a frame is missing, the rest is read straight into the frame's memory
+    # The cost of a buffered byte in the budget of `receive`. A buffer full of the smallest messages is as much work as
+    # a large frame.
     BUFFERED_COST = 256
-    LOW_WATER_BYTES = 2097152  # the reader of large frames is woken when so much has arrived
-    PIECE_BYTES = 1048576  # of a GET's blocks received at a time: they are hashed while they are in the cache
+    LOW_WATER_BYTES = 2097152  # the reader of large frames is woken when this much has arrived
+    PIECE_BYTES = 1048576  # the part of a GET's blocks that is received at a time, and hashed while it is in the cache
     PART_TAG = 67
-    PART_FIELDS = 10  # with the tag, of this release: what is written; the reader takes fewer, and skips more
-    BRIEF_BYTES = 65536  # so much is moved without giving the interpreter's lock away, which may take long to come back
+    PART_FIELDS = 10  # the fields that this release writes, and the tag; the reader accepts fewer, and skips more
+    BRIEF_BYTES = 65536  # up to this is moved with the interpreter's lock held, because getting it back may take long

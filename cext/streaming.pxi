@@ -1,7 +1,7 @@
-# Streaming: the parts of the reply to a GET, made for a group of blocks in one call, and sent one after the other.
+# Streaming: the parts of the reply to a GET. They are made for a group of blocks in one call, and sent one by one.
 #
-# The header of a PART (see ``kvstore.wire.messages``) is MessagePack; what is written here is what msgspec writes for it.
-# Blocks go from the shard's memory to the kernel, without a Python object for any of them.
+# The header of a PART (see ``kvstore.wire.messages``) is MessagePack, with the same bytes that msgspec would write.
+# Blocks go from the shard's memory to the kernel without Python objects.
 
 cdef uint8_t *_put_bytes_big(uint8_t *to, uint8_t tag, uint64_t value, int size) noexcept nogil:
     cdef int i
@@ -42,21 +42,26 @@ cdef uint8_t *_put_frame_head(uint8_t *to, uint64_t size, bint more) noexcept no
 cdef class Parts:
     """A group of blocks of GET ``id``, as PARTs of ``per_part`` blocks each.
 
-    ``positions``: u32 of each block in the request; ``sums``: u64 checksums; ``offsets``: int64, where the block of
-    ``block_bytes`` begins in ``memory``, a contiguous buffer. ``last``: the last of them ends the reply. ``hit``: blocks
-    that were sent before these; ``miss``: blocks that will not come. ``attributes``: bytes, as many for each block.
+    ``positions``: u32, the position of each block in the request.
+    ``sums``: u64, the checksum of each block.
+    ``offsets``: int64, where each block of ``block_bytes`` begins in ``memory``, which is a contiguous buffer.
+    ``last``: whether the last part ends the reply.
+    ``hit``: the number of blocks sent before these.
+    ``miss``: the number of blocks that will not come.
+    ``attributes``: the concatenated attributes of the blocks; each block has the same number of bytes.
+    ``part_sent``: whether the last call of ``send`` ended a part.
 
-    ``part_sent``: what ``send`` sent last was the end of a part. Raises ValueError, TypeError or IndexError when an
-    argument is not as described. One thread at a time. Keeps ``memory`` exported.
+    Raises ValueError, TypeError or IndexError if an argument is not as described. Only one thread may use it at a time.
+    Keeps ``memory`` exported.
     """
 
     cdef _Buffers held
     cdef const char *memory
     cdef int64_t *offsets
-    cdef uint8_t *heads  # of all parts, one after the other
+    cdef uint8_t *heads  # the heads of all parts, one after the other
     cdef Py_ssize_t *head_ends
     cdef Py_ssize_t count, per_part, block_bytes, parts
-    cdef Py_ssize_t part  # that is being sent, and how much of its head and of its blocks is sent
+    cdef Py_ssize_t part  # the part that is being sent; below: the sent bytes of its head and of its blocks
     cdef Py_ssize_t head_sent, block, into
     cdef readonly bint part_sent
 
@@ -113,8 +118,8 @@ cdef class Parts:
         free(self.head_ends)
 
     def send(self, sock):
-        """Sends what the non-blocking socket takes of the next part. Returns how many bytes were sent. Raises OSError,
-        which is a BlockingIOError if there is no room, and ValueError after the last part."""
+        """Sends as much of the next part as the non-blocking socket takes. Returns the number of bytes sent. Raises
+        OSError, which is a BlockingIOError if the socket has no room. Raises ValueError after the last part."""
         cdef int fd = sock.fileno()
         cdef Py_ssize_t sent
         if fd < 0:
@@ -138,7 +143,7 @@ cdef class Parts:
             n = 1
         for at in range(first + self.block, end):
             if n > 0 and <const char *>pieces[n - 1].iov_base + pieces[n - 1].iov_len == self.memory + self.offsets[at]:
-                pieces[n - 1].iov_len += self.block_bytes  # the block behind the one before
+                pieces[n - 1].iov_len += self.block_bytes  # this block adjoins the block before it
                 continue
             pieces[n].iov_base, pieces[n].iov_len = <void *>(self.memory + self.offsets[at]), self.block_bytes
             if at == first + self.block:
@@ -163,7 +168,7 @@ cdef class Parts:
 cdef Py_ssize_t _part_header(uint8_t *header, uint64_t id, Py_ssize_t count, const uint8_t *positions, const uint8_t *sums,
                              bint last, uint64_t hit, uint64_t miss, uint64_t following, const uint8_t *attributes,
                              Py_ssize_t per_block) noexcept nogil:
-    """Write the header of a PART. Returns its size."""
+    """Writes the header of a PART. Returns its size."""
     cdef uint8_t *to = header
     to[0], to[1] = 0x90 | PART_FIELDS, PART_TAG
     to = _put_uint(to + 2, id)

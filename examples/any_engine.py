@@ -4,8 +4,8 @@
 
 The "engine" is one layer of causal attention in NumPy with random weights: small, but its keys and values are real, so
 a wrong block would change the output. It answers a prompt twice. The first time it finds nothing, computes all keys and
-values, and sets them; the second time, with empty memory, it loads the leading blocks and computes only the rest. Both
-outputs must be equal; exit status 1 if they are not.
+values, and sets them. The second time, with empty memory, it loads the leading blocks and computes only the rest. The
+exit status is 1 if the two outputs differ.
 
 Needs a running server: `kvstore-server` or `make serve`.
 """
@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Engine:
-    """Attention over a prompt: `answer` gives the last position's output."""
+    """Attention over a prompt. `answer` returns the last position's output."""
 
     def __init__(self, client: KVStoreClient) -> None:
         self.client = client
@@ -38,30 +38,31 @@ class Engine:
         self.embedding = draw.standard_normal((VOCABULARY, HEAD_SIZE), dtype=np.float32)
         self.query, self.key, self.value = draw.standard_normal((3, HEAD_SIZE, HEAD_SIZE), dtype=np.float32)
         self.wavelengths = np.geomspace(1.0, 10_000.0, HEAD_SIZE, dtype=np.float32)
-        self.computed = 0  # tokens whose keys and values were computed here
+        self.computed = 0  # how many tokens' keys and values were computed here
 
     def answer(self, tokens: npt.NDArray[np.int64]) -> Floats:
-        """The output of the prompt's last token."""
+        """Return the output of the prompt's last token."""
         keys = self.client.namespace.keys(tokens)
-        cache = np.empty((len(tokens) + BLOCK_TOKENS, 2, HEAD_SIZE), dtype=np.float32)  # by token: key and value
-        rows = cache[: len(keys) * BLOCK_TOKENS].reshape(len(keys), -1).view(np.uint8)  # by block, as it is stored
+        cache = np.empty((len(tokens) + BLOCK_TOKENS, 2, HEAD_SIZE), dtype=np.float32)  # for each token: key and value
+        rows = cache[: len(keys) * BLOCK_TOKENS].reshape(len(keys), -1).view(np.uint8)  # a row is a block
 
         cached = self.client.load_prefix(keys, rows) * BLOCK_TOKENS  # one round trip: leading blocks into their rows
         self.prefill(tokens, cache, cached)
         if cached < len(keys) * BLOCK_TOKENS:
             first = cached // BLOCK_TOKENS
-            self.client.set(keys[first:], rows[first:])  # so that other engines need not compute these blocks
+            parent = keys[first - 1] if first else None  # the block before them, so that it is evicted after them
+            self.client.set(keys[first:], rows[first:], parent=parent)  # other engines need not compute these blocks
         return self.attend(tokens[-1], cache[: len(tokens)])
 
     def prefill(self, tokens: npt.NDArray[np.int64], cache: Floats, start: int) -> None:
-        """Keys and values of the tokens from `start` on: the work that a cache saves."""
-        for position in range(start, len(tokens)):  # token by token, so that the time is worth saving
+        """Compute keys and values of the tokens from `start` on. A cache saves this work."""
+        for position in range(start, len(tokens)):  # token by token, slow enough that loading saves time
             hidden = self.embedding[tokens[position]] + np.sin(position / self.wavelengths)
             cache[position] = hidden @ self.key, hidden @ self.value
             self.computed += 1
 
     def attend(self, token: int, cache: Floats) -> Floats:
-        """Softmax of query and keys, applied to the values."""
+        """Return the softmax of query and keys, applied to the values."""
         scores = cache[:, 0] @ (self.embedding[token] @ self.query) / np.sqrt(HEAD_SIZE)
         weights = np.exp(scores - scores.max())
         output: Floats = (weights / weights.sum()) @ cache[:, 1]

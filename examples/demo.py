@@ -1,14 +1,13 @@
 """Two vLLM engines, one after the other, share a prompt's KV cache through a kvstore server.
 
-    python examples/demo.py [--prompt-tokens 8192] [--model-size mid|tiny] [--json]
+    python examples/demo.py [--prompt-tokens 7800] [--model smollm2|mid|tiny] [--json]
 
-The first engine finds an empty store, computes the prompt and fills the store on the way. It is stopped. A second
-engine, a new process with nothing cached, gets the same prompt and loads it. The time to the first token is taken
-from the engine's own request metrics, after a short unrelated prompt has warmed the engine up, so neither engine's
-start counts. The model has random weights (nothing is downloaded); what matters is that both engines give the same
-tokens. It computes in float32: in bfloat16 an engine may give other tokens for a cached prompt than for a computed
-one, with its own cache too, because it adds the same numbers in another order. Exit status 1 if the tokens differ, or
-if the second engine loaded nothing.
+The first engine finds an empty store, computes a long document with a question about it, and fills the store. Then it
+is stopped. A second engine, a new process with nothing cached, gets the same prompt and loads it. The time to the first
+token comes from the engine's own request metrics. A short unrelated prompt warms each engine up first, so neither
+engine's start counts. Both engines must give the same tokens. The model computes in float32. In bfloat16 an engine may
+give other tokens for a cached prompt than for a computed one, even with its own cache, because it adds the same numbers
+in another order. The exit status is 1 if the tokens differ, or if the second engine loaded nothing.
 """
 
 from __future__ import annotations
@@ -17,33 +16,29 @@ import argparse
 import importlib.util
 import json
 import os
-import random
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from models import NAMES, REAL, make_model, make_prompts, question_of, reader_of
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK_TOKENS = 32  # the CPU attention backend takes multiples of 32
-OUTPUT_TOKENS = 8
+OUTPUT_TOKENS = 48
 WARM_UP_TOKENS = 200
-VOCABULARY = 8192
-MODELS: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8},
-    "mid": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16},
-}
+WARM_UP_SEEDS = (1, 2)  # of other pages than the prompt's; each engine's warm-up must not be in the store either
+PROMPT_SEED = 5
 
 progress = Console(stderr=True)
 
 
 def require_engine() -> None:
-    """Exit with one line if what the engines need is not installed."""
+    """Exit with one line if a package that the engines need is not installed."""
     missing = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
     if missing:
         raise SystemExit(
@@ -56,7 +51,7 @@ def require_engine() -> None:
 
 
 def engine_main(spec: dict[str, Any]) -> None:
-    """Serve each prompt of the spec in turn and print one line of JSON for it; all else goes to stderr."""
+    """Serve each prompt of the spec in turn and print one line of JSON for it. All other output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams
@@ -79,7 +74,7 @@ def engine_main(spec: dict[str, Any]) -> None:
         ),
     )
     print(json.dumps("ready"), file=answers, flush=True)
-    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=spec["random"], detokenize=False)
     for prompt in spec["prompts"]:
         [output] = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         answer = {
@@ -88,39 +83,10 @@ def engine_main(spec: dict[str, Any]) -> None:
             "token_ids": list(output.outputs[0].token_ids),
         }
         print(json.dumps(answer), file=answers, flush=True)
-    engine.llm_engine.engine_core.shutdown()  # also sends the blocks that are not in the store yet
+    engine.llm_engine.engine_core.shutdown()  # also sends blocks that are not in the store yet
 
 
 # ---- the demo ------------------------------------------------------------------------------------------------
-
-
-def make_model(size: str) -> Path:
-    """A Qwen2 with random weights from a fixed seed, kept for the next time."""
-    cache = os.environ.get("KVSTORE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvstore"
-    folder = Path(cache).expanduser() / "models" / f"{size}-1"
-    if (folder / "config.json").exists():
-        return folder
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=65536,
-        initializer_range=0.1,  # spread enough that the output depends on the prompt
-        **MODELS[size],
-    )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(scratch)
-    try:
-        scratch.rename(folder)
-    except OSError:  # another demo has made it meanwhile
-        shutil.rmtree(scratch)
-    return folder
 
 
 def environment() -> dict[str, str]:
@@ -147,7 +113,7 @@ def start_server(log: Path) -> tuple[subprocess.Popen[str], str]:
 
 
 def run_engine(name: str, spec: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Start an engine, warm it up, give it the prompt, stop it; what it answered to the prompt."""
+    """Start an engine, warm it up, send it the prompt and stop it. Return its answer to the prompt."""
     steps = ["starting", "warming up", f"prompt of {len(spec['prompts'][1])} tokens"]
     answer: Any = None
     command = [sys.executable, __file__, "--engine", json.dumps(spec)]
@@ -158,6 +124,7 @@ def run_engine(name: str, spec: dict[str, Any], log: Path) -> dict[str, Any]:
     ):
         assert engine.stdout is not None
         for step in steps:
+            progress.print(f"{name}: {step} …")
             status.update(f"{name}: {step} …")
             line = engine.stdout.readline()
             if not line:
@@ -168,13 +135,14 @@ def run_engine(name: str, spec: dict[str, Any], log: Path) -> dict[str, Any]:
     return dict(answer)
 
 
-def run_demo(prompt_tokens: int, model_size: str) -> dict[str, Any]:
-    chooser = random.Random(7)
-    warm_up, prompt = (
-        [chooser.randrange(VOCABULARY) for _ in range(count)] for count in (WARM_UP_TOKENS, prompt_tokens)
-    )
-    with progress.status(f"making the {model_size} model …"):
-        model = make_model(model_size)
+def run_demo(prompt_tokens: int, model_name: str) -> dict[str, Any]:
+    progress.print(f"two engines, one after the other, with the model {model_name}: about four minutes on two cores")
+    with progress.status(f"making the model {model_name}, once …"):
+        model = make_model(model_name)
+        warm_up, other = (make_prompts(model_name, model, 1, WARM_UP_TOKENS, seed)[0] for seed in WARM_UP_SEEDS)
+        [prompt] = make_prompts(model_name, model, 1, prompt_tokens, PROMPT_SEED)
+    if model_name == REAL:
+        progress.print(f"the prompt: {len(prompt)} tokens of {question_of(PROMPT_SEED)}")
     with tempfile.TemporaryDirectory() as scratch:
         logs = Path(scratch)
         server, endpoint = start_server(logs / "server.log")
@@ -183,21 +151,23 @@ def run_demo(prompt_tokens: int, model_size: str) -> dict[str, Any]:
             spec = {
                 "model": str(model),
                 "endpoint": endpoint,
+                "random": model_name != REAL,
                 "prompts": [warm_up, prompt],
                 "max_model_len": max(prompt_tokens, WARM_UP_TOKENS) + 2 * OUTPUT_TOKENS,
             }
             first = run_engine("first engine, empty store", spec, logs / "first.log")
-            # Another prompt warms up the second engine: a warm-up prompt must not be in the store either.
-            spec["prompts"] = [[token ^ 1 for token in warm_up], prompt]
+            spec["prompts"] = [other, prompt]
             second = run_engine("second engine, after the restart", spec, logs / "second.log")
         finally:
             server.terminate()
             server.wait()
             if server.stdout is not None:
                 server.stdout.close()
+    read = reader_of(model_name, model)
     return {
-        "model_size": model_size,
-        "prompt_tokens": prompt_tokens,
+        "model": model_name,
+        "prompt_tokens": len(prompt),
+        "answer": read(second["token_ids"]),
         "without_cache": first,
         "remote_cache": second,
         "ratio": first["ttft_s"] / second["ttft_s"],
@@ -206,8 +176,7 @@ def run_demo(prompt_tokens: int, model_size: str) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    title = f"{result['prompt_tokens']} prompt tokens, {result['model_size']} model, random weights"
-    table = Table("engine", title=title)
+    table = Table("engine", title=f"{result['prompt_tokens']} prompt tokens, model {result['model']}")
     table.add_column("first token", justify="right")
     table.add_column("cached tokens", justify="right")
     rows = {"first, store empty": "without_cache", "second, restarted": "remote_cache"}
@@ -216,9 +185,9 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(name, f"{run['ttft_s']:.3f} s", str(run["cached_tokens"]))
     console = Console()
     console.print(table)
-    token_ids = " ".join(map(str, result["remote_cache"]["token_ids"]))
-    same = f"the same tokens ({token_ids} …)" if result["token_ids_equal"] else "[red]DIFFERENT tokens[/red]"
-    console.print(f"{result['ratio']:.1f} times faster to the first token; {same}.")
+    same = "the same answer" if result["token_ids_equal"] else "[red]DIFFERENT answers[/red]"
+    console.print(f"{result['ratio']:.1f} times faster to the first token; {same}:")
+    console.print(f"  {result['answer']}", markup=False, highlight=False)
     console.print(
         "Both engines were warmed up with another prompt, so their start is not counted. The first one's time "
         "includes saving to the store. One request at a time, server on this machine, loopback TCP."
@@ -226,12 +195,12 @@ def show(result: dict[str, Any]) -> None:
 
 
 def parse_options(
-    parser: argparse.ArgumentParser, prompt_tokens: int = 2048, model_size: str = "tiny"
+    parser: argparse.ArgumentParser, prompt_tokens: int = 2048, model: str = "tiny", models: list[str] = NAMES
 ) -> argparse.Namespace:
-    """The options that these examples share, with their defaults, beside those that `parser` has. Ends the program if
-    one cannot be used."""
-    parser.add_argument("--prompt-tokens", type=int, default=prompt_tokens)
-    parser.add_argument("--model-size", choices=sorted(MODELS), default=model_size)
+    """Add the options that these examples share to those of `parser`, and parse all. Ends the program if an option
+    cannot be used."""
+    parser.add_argument("--prompt-tokens", type=int, default=prompt_tokens, help=f"default: {prompt_tokens}")
+    parser.add_argument("--model", choices=models, default=model, help=f"default: {model}")
     parser.add_argument("--json", action="store_true", help="the result as JSON on stdout, nothing else there")
     options = parser.parse_args()
     if options.prompt_tokens <= BLOCK_TOKENS:
@@ -245,11 +214,11 @@ def parse_options(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
-    options = parse_options(parser, prompt_tokens=8192, model_size="mid")
+    options = parse_options(parser, prompt_tokens=7800, model=REAL)
     if options.engine:
         engine_main(json.loads(options.engine))
         return 0
-    result = run_demo(options.prompt_tokens, options.model_size)
+    result = run_demo(options.prompt_tokens, options.model)
     if options.json:
         print(json.dumps(result))
     else:

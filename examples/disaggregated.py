@@ -1,35 +1,41 @@
-"""Prefill and decode on engines of their own: a store, two vLLM servers and the proxy, and where a request's time went.
+"""Disaggregated prefill/decode beside one engine: what it gains, and where a request's time goes.
 
-    python examples/disaggregated.py [--prompt-tokens 2048] [--model-size tiny|mid] [--json]
+    python examples/disaggregated.py [--prompt-tokens 2048] [--model smollm2|mid|tiny] [--json]
 
-Starts a kvstore-server, two `vllm serve` processes, P and D, and `kvstore proxy` in front of them, all on this machine.
-Sends prompts through the proxy: P computes each of them, D answers, and the KV blocks go from one to the other through
-the store while P still computes. Prints the phases of the last request as the proxy and the engines tell them. The
-model has random weights (nothing is downloaded). Exit status 1 if the answer is not that of one engine alone, or the
-prompt was not handed over.
+First one `vllm serve` answers a few long prompts alone, without a store. Then a kvstore-server, two `vllm serve`
+processes, P and D, and `kvstore proxy` in front of them answer the same prompts: P computes each prompt, D answers, and
+the KV blocks go from P to D through the store while P still computes. Each prompt comes while the answer to the one
+before is still being written. One engine alone must then stop writing to compute the prompt; D goes on. All processes
+share this machine, so the times to the first token say little here; the pauses between tokens show the gain. The exit
+status is 1 if an answer differs from that of the single engine, or if a prompt was not handed over.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from demo import VOCABULARY, environment, make_model, parse_options, progress, start_server
+from demo import environment, parse_options, progress, start_server
+from models import REAL, make_model, make_prompts, question_of, reader_of
 from rich.console import Console
 from rich.table import Table
-from two_engines import ANSWER_TOKENS, EngineServer, complete
+from two_engines import ANSWER_TOKENS, EngineServer
 
 WARM_UPS = 2  # the first requests of an engine take longer
 REQUESTS = 3
+STREAM_S = 300.0  # for one answer
 PHASES = {
     "decide": "the proxy chooses the engines",
     "prefill": "P computes the prompt; its token goes to the user",
@@ -39,7 +45,7 @@ PHASES = {
 
 
 def start_proxy(store: str, prefill: str, decode: str, log: Path) -> tuple[subprocess.Popen[str], str]:
-    """-> the proxy and its address."""
+    """Start the proxy. Return its process and its address."""
     command = [sys.executable, "-m", "kvstore_cli", "proxy", "--listen", "127.0.0.1:0", "--store", store]
     command += ["--prefill", prefill, "--decode", decode, "--policy", "split", "--access-log", f"{log}.jsonl"]
     with log.open("wb") as file:
@@ -51,8 +57,9 @@ def start_proxy(store: str, prefill: str, decode: str, log: Path) -> tuple[subpr
     return process, words[3]
 
 
-def stream(url: str, prompt: list[int]) -> dict[str, Any]:
-    """The tokens of an answer, and when its first and its last one came."""
+def stream(url: str, prompt: list[int], began: threading.Event) -> dict[str, Any]:
+    """Request a stream. Return the tokens of the answer, when the first and the last one came, and the longest pause
+    between two. `began` is set at the first token."""
     body = {
         "model": "demo",
         "prompt": prompt,
@@ -65,18 +72,48 @@ def stream(url: str, prompt: list[int]) -> dict[str, Any]:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    began, first, tokens = time.perf_counter(), 0.0, []
-    with urllib.request.urlopen(request, timeout=300) as reply:
-        for line in reply:
-            if line.startswith(b"data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    tokens += choice.get("token_ids") or []
-                    first = first or time.perf_counter() - began
-    return {"token_ids": tokens, "first_token_s": first, "seconds": time.perf_counter() - began}
+    start, times, tokens = time.perf_counter(), [], []
+    try:
+        with urllib.request.urlopen(request, timeout=STREAM_S) as reply:
+            for line in reply:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        if choice.get("token_ids"):
+                            tokens += choice["token_ids"]
+                            times.append(time.perf_counter() - start)
+                            began.set()
+    finally:
+        began.set()
+    return {
+        "token_ids": tokens,
+        "first_token_s": times[0],
+        "longest_pause_s": max((later - early for early, later in pairwise(times)), default=0.0),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def answers_of(name: str, url: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Send the first prompts one after the other, to warm up; then each prompt as soon as the one before has its first
+    token. Return the answers to the latter."""
+    for prompt in prompts[:WARM_UPS]:
+        stream(url, prompt, threading.Event())
+    running = []
+    with ThreadPoolExecutor(REQUESTS) as threads:
+        for prompt in prompts[WARM_UPS:]:
+            began = threading.Event()
+            running.append(threads.submit(stream, url, prompt, began))
+            began.wait(STREAM_S)
+        found = [each.result() for each in running]
+    for number, answer in enumerate(found, 1):
+        progress.print(
+            f"{name}, request {number}: first token after {answer['first_token_s']:.2f} s, longest pause "
+            f"{answer['longest_pause_s']:.2f} s"
+        )
+    return found
 
 
 def sums(url: str, name: str, label: str) -> dict[str, float]:
-    """A metric by the values of one of its labels."""
+    """Return a metric's sums by the values of one of its labels."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
         lines = reply.read().decode().splitlines()
     found: dict[str, float] = {}
@@ -87,22 +124,38 @@ def sums(url: str, name: str, label: str) -> dict[str, float]:
     return found
 
 
-def run(prompt_tokens: int, model_size: str) -> dict[str, Any]:
-    with progress.status(f"making the {model_size} model …"):
-        model = make_model(model_size)
-    chooser = random.Random(7)
-    prompts = [[chooser.randrange(VOCABULARY) for _ in range(prompt_tokens)] for _ in range(WARM_UPS + REQUESTS)]
+def run_alone(model: Path, longest: int, prompts: list[list[int]], logs: Path) -> list[dict[str, Any]]:
+    """Return the answers of one engine without a store."""
+    engine = EngineServer("alone", model, "", longest, logs / "alone.log", "float32")
+    try:
+        with progress.status("step 1 of 3: one engine is starting …"):
+            engine.await_health()
+        return answers_of("one engine", engine.url, prompts)
+    finally:
+        engine.stop()
+
+
+def run(prompt_tokens: int, model_name: str) -> dict[str, Any]:
+    progress.print(f"one engine, then prefill and decode engines, with the model {model_name}: about five minutes")
+    with progress.status(f"making the model {model_name}, once …"):
+        model = make_model(model_name)
+        prompts = make_prompts(model_name, model, WARM_UPS + REQUESTS, prompt_tokens)
+    if model_name == REAL:
+        progress.print(f"the prompts: {prompt_tokens} tokens each, such as {question_of(7)}")
+    # float32, because in bfloat16 two tokens often have equal logits.
+    longest = prompt_tokens + 2 * ANSWER_TOKENS
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         logs = Path(scratch)
+        progress.print("step 1 of 3: one engine alone, without a store")
+        alone = run_alone(model, longest, prompts, logs)
         server, endpoint = start_server(logs / "server.log")
         stack.callback(server.wait)
         stack.callback(server.terminate)
         engines = []
         for name in ("P", "D"):
-            # float32, because in bfloat16 two tokens are often as good as each other.
-            longest = prompt_tokens + 2 * ANSWER_TOKENS
             engines.append(EngineServer(name, model, endpoint, longest, logs / f"{name}.log", "float32"))
             stack.callback(engines[-1].stop)
+        progress.print("step 2 of 3: a store, a prefill engine (P) and a decode engine (D) are starting")
         with progress.status("two engines are starting …"):
             for engine in engines:
                 engine.await_health()
@@ -110,41 +163,60 @@ def run(prompt_tokens: int, model_size: str) -> dict[str, Any]:
         proxy, url = start_proxy(endpoint, prefill.url, decode.url, logs / "proxy.log")
         stack.callback(proxy.wait)
         stack.callback(proxy.terminate)
-        answers = []
-        for number, prompt in enumerate(prompts):
-            before = sums(url, "kvstore_proxy_phase_seconds_sum", "phase")
-            answers.append(stream(url, prompt))
-            after = sums(url, "kvstore_proxy_phase_seconds_sum", "phase")
-            progress.print(f"request {number + 1}: first token after {answers[-1]['first_token_s']:.3f} s")
-        alone, _ = complete(prefill.url, prompts[-1])
-        record = json.loads((logs / "proxy.log.jsonl").read_text().splitlines()[-1])
+        progress.print("step 3 of 3: the same prompts through the proxy")
+        apart = answers_of("P and D", url, prompts)
+        phases = sums(url, "kvstore_proxy_phase_seconds_sum", "phase")
+        counts = sums(url, "kvstore_proxy_phase_seconds_count", "phase")
+        records = [json.loads(line) for line in (logs / "proxy.log.jsonl").read_text().splitlines()]
+        read = reader_of(model_name, model)
         return {
-            "decision": record["decision"],
+            "model": model_name,
+            "decision": records[-1]["decision"],
             "prompt_tokens": prompt_tokens,
-            "first_token_s": answers[-1]["first_token_s"],
-            "seconds": answers[-1]["seconds"],
-            "phases_s": {phase: after.get(phase, 0.0) - before.get(phase, 0.0) for phase in PHASES},
+            "alone": alone,
+            "apart": apart,
+            "answer": read(apart[0]["token_ids"]),
+            "phases_s": {phase: phases.get(phase, 0.0) / (counts.get(phase) or 1.0) for phase in PHASES},
             "hand_overs": sums(decode.url, "vllm:kvstore_hand_overs_total", "side").get("decode", 0.0),
-            "token_ids_equal": answers[-1]["token_ids"] == alone["choices"][0]["token_ids"],
+            "token_ids_equal": [each["token_ids"] for each in apart] == [each["token_ids"] for each in alone],
         }
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table("phase", "what happens", title=f"a prompt of {result['prompt_tokens']} tokens: {result['decision']}")
-    table.add_column("seconds", justify="right")
-    for phase, what in PHASES.items():
-        table.add_row(phase, what, f"{result['phases_s'][phase]:.3f}")
-    table.add_row("", "first token at the user", f"{result['first_token_s']:.3f}")
-    table.add_row("", "the whole answer", f"{result['seconds']:.3f}")
     console = Console()
+    table = Table("", title=f"{REQUESTS} prompts of {result['prompt_tokens']} tokens, model {result['model']}")
+    table.add_column("one engine", justify="right")
+    table.add_column("P and D", justify="right")
+    for title, field in (
+        ("first token, s", "first_token_s"),
+        ("longest pause between tokens, s", "longest_pause_s"),
+        ("whole answer, s", "seconds"),
+    ):
+        table.add_row(
+            title, *(f"{statistics.median(each[field] for each in result[way]):.2f}" for way in ("alone", "apart"))
+        )
     console.print(table)
-    console.print(f"tokens are those of one engine alone: {'yes' if result['token_ids_equal'] else 'NO'}")
+    pause = {way: max(each["longest_pause_s"] for each in result[way]) for way in ("alone", "apart")}
+    console.print(
+        "Medians. While a prompt is computed, an answer of one engine pauses for up to "
+        f"{pause['alone']:.2f} s, one of D for up to {pause['apart']:.2f} s. P, D and the store share this machine: "
+        "with a GPU each, they also compute at the same time."
+    )
+    phases = Table("phase of P and D", "what happens", title="Mean time of a request")
+    phases.add_column("seconds", justify="right")
+    for phase, what in PHASES.items():
+        phases.add_row(phase, what, f"{result['phases_s'][phase]:.3f}")
+    console.print(phases)
+    console.print(
+        f"The answers are those of the one engine: {'yes' if result['token_ids_equal'] else 'NO'}. The first:"
+    )
+    console.print(f"  {result['answer']}", markup=False, highlight=False)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options = parse_options(parser)
-    result = run(options.prompt_tokens, options.model_size)
+    options = parse_options(parser, model=REAL)
+    result = run(options.prompt_tokens, options.model)
     if options.json:
         print(json.dumps(result))
     else:

@@ -1,13 +1,13 @@
-"""A small router for vLLM engines: a prompt goes to the engine that has most of it, and else to the least busy one.
+"""A small router for vLLM engines: a prompt goes to the engine that has most of it, or else to the least busy one.
 
     python examples/router.py --port 8080 \\
         --engine a=http://127.0.0.1:8000,tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 \\
         --engine b=http://127.0.0.1:8001,tcp://127.0.0.1:5567,tcp://127.0.0.1:5568
 
-Each engine is given by its name, its address, and the publisher and replay addresses of its events, as in
-`vllm serve MODEL --shutdown-timeout 30 --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq",
-"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'`. Answers are passed on as they come. Which engine
-answered is in the header `x-kvstore-engine`, and how many tokens of the prompt it had in `x-kvstore-tokens`.
+Each engine is given by its name, its address, and the publisher and replay addresses of its events, as in `vllm serve
+MODEL --shutdown-timeout 30 --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint":
+"tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'`. Answers are streamed. The header `x-kvstore-engine` names the
+engine that answered, and `x-kvstore-tokens` has the number of the prompt's tokens that it had.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Engine:
 
 
 def engine_of(text: str) -> Engine:
-    """NAME=URL,EVENTS[,REPLAY]"""
+    """Parse NAME=URL,EVENTS[,REPLAY]."""
     name, _, rest = text.partition("=")
     url, events, replay = [*rest.split(","), "", ""][:3]
     if not (name and url.startswith("http") and events):
@@ -58,7 +58,7 @@ class Router:
             self.routes.add(engine.name, engine.events, engine.replay)
 
     def tokens_of(self, body: dict[str, Any]) -> list[int]:
-        """The prompt's tokens: those given, or what an engine makes of the text."""
+        """Return the prompt's tokens: those in the request, or an engine's tokens for the text."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt
@@ -70,10 +70,10 @@ class Router:
                 tokens: list[int] = json.load(answer)["tokens"]
                 return tokens
         except (OSError, ValueError, KeyError):
-            return []  # then the least busy engine takes it
+            return []  # then the least busy engine gets the request
 
     def choose(self, tokens: Sequence[int]) -> tuple[Engine, int]:
-        """-> the engine, and how many of the tokens it has. Call `done` when it has answered."""
+        """Return the engine, and the number of the tokens that it has. Call `done` when it has answered."""
         have = {name: tiers.get("any", 0) for name, tiers in self.routes.find(tokens).engines.items()}
         with self._lock:
             name = max(self.engines, key=lambda name: (have.get(name, 0), -self._busy[name]))
@@ -124,7 +124,7 @@ def handler_of(router: Router) -> type[BaseHTTPRequestHandler]:
                     self.wfile.flush()
 
         def log_message(self, format: str, *arguments: Any) -> None:
-            """Says nothing of single requests."""
+            """Do not log single requests."""
 
     return Handler
 

@@ -1,13 +1,13 @@
-"""Two vLLM servers behind one kvstore: what one has computed, the other does not.
+"""Two vLLM servers with one kvstore: each server loads the blocks that the other one has computed.
 
-    python examples/two_engines.py [--prompt-tokens 2048] [--model-size tiny|mid] [--json]
+    python examples/two_engines.py [--prompt-tokens 2048] [--model tiny|mid] [--json]
 
-Starts a kvstore-server and two `vllm serve` processes that use it, all on this machine, and holds a conversation whose
-turns go to them alternately, as a load balancer without affinity would send them. Every turn's prompt is all that was
-said before; each engine finds the other's part of it in the store. Then it holds another conversation through
-`examples/router.py`, which hears the engines' KV events and sends each turn to the engine that has most of it. Prints,
-for every turn, what was cached and the time to the answer, then each engine's own metrics. The model has random weights
-(nothing is downloaded). Exit status 1 if a turn that could hit did not.
+Starts a kvstore-server and two `vllm serve` processes that use it, all on this machine. Holds a conversation whose
+turns go to them alternately, as a load balancer without affinity would send them. Every turn's prompt is the whole
+conversation so far. Each engine finds the other's part of it in the store. Then it holds another conversation through
+`examples/router.py`, which receives the engines' KV events and sends each turn to the engine that has most of it.
+Prints, for every turn, the cached tokens and the time to the answer, then each engine's own metrics. The model has
+random weights (nothing is downloaded). The exit status is 1 if a turn that could hit did not.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
-from demo import BLOCK_TOKENS, VOCABULARY, environment, make_model, parse_options, progress, start_server
+from demo import BLOCK_TOKENS, environment, parse_options, progress, start_server
+from models import SHAPES, VOCABULARY, make_model
 from rich.console import Console
 from rich.table import Table
 
 START_S = 300.0
-SHUTDOWN_S = 30  # for requests at SIGTERM, and for sending what they computed
+SHUTDOWN_S = 30  # for requests at SIGTERM, and for sending the blocks that they computed
 TURNS = 4
 ANSWER_TOKENS = 64
-# The store has a turn's blocks a moment after its answer; a person's next turn takes longer than that to come.
+# The store has a turn's blocks a moment after its answer. A person's next turn would take longer than that to come.
 PAUSE_S = 0.5
-# Below those that the kernel gives to connections, of which one could have the port by the time an engine listens.
+# Below the kernel's ephemeral ports: a connection could take one of those before the engine listens.
 PORTS = iter(random.sample(range(10_000, 20_000), 10_000))
 
 
 def free_port() -> int:
-    """A port on which nobody listens, for a server that takes seconds until it does; never the same one twice."""
+    """Return a free port, for a server that takes seconds until it listens; never the same one twice."""
     while True:
         port = next(PORTS)
         with suppress(OSError), socket.socket() as sock:
@@ -50,7 +51,7 @@ def free_port() -> int:
 
 
 class EngineServer:
-    """`vllm serve` with the connector."""
+    """`vllm serve` with the connector. `store`: the store's endpoint; empty for an engine without a store."""
 
     def __init__(
         self, name: str, model: Path, store: str, max_model_len: int, log: Path, dtype: str = "bfloat16"
@@ -69,16 +70,17 @@ class EngineServer:
             "kv_connector": "KVStoreConnector",
             "kv_connector_module_path": "kvstore_client.vllm.connector",
             "kv_role": "kv_both",
-            # A model as small as this one may be computed sooner than it is loaded.
+            # A model as small as this may compute a prompt faster than load it.
             "kv_connector_extra_config": {"endpoint": store, "cpu_bytes": "256MiB", "always_load": True},
         }
         # The command `vllm serve MODEL …` is this module with --model.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", "demo", "--port", str(port), "--host", "127.0.0.1"]
-        command += ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
-        command += ["--kv-events-config", json.dumps(events)]
+        if store:
+            command += ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
+            command += ["--kv-events-config", json.dumps(events)]
         command += ["--shutdown-timeout", str(SHUTDOWN_S)]
-        # Options that the CPU and a model without a tokenizer need.
+        # These options are needed on a CPU, and for a model without a tokenizer.
         command += ["--skip-tokenizer-init", "--dtype", dtype, "--enforce-eager"]
         command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", str(max_model_len)]
         command += ["--gpu-memory-utilization", "0.3"]
@@ -87,7 +89,7 @@ class EngineServer:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",  # two engines on one machine
+            "OMP_NUM_THREADS": "1",  # two engines share this machine
         }
         with log.open("wb") as file:
             self._process = subprocess.Popen(command, stdout=file, stderr=file, env=settings)
@@ -120,7 +122,7 @@ class EngineServer:
 
 
 def complete(url: str, prompt: list[int]) -> tuple[dict[str, Any], Message]:
-    """The answer to a prompt of token ids, as OpenAI's API gives it, and its headers."""
+    """Return the answer to a prompt of token ids, in the format of OpenAI's API, and its headers."""
     body = {
         "model": "demo",
         "prompt": prompt,
@@ -137,7 +139,7 @@ def complete(url: str, prompt: list[int]) -> tuple[dict[str, Any], Message]:
 
 
 def converse(urls: dict[str, str], seed: int, prompt_tokens: int) -> list[dict[str, Any]]:
-    """One conversation, its turns to these addresses, by name, in turn."""
+    """Hold one conversation; its turns go to these addresses (by name) in turn."""
     chooser = random.Random(seed)
     said = [chooser.randrange(VOCABULARY) for _ in range(prompt_tokens)]
     turns = []
@@ -164,7 +166,7 @@ def converse(urls: dict[str, str], seed: int, prompt_tokens: int) -> list[dict[s
 
 
 def start_router(engines: list[EngineServer]) -> tuple[subprocess.Popen[str], str]:
-    """-> `router.py` for these engines, and its address."""
+    """Start `router.py` for these engines. Return its process and its address."""
     command = [sys.executable, str(Path(__file__).with_name("router.py")), "--port", "0"]
     for engine in engines:
         command += ["--engine", f"{engine.name}={engine.url},{engine.events},{engine.replay}"]
@@ -173,9 +175,9 @@ def start_router(engines: list[EngineServer]) -> tuple[subprocess.Popen[str], st
     return process, process.stdout.readline().split()[-1]
 
 
-def run(prompt_tokens: int, model_size: str) -> dict[str, Any]:
-    with progress.status(f"making the {model_size} model …"):
-        model = make_model(model_size)
+def run(prompt_tokens: int, model_name: str) -> dict[str, Any]:
+    with progress.status(f"making the model {model_name} …"):
+        model = make_model(model_name)
     longest = prompt_tokens + TURNS * (ANSWER_TOKENS + 40) + ANSWER_TOKENS
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         logs = Path(scratch)
@@ -226,8 +228,8 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options = parse_options(parser)
-    result = run(options.prompt_tokens, options.model_size)
+    options = parse_options(parser, models=list(SHAPES))
+    result = run(options.prompt_tokens, options.model)
     if options.json:
         print(json.dumps(result))
     else:

@@ -1,3 +1,4 @@
-"""kvstore: the KV cache of LLM inference as a service. The server, and the code that server and clients share."""
+"""kvstore: a service that keeps the KV cache of LLM inference. This package contains the server, and the code that the
+server and its clients share."""
 
 __version__ = "0.1.0"

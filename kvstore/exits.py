@@ -1,4 +1,4 @@
-"""The exit statuses and the error line of both commands."""
+"""The exit statuses of both commands, and the function that prints their error line."""
 
 from __future__ import annotations
 

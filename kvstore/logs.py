@@ -1,11 +1,12 @@
-"""Log lines on standard error, one an event: `time level where message` for people, or a JSON object for machines.
+"""Writes one line per event to standard error: `time level where message` for people, or a JSON object for machines.
 
-A line may carry fields beside its message: `log.info("...", extra=fields(uptime_s=3.2))`. In JSON they are keys of
-`fields`; text omits them, so the message must contain all that people need. Python's warnings and uncaught exceptions
-become log lines as well, so that machines can parse every line on standard error.
+A line may carry fields in addition to its message: `log.info("...", extra=fields(uptime_s=3.2))`. In JSON they are
+members of the object `fields`. The text form omits them, so the message must contain everything that people need.
+Python's warnings and uncaught exceptions become log lines as well, so that machines can parse every line on standard
+error.
 
-Where standard error is the journal of systemd, each line has the priority of its level (`journalctl -p warning`).
-Nobody waits for who reads standard error (`standard_error.py`).
+If standard error is the journal of systemd, each line begins with the priority of its level (`journalctl -p warning`).
+Logging never waits for the reader of standard error (`standard_error.py`).
 """
 
 from __future__ import annotations
@@ -23,27 +24,29 @@ import msgspec
 from kvstore.standard_error import StandardError
 
 LEVELS: Final = ("debug", "info", "warning", "error")
-FORMATS: Final = ("text", "json")
+LOG_FORMATS: Final = ("text", "json")
 _FIELDS: Final = "kvstore_fields"
 _PRIORITIES: Final = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 
-_BURST: Final = 20  # lines of a kind, which is a message before its values are filled in,
-_BURST_S: Final = 10.0  # in so many seconds: whoever can cause a line can cause a million
+_BURST: Final = 20  # the most lines of one kind in `_BURST_S`; a kind is a message before its values are filled in
+_BURST_S: Final = 10.0  # there is a limit because a client that can cause one line can cause a million
 
 log = logging.getLogger(__name__)
 
-_configured = ("warning", "", "text")  # level, where, form: the arguments of the last `configure`
+_configured = ("warning", "", "text")  # the arguments level, where and form of the last `configure`
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """-> the argument `extra` of a logging call, for a line with these fields."""
+    """Return the argument `extra` of a logging call, for a line with these fields."""
     return {_FIELDS: values}
 
 
 def configure(level: str, where: str, form: str = "text") -> None:
-    """Send this process's log records of `level` and above to standard error, in UTC, in one of `FORMATS`. `where`
-    names the process."""
-    global _configured  # noqa: PLW0603 - one log a process
+    """Send this process's log records of `level` and above to standard error, with times in UTC.
+
+    `where`: the name of the process in each line. `form`: one of `LOG_FORMATS`.
+    """
+    global _configured  # noqa: PLW0603 - one log per process
     _configured = (level, where, form)
     handler = _handler()
     handler.addFilter(_Bounded())
@@ -56,27 +59,27 @@ def configure(level: str, where: str, form: str = "text") -> None:
 
 
 def of_child(name: str) -> tuple[str, str, str]:
-    """-> the arguments of `configure` for a child process that is to log like this one."""
+    """Return the arguments of `configure` for a child process that logs like this one."""
     level, where, form = _configured
     return level, f"{where} {name}".strip(), form
 
 
 class _Handler(logging.Handler):
-    """Writes to standard error, and never waits."""
+    """Writes to standard error and never waits."""
 
     def __init__(self) -> None:
         super().__init__()
         self._to = StandardError()
-        self._left_out = 0  # lines
+        self._left_out = 0  # how many lines could not be written since the last successful write
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception:  # a call with wrong arguments
+        except Exception:  # the logging call had wrong arguments
             self.handleError(record)
             return
         if self._left_out:
-            said = f"{self._left_out} lines were left out here: nobody read standard error"
+            said = f"{self._left_out} lines were left out here: standard error was not read"
             told = logging.LogRecord(log.name, logging.WARNING, __file__, 0, said, None, None)
             if self._write(self.format(told)):
                 self._left_out = 0
@@ -96,14 +99,15 @@ def _handler() -> logging.Handler:
 
 
 class _Bounded(logging.Filter):
-    """Lets `_BURST` lines of a kind through in `_BURST_S`. The next one that passes says how many were left out."""
+    """Lets at most `_BURST` lines of one kind pass in `_BURST_S` seconds. The next line that passes says how many were
+    left out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._kinds: dict[str, list[float]] = {}  # when the burst began, lines since then
+        self._kinds: dict[str, list[float]] = {}  # for each kind: when its burst began, and the number of lines since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.INFO:  # who asks for all of it gets all of it
+        if record.levelno < logging.INFO:  # at debug level all lines are wanted
             return True
         kind = str(record.msg)
         began, lines = self._kinds.setdefault(kind, [record.created, 0])
@@ -123,7 +127,8 @@ def _text_formatter(where: str) -> logging.Formatter:
 
 
 def _is_journal() -> bool:
-    """Whether standard error goes to the journal, which systemd names by device and inode: it may lead elsewhere."""
+    """Return whether standard error is the journal. Because standard error may be redirected, systemd passes the device
+    and inode of the journal's socket."""
     try:
         status = os.fstat(sys.stderr.fileno())
     except (OSError, ValueError):
@@ -132,7 +137,7 @@ def _is_journal() -> bool:
 
 
 class _JournalFormatter(logging.Formatter):
-    """Begins each line with its priority, which the journal takes off again."""
+    """Begins each line with its priority. The journal removes the priority from the line."""
 
     def __init__(self, of: logging.Formatter) -> None:
         super().__init__()
@@ -144,7 +149,8 @@ class _JournalFormatter(logging.Formatter):
 
 
 class _JSONFormatter(logging.Formatter):
-    """One JSON object a line: time, level, where, message and, if there are any, fields and exception."""
+    """Formats a record as one JSON object with the members time, level, where and message, and, if the record has them,
+    fields and exception."""
 
     def __init__(self, where: str) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Whom limits of an address are for. Who has one IPv6 address mostly has all 2^64 of its network, so it is the network
-that counts where anybody may come. Plain functions; any thread."""
+"""Finds the network to which an address belongs. A client with one IPv6 address usually has all 2^64 addresses of its
+network. So connections of clients that have not logged in are counted per network, not per address. Thread-safe."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _MAPPED: Final = bytes(10) + b"\xff\xff"  # an IPv4 address in an IPv6 one: RFC 
 
 
 def network_of(address: str) -> str:
-    """-> the /64 of an IPv6 address, as ``2001:db8:0:1::/64``; any other address as it is, and one of IPv4 that an IPv6
-    one stands for."""
+    """Return the /64 network of an IPv6 address, such as ``2001:db8:0:1::/64``. For an IPv6 address that contains an
+    IPv4 address, return the IPv4 address. Return any other address unchanged."""
     if ":" not in address:
         return address
     try:

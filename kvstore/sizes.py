@@ -1,4 +1,4 @@
-"""Parsing and formatting of sizes in bytes, for the server and the clients."""
+"""Parses and formats sizes in bytes, for the server and the clients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _KUBERNETES: Final = _BINARY | _DECIMAL
 
 
 def parse_size(text: str) -> int:
-    """-> the bytes of ``4GiB``, ``512 MiB``, ``1.5GB``, ``512Mi``, ``500M`` or ``1048576``. Raises `ValueError`.
+    """Return the number of bytes in ``4GiB``, ``512 MiB``, ``1.5GB``, ``512Mi``, ``500M`` or ``1048576``.
 
-    ``KiB MiB GiB TiB`` and ``Ki Mi Gi Ti`` are powers of 1024, ``kB MB GB TB`` and ``k M G T`` powers of 1000.
+    ``KiB MiB GiB TiB`` and ``Ki Mi Gi Ti`` are powers of 1024. ``kB MB GB TB`` and ``k M G T`` are powers of 1000.
+    Raises `ValueError` if `text` is not a size.
     """
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     unit = None if match is None else _KUBERNETES.get(match[2], _UNITS.get(match[2].lower()))
@@ -25,7 +26,8 @@ def parse_size(text: str) -> int:
 
 
 def spell_size(count: int) -> str:
-    """-> ``4GiB``: `count` in the largest binary unit that is exact, so that `parse_size` gives `count` again."""
+    """Return `count` in the largest binary unit that is exact, such as ``4GiB``. `parse_size` turns the text into
+    `count` again."""
     for unit, size in _BINARY.items():
         if count and count % size == 0:
             return f"{count // size}{unit}B"
@@ -33,7 +35,7 @@ def spell_size(count: int) -> str:
 
 
 def format_size(count: float) -> str:
-    """-> ``4.0 GiB``: `count` rounded, for people."""
+    """Return `count` rounded for people, such as ``4.0 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

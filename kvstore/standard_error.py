@@ -1,7 +1,7 @@
-"""Standard error, where nobody waits for who reads it: a log driver that has stopped must not stop a shard.
+"""Writes to standard error without waiting for its reader, because a log driver that has stopped must not stop a shard.
 
-What does not fit into the pipe or the socket within `WAIT_S` is left out. While there is no room, further lines are
-left out at once.
+A line that does not fit into the pipe or the socket within `STDERR_WAIT_S` is left out. Until there is room again, the
+lines after it are left out at once.
 """
 
 from __future__ import annotations
@@ -13,52 +13,52 @@ import stat
 from typing import Final
 
 _FD: Final = 2
-WAIT_S: Final = 0.01  # for a reader that is only slow
+STDERR_WAIT_S: Final = 0.01  # time for a reader that is slow but has not stopped
 
 
 class StandardError:
-    """Writes lines. One thread at a time."""
+    """Writes lines. Only one thread at a time may use it."""
 
     def __init__(self) -> None:
         self._stalled = False
-        self._cut = False  # the last line has no end
+        self._cut = False  # the last line was written without its end
         self._pipe = -1
         self._socket: socket.socket | None = None
         mode = os.fstat(_FD).st_mode
         if stat.S_ISSOCK(mode):
             self._socket = socket.socket(fileno=os.dup(_FD))
         elif stat.S_ISFIFO(mode):
-            try:  # a description of our own: others may share this one, and want to wait
+            try:  # open the pipe again, because other users of this descriptor may rely on writes that wait
                 self._pipe = os.open(f"/proc/self/fd/{_FD}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError:  # another user has made the pipe: what `poll` says must do
+            except OSError:  # another user owns the pipe, so rely on `poll` alone
                 self._pipe = -1
 
     def write(self, line: bytes) -> bool:
-        """Write a line, which has no end. -> False: it was left out, or its end was."""
+        """Write a line and a newline. Return False if the line or its end was left out."""
         data = (b"\n" if self._cut else b"") + line + b"\n"
         try:
             done = self._put(data)
-        except OSError:  # who read it is gone
+        except OSError:  # the reader is gone
             done = 0
         whole = done == len(data)
         self._cut = not whole and (self._cut or done > 0)
         return whole
 
     def _put(self, data: bytes) -> int:
-        """-> how many bytes there was room for."""
+        """Write as many bytes as there is room for, and return their number."""
         at = 0
         while at < len(data):
             try:
                 at += self._send(data[at : at + select.PIPE_BUF])
             except BlockingIOError:
-                if self._stalled or not self._room(WAIT_S):
+                if self._stalled or not self._room(STDERR_WAIT_S):
                     self._stalled = True
                     return at
         self._stalled = False
         return at
 
     def _send(self, data: bytes) -> int:
-        """Raises `BlockingIOError` where there is no room."""
+        """Write bytes and return how many were written. Raises `BlockingIOError` if there is no room."""
         if self._socket is not None:
             return self._socket.send(data, socket.MSG_DONTWAIT)
         if self._pipe >= 0:

@@ -1,5 +1,5 @@
-"""Files that operators change, looked at on a thread of their own: a file may be large, or on a file system that hangs,
-and nothing else may wait for that."""
+"""Checks, on a separate thread, whether an operator has changed a file. The thread is separate because the file may be
+large, or its file system may hang, and nothing else may wait for that."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 1.0
+FILE_POLL_S: Final = 1.0
 
 
 class FileWatch:
-    """Calls `look(asked)` every `LOOK_S`, and when it is asked to. `what` names the file, for the log."""
+    """Calls `look(False)` every `FILE_POLL_S` seconds, and `look(True)` at once after `ask`.
+    `what`: the file's name in the log."""
 
     def __init__(self, what: str, look: Callable[[bool], None]) -> None:
         self._what = what
         self._look = look
-        self._asked = -1  # readable: it is asked to
+        self._asked = -1  # a descriptor that is readable after `ask`
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to look, unless it has begun. One thread at a time; not before a fork."""
+        """Start the checks, unless they have started. Only one thread at a time may call this. The process must not
+        fork afterwards."""
         if self._thread is None:
             self._asked = os.eventfd(0, os.EFD_CLOEXEC)
             self._thread = threading.Thread(target=self._run, name="kvstore-files", daemon=True)
             self._thread.start()
 
     def ask(self) -> None:
-        """Have it look now. Safe to call in a signal handler."""
+        """Check the file now. Safe to call in a signal handler."""
         if self._thread is not None:
             os.eventfd_write(self._asked, 1)
 
@@ -40,10 +42,10 @@ class FileWatch:
         poll = select.poll()
         poll.register(self._asked, select.POLLIN)
         while True:
-            asked = bool(poll.poll(LOOK_S * 1000))
+            asked = bool(poll.poll(FILE_POLL_S * 1000))
             if asked:
                 os.eventfd_read(self._asked)
             try:
                 self._look(asked)
-            except Exception:  # it must not end the looking
+            except Exception:  # an error must not end the checks
                 log.exception("%s could not be read", self._what)

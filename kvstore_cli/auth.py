@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 auth_app = typer.Typer(no_args_is_help=True, help="Who may use a server: the principals of its --auth file.")
 
 FileOption = Annotated[Path, typer.Option("--file", metavar="FILE", help="The server's --auth file.")]
-NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="The principal.")]
+NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the principal.")]
 
 
 def _changed(change: Callable[..., str], *given: Any) -> str:
@@ -39,28 +39,31 @@ def add(
     file: FileOption,
     name: NameOption,
     tenant: Annotated[
-        str, typer.Option("--tenant", metavar="NAME|*", help="Whose namespaces it uses; '*': those of all tenants.")
+        str, typer.Option("--tenant", metavar="NAME|*", help="Tenant whose namespaces it uses; '*' for all tenants.")
     ],
     verbs: Annotated[
         str,
         typer.Option(
             "--verbs",
             metavar="VERB,...",
-            help="What it may do: read, write, delete (blocks), admin (list, scrub, purge, info), monitor (info and "
-            "metrics).",
+            help="What the principal may do: read, write, delete (blocks), admin (list, scrub, purge, info), monitor "
+            "(info and metrics).",
         ),
     ],
     namespaces: Annotated[
         list[str] | None,
-        typer.Option("--namespaces", metavar="GLOB", help="Models that it may use; may be repeated. [default: *]"),
+        typer.Option(
+            "--namespaces", metavar="GLOB", help="Models that the principal may use; repeatable. [default: *]"
+        ),
     ] = None,
     quota_bytes: Annotated[
         str | None,
-        typer.Option("--quota-bytes", metavar="SIZE", help="The most memory of a node that the tenant may take."),
+        typer.Option("--quota-bytes", metavar="SIZE", help="The most memory that the tenant may use on a node."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add a principal, and print its token, once: the file keeps a hash. Makes the file if there is none."""
+    """Add a principal, and print its token. The token cannot be shown again, because the file keeps only a hash. Makes
+    the file if there is none."""
     from kvstore.auth.editing import add as add_principal
     from kvstore.sizes import parse_size
 
@@ -77,10 +80,11 @@ def add(
 def rotate(
     file: FileOption,
     name: NameOption,
-    end_old: Annotated[bool, typer.Option("--end-old", help="End all other tokens of it at once.")] = False,
+    end_old: Annotated[bool, typer.Option("--end-old", help="End all other tokens of the principal at once.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Give a principal a new token, and print it, once. The last one stays valid until the next rotation."""
+    """Give a principal a new token, and print it. It cannot be shown again. The old token stays valid until the next
+    rotation."""
     from kvstore.auth.editing import rotate as rotate_token
 
     token = _changed(rotate_token, file, name, end_old)
@@ -89,7 +93,7 @@ def rotate(
 
 @auth_app.command("list", epilog=example("kvstore auth list --file auth.toml"))
 def list_(file: FileOption, as_json: JsonOption = False) -> None:
-    """Show the principals: never a token or a hash."""
+    """Show the principals, without tokens or hashes."""
     from kvstore.auth.policy import AuthFile, AuthFileError
 
     try:

@@ -1,8 +1,11 @@
-"""`kvstore bench`: measures a running server as this client reaches it, without harm to the server's users.
+"""`kvstore bench`: measures a running server from this host, without harm to the server's users.
 
-Its blocks are in a namespace of its own, have the lowest priority, and are removed at the end whatever happens. Before
-it sets the first block, it checks that all of them fit into memory and disk space that is free: a full server would
-evict the blocks of other users for them.
+The benchmark's blocks are in a namespace of their own, have the lowest priority, and are always removed at the end.
+Before the first block is set, the command checks that all blocks fit into free memory and disk space. Otherwise the
+server would evict the blocks of other users.
+
+A token of an engine has fewer rights. Without the verb `monitor`, the command cannot see how much is free, so it needs
+the user's consent (`--evict`). Without `delete`, its blocks stay until their TTL ends.
 """
 
 from __future__ import annotations
@@ -26,14 +29,15 @@ from kvstore_cli.plain_table import columns, print_table
 from kvstore_cli.progress import progress_bar
 from kvstore_cli.store_state import owners_of
 from kvstore_client.client import KVStoreClient
-from kvstore_client.errors import KVStoreError
+from kvstore_client.errors import KVStoreError, NotAuthorized
 from kvstore_client.keys import KeyArray, Namespace
 
-KEY_BYTES: Final = 16
+BENCH_KEY_BYTES: Final = 16
 PRIORITY: Final = 0  # the lowest, so that other users' blocks stay longer
-TTL_S: Final = 600  # of each block, longer than any round: the blocks go even if this process is killed
+DEFAULT_BLOCKS: Final = 512
+BENCH_TTL_S: Final = 600  # longer than any round; with it, the blocks expire even if this process is killed
 
-_COLUMNS: Final = columns(
+_BENCH_COLUMNS: Final = columns(
     ("operation", "operation"),
     ("GB/s", lambda row: row.gb_s or None, ".2f"),
     ("min … max", lambda row: f"{row.gb_s_min:.1f} … {row.gb_s_max:.1f}" if row.gb_s else None),
@@ -42,13 +46,13 @@ _COLUMNS: Final = columns(
 )
 
 
-class NoRoom(Exception):
-    """The benchmark's blocks would evict blocks of other users."""
+class WouldEvict(Exception):
+    """The benchmark's blocks would evict blocks of other users, or the command cannot find out whether they would."""
 
 
 class OperationReport(msgspec.Struct, frozen=True):
-    """The numbers of one operation. GB = 1e9 bytes; 0 for operations that move no blocks. Latencies are of whole
-    calls."""
+    """The figures of one operation. A GB is 1e9 bytes, and the rate is 0 for operations that move no blocks. A latency
+    is the time of a whole call."""
 
     operation: str
     gb_s: float
@@ -61,7 +65,7 @@ class OperationReport(msgspec.Struct, frozen=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True):
-    """The results, and the shape of the blocks and calls that were measured."""
+    """The results, with the size of a block and the number of blocks in each call."""
 
     endpoints: Sequence[str]
     block_bytes: int
@@ -69,24 +73,28 @@ class BenchReport(msgspec.Struct, frozen=True):
     batch: int
     rounds: int
     operations: Sequence[OperationReport]
-    removed_blocks: int  # of the benchmark's own, at the end
+    removed_blocks: int  # how many of its own blocks the benchmark removed at the end
+    notes: Sequence[str] = ()  # what the rights of the token did not allow
 
 
 class Bench:
-    """A measurement of `rounds` interleaved rounds; every byte read is compared with what was written."""
+    """A measurement with `rounds` interleaved rounds. Every byte that is read is compared with what was written."""
 
     def __init__(
         self,
         endpoints: Sequence[str],
         block_bytes: int,
-        blocks: int,
+        blocks: int | None,
         batch: int,
         rounds: int,
         timeout_s: float,
     ) -> None:
+        """`blocks`: blocks in each round; by default as many as fit, and at most `DEFAULT_BLOCKS`."""
         self._endpoints = endpoints
-        self._block_bytes, self._blocks = block_bytes, blocks
-        self._batch, self._rounds = min(batch, blocks), rounds
+        self._block_bytes, self._blocks, self._chosen = block_bytes, blocks or DEFAULT_BLOCKS, blocks is not None
+        self._batch, self._rounds = batch, rounds
+        self._may_delete = True
+        self._notes: list[str] = []
         self._namespace = Namespace(
             model="kvstore-bench",
             dtype="uint8",
@@ -95,22 +103,27 @@ class Bench:
             extra={"run": os.urandom(8).hex()},
         )
         self._timeout_s = timeout_s
-        self._keys = np.frombuffer(os.urandom(KEY_BYTES * blocks), dtype=np.uint8).reshape(-1, KEY_BYTES)
+        self._keys = np.frombuffer(os.urandom(BENCH_KEY_BYTES * self._blocks), dtype=np.uint8)
+        self._keys = self._keys.reshape(-1, BENCH_KEY_BYTES)
 
     def run(self, evict: bool, shown: bool) -> BenchReport:
-        """Measure. `evict`: even if other users' blocks are evicted; otherwise `NoRoom` is raised before any block is
-        set. `shown`: with a progress bar.
+        """Measure all operations.
+
+        evict: whether to measure even if other users' blocks are evicted; otherwise `WouldEvict` is raised before any
+        block is set
+        shown: whether to show a progress bar
 
         Raises `KVStoreError` if the server does not keep the blocks, or returns other bytes.
         """
         with KVStoreClient(self._endpoints, self._namespace, timeout_s=self._timeout_s) as client:
             if not evict:
                 self._check_room(client)
+            self._delete(client)  # there are none yet; this shows whether the token may
             with _ended_by_sigterm():
                 try:
                     operations = self._measure(client, shown)
                 finally:
-                    removed = client.delete(self._keys)
+                    removed = self._delete(client)
         return BenchReport(
             endpoints=self._endpoints,
             block_bytes=self._block_bytes,
@@ -119,24 +132,57 @@ class Bench:
             rounds=self._rounds,
             operations=operations,
             removed_blocks=removed,
+            notes=self._notes,
         )
 
+    def _delete(self, client: KVStoreClient) -> int:
+        """Delete all blocks, if the token may; otherwise they expire. Return the number of deleted blocks."""
+        if not self._may_delete:
+            return 0
+        try:
+            return client.delete(self._keys)
+        except NotAuthorized:
+            self._may_delete = False
+            self._notes.append(
+                f"The token may not delete blocks, so those of the benchmark stay for {BENCH_TTL_S // 60} minutes."
+            )
+            return 0
+
+    def _take(self, fitting: int) -> None:
+        """Measure with this number of blocks, which is at most the number so far."""
+        self._blocks = fitting
+        self._keys = self._keys[:fitting]
+
     def _check_room(self, client: KVStoreClient) -> None:
+        try:
+            client.info()
+        except NotAuthorized:
+            raise WouldEvict(
+                "the token may not ask how much is free (verb monitor), so the benchmark might evict other blocks. "
+                "Use a token with this verb, or allow it with --evict and give few --blocks"
+            ) from None
         listed = client.shards()
         shards = {shard.name: shard.info for shard in listed if shard.info is not None}
         if any(self._block_bytes > shard.segment_bytes for shard in shards.values()):
-            return  # the server will refuse the blocks and say why
+            return  # the server will refuse the blocks with a reason
         counts = Counter(owners_of(listed, self._keys))
         fitting = self._blocks
         for name, count in counts.items():
             if name in shards:
                 fitting = min(fitting, self._blocks * room_for(shards[name], self._block_bytes) // count)
-        if fitting < self._blocks:
+        if 0 < fitting < self._blocks and not self._chosen:
+            self._take(fitting)
+        elif fitting < self._blocks:
+            others = any(space.blocks or space.disk_blocks for shard in shards.values() for space in shard.namespaces)
+            if not others:
+                raise WouldEvict(
+                    f"{self._blocks} blocks of {format_size(self._block_bytes)} do not fit: the server has room for "
+                    f"about {fitting}. Measure with --blocks {fitting}, or give the server more memory"
+                )
             instead = f"measure with --blocks {fitting}, or" if fitting else "use a server with free memory, or"
-            raise NoRoom(
-                f"{self._blocks} blocks of {format_size(self._block_bytes)} would evict blocks of others: "
-                f"about {fitting} fit into what is free on the server. Either {instead} let others' blocks be evicted "
-                "with --evict"
+            raise WouldEvict(
+                f"{self._blocks} blocks of {format_size(self._block_bytes)} would evict other users' blocks: "
+                f"about {fitting} fit into the free memory of the server. Either {instead} allow evictions with --evict"
             )
 
     def _measure(self, client: KVStoreClient, shown: bool) -> list[OperationReport]:
@@ -150,7 +196,9 @@ class Bench:
                 out[start + position] = np.frombuffer(block, dtype=np.uint8)
 
         operations: dict[str, Callable[[int, int], object]] = {
-            "set": lambda start, end: client.set(keys[start:end], source[start:end], priority=PRIORITY, ttl_s=TTL_S),
+            "set": lambda start, end: client.set(  # blocks that could not be deleted are replaced
+                keys[start:end], source[start:end], force=not self._may_delete, priority=PRIORITY, ttl_s=BENCH_TTL_S
+            ),
             "get_into": lambda start, end: client.get_into(keys[start:end], out[start:end]),
             "stream_get": stream,
             "contains": lambda start, end: client.contains(keys[start:end]),
@@ -163,7 +211,7 @@ class Bench:
             for _ in range(self._rounds):
                 for name, operation in operations.items():
                     if name == "set":
-                        client.delete(keys)
+                        self._delete(client)
                     reads = name in ("get_into", "stream_get")
                     if reads:
                         out[:] = 0
@@ -194,7 +242,7 @@ class Bench:
             raise KVStoreError(
                 f"the server kept {present} of {self._blocks} blocks: give it more memory, or measure fewer --blocks"
             )
-        raise KVStoreError("the server returned other bytes than were set")
+        raise KVStoreError("the server returned bytes that differ from the bytes that were set")
 
     def _report(self, name: str, seconds: list[float], calls: list[float]) -> OperationReport:
         moved = 0 if name in ("contains", "match_prefix") else self._blocks * self._block_bytes / 1e9
@@ -213,24 +261,26 @@ class Bench:
 
 
 def room_for(shard: ShardInfo, block_bytes: int) -> int:
-    """How many new blocks of this size a shard can take without evicting any, in memory and on its disk."""
+    """Return how many new blocks of this size a shard can store, in memory and on its disk, without evicting a
+    block."""
     slots = segment_slots(shard.segment_bytes, block_bytes)
     emptied = sum(some.segments for some in shard.namespaces if not (some.blocks or some.writing))
     free = shard.segments_free + emptied
-    # Small blocks need a large index, which takes memory from the blocks.
+    # Small blocks need a large index, which uses memory that blocks could use.
     tiers = 1 if shard.disk is None else 2
-    segment_index_bytes = slots * (KEY_BYTES + SLOT_BYTES) * tiers
+    segment_index_bytes = slots * (BENCH_KEY_BYTES + SLOT_BYTES) * tiers
     free_bytes = free * shard.segment_bytes + INDEX_OVERHEAD_BYTES - shard.index_bytes
     room = max(0, min(free, free_bytes // (shard.segment_bytes + segment_index_bytes))) * slots
     if shard.disk is not None and shard.disk.state != "off":
-        # One segment is left free: a deleted block gives its place back only once it has been written.
+        # One segment is left free, because the space of a deleted block is free only after the deletion has been
+        # written.
         room = min(room, max(0, shard.disk.segments_free - 1) * (shard.disk.segment_bytes // block_bytes))
     return room
 
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the body as Ctrl-C does, so that its clean-up runs."""
+    """Let SIGTERM end the body in the same way as Ctrl-C, so that the body's clean-up runs."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -248,5 +298,9 @@ def print_bench(report: BenchReport) -> None:
         f"{report.blocks} blocks of {format_size(report.block_bytes)}, {report.batch} a call, "
         f"median of {report.rounds} rounds; latencies of calls"
     )
-    print_table(title, _COLUMNS, report.operations, narrow=True)
-    print(f"\nThe benchmark used a namespace of its own and removed its {report.removed_blocks} blocks at the end.")
+    print_table(title, _BENCH_COLUMNS, report.operations, narrow=True)
+    print()
+    if report.removed_blocks:
+        print(f"The benchmark used a namespace of its own and removed its {report.removed_blocks} blocks at the end.")
+    for note in report.notes:
+        print(note)

@@ -1,4 +1,4 @@
-"""`kvstore contains`, `get`, `set` and `delete`: single blocks of a namespace."""
+"""`kvstore contains`, `get`, `set` and `delete`: commands for single blocks of a namespace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def contains(
     timeout: TimeoutOption = 5.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Say which keys are present."""
+    """Show which keys have a block."""
     names = [parse_key(key) for key in keys]
     with connected(endpoint, parse_namespace(namespace), timeout) as client:
         present = client.contains(names).tolist()
@@ -51,14 +51,14 @@ def get(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="File to write the block to. [default: standard output]"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write the block to a terminal, too.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write the block even to a terminal.")] = False,
     endpoint: EndpointOption = None,
     timeout: TimeoutOption = 5.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one block to a file or to standard output. A miss is status 3.
+    """Write one block to a file or to standard output. The exit status is 3 for a miss.
 
-    With --json the block itself is written only with --output.
+    With --json, the block itself is written only if --output is given.
     """
     if output is None and not as_json and not force and sys.stdout.isatty():
         fail("usage", "a block is binary and standard output is a terminal: give --output FILE, a pipe, or --force")
@@ -74,7 +74,7 @@ def get(
             try:
                 output.write_bytes(block)
             except OSError as error:
-                fail("usage", f"--output {output}: {error.strerror}: expected a file that can be written")
+                fail("usage", f"--output {output}: {error.strerror}; expected a file that can be written")
         show(
             {"key": key, "bytes": len(block), "output": str(output) if output else None},
             as_json,
@@ -89,14 +89,14 @@ def set_(
         typer.Argument(help="File with the block, exactly block_bytes long; - is standard input."),
     ],
     namespace: NamespaceOption,
-    force: Annotated[bool, typer.Option("--force", help="Replace a block that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a block that exists.")] = False,
     reads: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, max=MAX_READS, help="Drop the block when it was read so often."),
+        typer.Option(metavar="N", min=1, max=MAX_READS, help="Drop the block after this many reads."),
     ] = None,
     ttl: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Drop the block after so long. [default with --reads: 60]"),
+        typer.Option(metavar="SECONDS", help="Drop the block after this time. [default with --reads: 60]"),
     ] = None,
     endpoint: EndpointOption = None,
     timeout: TimeoutOption = 5.0,
@@ -104,7 +104,7 @@ def set_(
 ) -> None:
     """Store one block from a file or from standard input."""
     if reads and force:
-        fail("usage", "--reads and --force: expected one of them: a transient block replaces no other")
+        fail("usage", "--reads and --force were given; expected only one: a transient block never replaces another")
     name, parsed = parse_key(key), parse_namespace(namespace)
     block = _read_block(file, parsed.block_bytes)
     with connected(endpoint, parsed, timeout) as client:
@@ -118,7 +118,7 @@ def set_(
 
 
 def _read_block(file: Path, block_bytes: int) -> bytes:
-    """The content of `file`. Ends the command unless it has exactly `block_bytes` bytes."""
+    """Return the content of `file`. Ends the command unless it has exactly `block_bytes` bytes."""
     try:
         if file == STANDARD_INPUT:
             name, block, size = "standard input", sys.stdin.buffer.read(block_bytes + 1), None

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from kvstore.cluster.etcd import Drain, EtcdDirectory
     from kvstore_client import Location
 
-ASK_S: Final = 0.25
-BEGINS_S: Final = 30.0  # a node that has not begun to drain by then will not begin
+STATUS_EVERY_S: Final = 0.25
+BEGINS_S: Final = 30.0  # a node that has not begun to drain after this time will not begin
 
-cluster_app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Look at a cluster.")
+cluster_app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Show a cluster.")
 
 
 @cluster_app.command(
@@ -44,14 +44,14 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live, until Ctrl-C.")] = False,
     interval: Annotated[
         float,
-        typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600.0, help="Seconds between looks with --watch."),
+        typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600.0, help="Seconds between polls with --watch."),
     ] = 2.0,
     timeout: TimeoutOption = 2.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the nodes, the epoch, load, balance and hit rate. Status 1 if a shard does not answer.
+    """Show the nodes, the epoch, load, balance and hit rate. The exit status is 1 if a shard does not answer.
 
-    With --watch and --json, each line is a document.
+    With --watch and --json, each line is a JSON document.
     """
     from kvstore_cli.cluster_status import cluster_status, print_status, watch_status
 
@@ -84,7 +84,7 @@ def where(
             "-n",
             metavar="JSON|@FILE",
             envvar="KVSTORE_NAMESPACE",
-            help=f"Namespace of the block: ask each shard whether it has it. {NAMESPACE_HELP}",
+            help=f"Namespace of the block, to ask each shard for the block. {NAMESPACE_HELP}",
         ),
     ] = None,
     timeout: TimeoutOption = 5.0,
@@ -92,14 +92,19 @@ def where(
 ) -> None:
     """Show where the block of a key belongs.
 
-    Each line is one shard, and clients ask the shards in this order: the owner; with --replicas, those that keep the
-    other copies; and, while nodes join or drain, the old owner, which may still have the block. With --namespace each
-    line also says whether the block is there.
+    Each line is one shard, in the order in which clients ask them. The owner comes first. With --replicas, the shards
+    that keep the other copies follow. While nodes join or drain, the old owner, which may still have the block, comes
+    after them. With --namespace, each line also says whether the shard has the block.
     """
     name = parse_key(key)
     parsed = parse_namespace(namespace) if namespace is not None else None
+    from kvstore_client import NotAuthorized
+
     with connected(endpoint, parsed, timeout) as client:
-        found = client.locate(name, replicas=replicas, ask=parsed is not None)
+        try:
+            found = client.locate(name, replicas=replicas, ask=parsed is not None)
+        except NotAuthorized:  # the token of an operator may not read; where the block belongs is known without asking
+            found = client.locate(name, replicas=replicas, ask=False)
     show(found, as_json, lambda: _print_locations(found))
 
 
@@ -120,10 +125,10 @@ def drain(
     ] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Move a node's blocks to the other nodes and take it out.
+    """Move a node's blocks to the other nodes, and take the node out of the cluster.
 
-    The hottest blocks go first. The server keeps running outside the cluster until it is stopped. After a restart it
-    joins again.
+    The hottest blocks are moved first. The server keeps running outside the cluster until it is stopped. After a
+    restart it joins again.
     """
     from kvstore.cluster.etcd import Drain, EtcdDirectory
     from kvstore.cluster.members import DirectoryError
@@ -133,7 +138,7 @@ def drain(
     if len(urls) != 1 or not urls[0].startswith(("etcd://", "etcds://")):
         fail(
             "usage",
-            f"--endpoint {' '.join(urls)}: expected one etcd://HOST:PORT/NAME or etcds://, the node's cluster",
+            f"--endpoint {' '.join(urls)}: expected one etcd://HOST:PORT/NAME or etcds://…, that of the node's cluster",
         )
     (url,) = urls
     try:
@@ -144,7 +149,11 @@ def drain(
         directory = EtcdDirectory(parsed, 2.0)
         members = {member.node: member for member in directory.membership().members}
         if node not in members:
-            fail("failed", f"{url} has no node {node!r}: it has {', '.join(map(repr, members)) or 'no nodes'}")
+            fail(
+                "failed",
+                f"{url} has no node {node!r}: it has {', '.join(map(repr, members)) or 'no nodes'}. A node that has "
+                "left joins again when it is restarted",
+            )
         if members[node].state == "draining":
             fail("failed", f"{node} is draining already")
         directory.write_drain(node, Drain(members[node].instance, seconds))
@@ -165,8 +174,8 @@ def drain(
 
 
 def _await_drain(directory: EtcdDirectory, node: str, seconds: float, shown: bool) -> Drain:
-    """Show the progress of a drain until it is done. -> its result. Ends the command if the node does not finish in
-    time or was restarted."""
+    """Show the progress of a drain until it is done, and return its result. Ends the command if the node does not
+    finish in time, or if it was restarted."""
     from kvstore_cli.progress import progress_bar
 
     ends_by = time.monotonic() + BEGINS_S
@@ -175,7 +184,7 @@ def _await_drain(directory: EtcdDirectory, node: str, seconds: float, shown: boo
         while True:
             found = directory.read_drain(node)
             if found is None:
-                fail("failed", f"{node} was restarted and no longer knows of the drain: ask again")
+                fail("failed", f"{node} was restarted and no longer knows of the drain: run the command again")
             progress(found.done, found.total if found.state == "done" else found.total or None)
             if found.state == "done":
                 return found
@@ -188,4 +197,4 @@ def _await_drain(directory: EtcdDirectory, node: str, seconds: float, shown: boo
                     if begun
                     else f"{node} did not begin to drain within {BEGINS_S:.0f} s: is it running?",
                 )
-            time.sleep(ASK_S)
+            time.sleep(STATUS_EVERY_S)

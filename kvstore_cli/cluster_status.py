@@ -1,6 +1,6 @@
-"""The state of every node of a cluster, as one of its clients sees it, and how `kvstore cluster` shows it to people.
+"""The state of every node of a cluster, as a client sees it, and its output by `kvstore cluster` for people.
 
-Each look asks every shard. It is meant for people and scripts, not for a data path.
+Every poll asks every shard, so this module is meant for people and scripts, and not for a data path.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from kvstore_cli.output import CommandFailed
 from kvstore_cli.plain_table import fitting_table
 from kvstore_client import KVStoreClient, ShardStatus
 
-_COLUMNS: Final = ("node", "state", "zone", "up", "clients", "memory", "blocks", "on disk", "hits", "in / out")
+_NODE_COLUMNS: Final = ("node", "state", "zone", "up", "clients", "memory", "blocks", "on disk", "hits", "in / out")
 # The order in which columns are left out of a narrow terminal. A node's id, state and up are always shown.
-_LEFT_OUT_FIRST: Final = ("on disk", "in / out", "clients", "zone", "memory", "blocks", "hits")
+_STATUS_LEFT_OUT_FIRST: Final = ("on disk", "in / out", "clients", "zone", "memory", "blocks", "hits")
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """One node. Counters are sums over those of its shards that answer, since each of them started."""
+    """The state of one node. A counter is the sum over the shards that answer, and each shard counts since its
+    start."""
 
     node: str
-    zone: str  # empty: none
-    state: str  # as registered; "listed" without a directory
+    zone: str  # empty if it has none
+    state: str  # the registered state; "listed" without a directory
     version: str
-    endpoint: str  # of the node's first shard
+    endpoint: str  # the address of the node's first shard
     shards: int
     shards_up: int
     connections: int
@@ -38,39 +39,44 @@ class NodeStatus(msgspec.Struct, frozen=True):
     memory_used_bytes: int
     memory_limit_bytes: int
     blocks: int
-    block_bytes: int  # total size of `blocks`, in memory
+    block_bytes: int  # the total size of `blocks`, in memory
     disk_blocks: int
     hits: int
     misses: int
     evicted: int
     bytes_in: int
     bytes_out: int
-    uptime_s: float  # of the node's youngest shard
+    uptime_s: float  # the uptime of the node's youngest shard
     draining: bool  # whether a shard is shutting down
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of the requested blocks that were found; None if no block was requested."""
+        """The share of requested blocks that were found, or None if no block was requested."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else None
 
 
 class ClusterStatus(msgspec.Struct, frozen=True):
-    """All nodes at one time."""
+    """The state of all nodes at one time."""
 
     epoch: int
     time: float  # unix seconds
     nodes: Sequence[NodeStatus]
-    balance: float | None  # the fullest shard's bytes, as a multiple of the mean by weight; None: nothing is stored
-    hit_rate: float | None  # of all nodes; None: no block was requested
-    directory: str  # why etcd or DNS cannot be asked for the members; empty if it can, or if the nodes are a list
+    balance: float | None  # bytes of the fullest shard / weighted mean; None: nothing is stored
+    hit_rate: float | None  # the hit rate of all nodes; None if no block was requested
+    directory: str  # why etcd or DNS gives no members; empty if it does, or for a fixed list
     silent: Sequence[str]  # why shards do not answer
 
     @property
     def failure(self) -> CommandFailed | None:
-        """What is wrong with the cluster; None if every shard answers and the member list is up to date."""
+        """The failure that describes what is wrong. It is None if every shard answers and the member list is up to
+        date."""
         if self.directory:
-            known = "the list of nodes may be out of date" if self.nodes else "no node is known"
+            known = (
+                "the list of nodes may be out of date"
+                if self.nodes
+                else "no node is known; to ask nodes without it, name them: --endpoint HOST:PORT"
+            )
             return CommandFailed("unreachable", f"{self.directory}; {known}")
         if not self.nodes:
             return CommandFailed(
@@ -84,7 +90,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
 
 def cluster_status(client: KVStoreClient) -> ClusterStatus:
-    """Ask every shard. Shards that do not answer count as down, even if the client is not `fail_open`."""
+    """Ask every shard for its state. A shard that does not answer counts as down, even if the client is not
+    `fail_open`."""
     shards = client.shards()
     by_node: dict[str, list[ShardStatus]] = {}
     for shard in shards:
@@ -132,7 +139,7 @@ def _node_status(shards: Sequence[ShardStatus]) -> NodeStatus:
 
 
 def _balance(shards: Sequence[ShardStatus]) -> float | None:
-    """The balance of the shards that blocks are set on: see `ClusterStatus.balance`."""
+    """Return the balance of the shards on which blocks are set (see `ClusterStatus.balance`)."""
     stored, weights = [], []
     for shard in shards:
         if shard.info is not None and shard.takes_sets:
@@ -144,17 +151,18 @@ def _balance(shards: Sequence[ShardStatus]) -> float | None:
     return max(each / weight for each, weight in zip(stored, weights, strict=True)) / mean
 
 
-# ---- what people see ---------------------------------------------------------------------------------------------
+# ---- output for people -------------------------------------------------------------------------------------------
 
 
 def print_status(status: ClusterStatus) -> None:
-    """Print a table of nodes, and the numbers of the whole cluster."""
+    """Print a table of nodes, and the figures of the whole cluster."""
     console = Console()
     console.print(_status(status, None, console))
 
 
 def watch_status(look: Callable[[], ClusterStatus], interval_s: float) -> NoReturn:
-    """Look every `interval_s` and show the nodes. Rates and hit rates are those between two looks. Never returns.
+    """Poll every `interval_s` seconds and show the nodes. Rates and hit rates are those between two polls. Never
+    returns.
 
     If the output is not a terminal, the tables are printed one after the other.
     """
@@ -177,7 +185,7 @@ def _status(status: ClusterStatus, before: ClusterStatus | None, console: Consol
     old = {node.node: node for node in before.nodes} if before else {}
     seconds = status.time - before.time if before else 0.0
     rows = [_row(node, old.get(node.node), seconds) for node in status.nodes]
-    table, left_out = fitting_table(_COLUMNS, rows, _LEFT_OUT_FIRST, console)
+    table, left_out = fitting_table(_NODE_COLUMNS, rows, _STATUS_LEFT_OUT_FIRST, console)
     lines = [
         f"epoch {status.epoch}, {len(status.nodes)} node(s)",
         f"balance {_number(status.balance)}: the fullest shard for its weight, as a multiple of the mean",
@@ -192,8 +200,8 @@ def _status(status: ClusterStatus, before: ClusterStatus | None, console: Consol
 
 def _row(node: NodeStatus, old: NodeStatus | None, seconds: float) -> list[str]:
     if not node.shards_up:
-        return [node.node, node.state, node.zone, f"0/{node.shards}", *["-"] * (len(_COLUMNS) - 4)]
-    # After a restart a shard counts from 0 again, so its counters hold only what came after the last look.
+        return [node.node, node.state, node.zone, f"0/{node.shards}", *["-"] * (len(_NODE_COLUMNS) - 4)]
+    # After a restart, a shard counts from 0 again. Its counters then contain only what came after the last poll.
     if old is None or seconds <= 0 or node.uptime_s < seconds:
         hit_rate, moved = node.hit_rate, [format_size(node.bytes_in), format_size(node.bytes_out)]
     else:

@@ -1,7 +1,7 @@
-"""The output of `kvstore info` for people: narrow tables, one for each subject, that fit 80 columns with full names.
+"""The output of `kvstore info --shards`: one narrow table for each subject. Each fits 80 columns with full names.
 
-The rows of INFO's fields name table and column (`kvstore.wire.status`). Here are the tables, the columns that are of
-more than one field, and the order of columns where it is not that of the fields.
+Each of INFO's fields names its table and column (`kvstore.wire.status`). This file defines the tables, the columns that
+are made from several fields, and the order of columns where it differs from the order of the fields.
 """
 
 from __future__ import annotations
@@ -22,30 +22,41 @@ from kvstore.node.status import model_of
 from kvstore.sizes import format_size
 from kvstore.wire import DiskInfo, NamespaceInfo, ShardInfo
 from kvstore.wire.status import Field, fields_of
+from kvstore_cli.info_summary import duration
+from kvstore_cli.options import ID_DIGITS
 from kvstore_cli.output import printable
 from kvstore_cli.store_state import StoreState
 
-ID_DIGITS: Final = 12  # how many digits of a namespace's id are shown
+LEGEND: Final = """\
+resident     memory of the shard's process, in which blocks, indexes and buffers are
+lent         blocks that clients on this host are reading in shared memory; they are not evicted meanwhile
+pinned       blocks that a client keeps from eviction for a time
+transient    blocks that go after a number of reads, as in a hand-over from prefill to decode
+to be written, behind
+             blocks in memory that the disk does not have yet; clients that set wait while the disk is behind
+skipped      blocks not written, because the disk had no room
+lost         blocks of an earlier run that were not found again at the start"""
 
 
 class _Row(NamedTuple):
-    """What a row of a table is of: a shard, its disk tier, or the parts of a namespace on all shards."""
+    """The subject of a row, which is a shard, a shard's disk tier, or the parts of a namespace on all shards."""
 
     name: str
     parts: Sequence[Any]
-    path: str = ""  # how blocks come from a shard
+    path: str = ""  # how this host reads blocks from the shard
 
 
 Column = Callable[[_Row], str]
 
 
 class _About(NamedTuple):
-    """One table: what a row's parts are, and its columns in order. Fields that name another column come last."""
+    """The description of one table. `parts`: the type of the parts of its rows. `columns`: the first columns, in order;
+    the columns of other fields follow."""
 
     title: str
     first: str
     parts: type[msgspec.Struct]
-    columns: dict[str, Column | None]  # None: a field has it
+    columns: dict[str, Column | None]  # None: the column of the field with this title
 
 
 def _amount(of: str) -> Column:
@@ -63,7 +74,8 @@ def _hit_rate(row: _Row) -> str:
 
 
 def _shown(of: Callable[[Any], str]) -> Column:
-    """-> a column of the only part, or of the first of parts that are alike."""
+    """Return a column that shows the row's first part. It is for rows with one part, or with parts that are all
+    alike."""
     return lambda row: of(row.parts[0])
 
 
@@ -114,33 +126,25 @@ _TABLES: Final = {
 }
 
 
-def print_info(state: StoreState) -> None:
-    """Print tables of the shards that answer, of their disk tiers if they have any, and of the namespaces."""
+def print_tables(state: StoreState) -> None:
+    """Print tables of the shards that answer, of their disk tiers (if they have any), and of the namespaces."""
     console = Console(highlight=False)
 
     def show(parts: type[msgspec.Struct], rows: Sequence[_Row]) -> None:
         for name, about in _TABLES.items():
-            if about.parts is parts:
-                console.print(_table(about, _columns(name, about), rows))
+            if about.parts is parts and rows:
                 console.print()
+                console.print(_table(about, _columns(name, about), rows))
 
-    found = zip(state.shards, state.paths, strict=True)
-    shards = [_Row(f"{shard.node}/{shard.shard}", [shard], path) for shard, path in found]
-    if shards:
-        show(ShardInfo, shards)
-    disks = [_Row(row.name, [row.parts[0].disk]) for row in shards if row.parts[0].disk is not None]
-    if disks:
-        show(DiskInfo, disks)
-        for name, (disk,), _ in disks:
-            if disk.state == "off":
-                print(f"{name}: its disk tier is off: {disk.reason}\n")
+    found = zip(state.nodes, state.shards, state.paths, strict=True)
+    shards = [_Row(f"{node}/{shard.shard}", [shard], path) for node, shard, path in found]
+    show(ShardInfo, shards)
+    show(DiskInfo, [_Row(row.name, [row.parts[0].disk]) for row in shards if row.parts[0].disk is not None])
     by_id = attrgetter("id")
     parts = sorted((space for shard in state.shards for space in shard.namespaces), key=by_id)
-    namespaces = [_Row(id_[:ID_DIGITS], list(same)) for id_, same in groupby(parts, by_id)]
-    if namespaces:
-        show(NamespaceInfo, namespaces)
-    elif shards:
-        print("The store holds no blocks yet.")
+    show(NamespaceInfo, [_Row(id_[:ID_DIGITS], list(same)) for id_, same in groupby(parts, by_id)])
+    if shards:
+        print(f"\n{LEGEND}")
 
 
 def _columns(name: str, about: _About) -> dict[str, Column]:
@@ -153,7 +157,7 @@ def _columns(name: str, about: _About) -> dict[str, Column]:
 
 
 def _of_field(field: Field) -> Column:
-    """-> the column of a field: the sum of the parts; of texts the first."""
+    """Return the column of a field. It shows the sum over the parts or, for texts, the first part's text."""
 
     def cell(row: _Row) -> str:
         values: list[Any] = [getattr(part, field.name) for part in row.parts]
@@ -162,13 +166,14 @@ def _of_field(field: Field) -> Column:
         if isinstance(values[0], str):
             return values[0]
         value = sum(values)
-        return format_size(value) if field.unit == "bytes" else _duration(value) if field.unit == "s" else str(value)
+        return format_size(value) if field.unit == "bytes" else duration(value) if field.unit == "s" else str(value)
 
     return cell
 
 
 def _table(about: _About, columns: dict[str, Column], rows: Sequence[_Row]) -> Table:
-    """A table. Its first column holds names and is folded if they are too long; the others stay on one line."""
+    """Return a table. Its first column has names, which are folded if they are too long. The other columns stay on one
+    line."""
     table = Table(
         title=about.title,
         title_justify="left",
@@ -184,15 +189,3 @@ def _table(about: _About, columns: dict[str, Column], rows: Sequence[_Row]) -> T
         name = model_of(row.parts[0]) if about.first == "model" else row.name
         table.add_row(*(Text(printable(cell)) for cell in (name, *(column(row) for column in columns.values()))))
     return table
-
-
-def _duration(seconds: float) -> str:
-    """``45 s``, ``12 min``, ``3 h 20 min``, ``5 d 3 h``."""
-    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    if hours < 1:
-        return f"{minutes} min"
-    if days < 1:
-        return f"{hours} h {minutes % 60} min"
-    return f"{days} d {hours % 24} h"

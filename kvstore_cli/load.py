@@ -1,11 +1,12 @@
-"""`kvstore load`: sends requests to an OpenAI-compatible endpoint at given times, and says how many attain their SLOs.
+"""`kvstore load`: sends requests to an OpenAI-compatible endpoint at given times, and reports how many of them attain
+their SLOs.
 
-The work is done by `kvstore_serving.load`, which is imported when the command runs: it needs the extra `serving`. This
+`kvstore_serving.load` does the work. It is imported when the command runs, because it needs the extra `serving`. This
 file checks the options, shows the progress, and ends with the status that `kvstore_cli.output` defines:
 
-* 0: the run is complete, though some requests may have failed: that is a result;
-* 1: every request failed, nobody answers at the address, or the run was interrupted. The results there are are printed;
-* 2: an option or the trace is wrong. Nothing was sent.
+* 0: the run is complete, even if some requests failed, because failures are a result, too;
+* 1: every request failed, no server listens at the address, or the run was interrupted; results so far are printed;
+* 2: an option or the trace is wrong, and nothing was sent.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, sa
 if TYPE_CHECKING:
     import asyncio
 
-    from kvstore_serving.load.client import Bodies
-    from kvstore_serving.load.records import Outcome, Planned
+    from kvstore_serving.load.client import RequestBodies
+    from kvstore_serving.load.records import Planned, RequestOutcome
     from kvstore_serving.load.report import LoadReport
-    from kvstore_serving.load.run import Progress, Run
+    from kvstore_serving.load.run import LoadRun, RunProgress
 
 API_KEY_VARIABLE: Final = "OPENAI_API_KEY"
-TIMEOUT_S: Final = 600.0
-# All models have more tokens. One that is not in the vocabulary is refused, or ends an engine that has no tokenizer.
+LOAD_TIMEOUT_S: Final = 600.0
+# All models have larger vocabularies than this. A token outside the vocabulary is refused, or crashes an engine without
+# a tokenizer.
 DEFAULT_VOCABULARY: Final = 1024
-OnProgress: TypeAlias = "Callable[[Progress], None]"
+OnProgress: TypeAlias = "Callable[[RunProgress], None]"
 
 
 class Api(str, Enum):
@@ -51,7 +53,7 @@ class Api(str, Enum):
 
 @dataclass(frozen=True)
 class _Load:
-    """One run: the requests, and what the report says of them."""
+    """The requests of one run, and how the report describes them."""
 
     planned: Sequence[Planned]
     rate_rps: float | None
@@ -66,43 +68,48 @@ class LoadOptions:
     url: Annotated[str, typer.Option(metavar="URL", help="The endpoint, http://HOST:PORT, with or without /v1.")]
     model: Annotated[str, typer.Option(help="Name of the model, as the endpoint serves it.")]
     slo_ttft: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="SLO of the time to the first token.")]
-    slo_tpot: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="SLO of the time per later token.")]
+    slo_tpot: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="SLO of the time per token after the first.")
+    ]
     rate: Annotated[
         list[float] | None,
-        typer.Option(metavar="R", help="Requests per second, at random times (Poisson). Several: one run each."),
+        typer.Option(metavar="R", help="Requests per second, at random times (Poisson). Repeatable: one run each."),
     ] = None
     input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None
     output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")] = None
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests that are counted. With --trace, its first ones; default: all.")
+        int | None, typer.Option(min=1, help="Number of counted requests. With --trace, the first ones; default: all.")
     ] = None
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help=f"Trace to replay: {TRACE_HELP}.")] = None
     block_tokens: BlockTokensOption = None
     time_unit: TimeUnitOption = None
-    speed: Annotated[float, typer.Option(help="Replay the trace so many times as fast.")] = 1.0
+    speed: Annotated[float, typer.Option(help="Speed of the replay; 2 is twice as fast.")] = 1.0
     max_input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Clip longer prompts of the trace; their beginnings stay.")
     ] = None
     max_output_tokens: Annotated[int | None, typer.Option(min=1, help="Clip longer outputs of the trace.")] = None
     warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, at the same rate, and not counted.")] = 0
     api: Annotated[
-        Api, typer.Option(help="completions: prompts of token ids. chat: words, whose tokens are about as many.")
+        Api, typer.Option(help="completions sends token ids; chat sends words, with about as many tokens.")
     ] = Api.COMPLETIONS
     extensions: Annotated[
         bool,
         typer.Option(
             "--extensions/--no-extensions",
-            help="Send `ignore_eos` (vLLM and others): answers then have exactly the tokens asked for.",
+            help="Send `ignore_eos` (vLLM and others): answers then have exactly the requested tokens.",
         ),
     ] = True
-    extra_body: Annotated[str, typer.Option(metavar="JSON", help="More fields of the request's body.")] = "{}"
+    extra_body: Annotated[str, typer.Option(metavar="JSON", help="Additional fields of the request's body.")] = "{}"
     vocab: Annotated[
-        int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this: the model's, or less.")
+        int,
+        typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this number, at most the model's."),
     ] = DEFAULT_VOCABULARY
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and prompts. Another one avoids old cache hits.")] = 0
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of arrivals and prompts. Another seed avoids hits from earlier runs.")
+    ] = 0
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.001, help="A request that is not complete by then has failed.")
-    ] = TIMEOUT_S
+        float, typer.Option(metavar="SECONDS", min=0.001, help="A request that takes longer has failed.")
+    ] = LOAD_TIMEOUT_S
     api_key: Annotated[
         str | None, typer.Option(metavar="KEY", help=f"Sent as a bearer token. [env var: {API_KEY_VARIABLE}]")
     ] = None
@@ -115,13 +122,13 @@ class LoadOptions:
 def load(given: LoadOptions) -> None:
     """Load an OpenAI-compatible endpoint and measure SLO attainment and goodput.
 
-    The load is open: requests are sent at their times, whatever the endpoint does. Give either --rate with
-    --input-tokens, --output-tokens and --requests, or --trace. Several --rate make a sweep.
+    The load is an open loop: requests are sent at their planned times, whatever the endpoint does. Give either --trace,
+    or --rate with --input-tokens, --output-tokens and --requests. If --rate is repeated, the rates make a sweep.
     """
     need_modules("load", "aiohttp", *(["matplotlib.figure"] if given.chart else []))
     import asyncio
 
-    from kvstore_serving.load.client import BadBody, Bodies
+    from kvstore_serving.load.client import BadBody, RequestBodies
     from kvstore_serving.load.report import Slo, make_report
     from kvstore_serving.load.sweep import make_sweep
 
@@ -130,12 +137,12 @@ def load(given: LoadOptions) -> None:
     _check_files(given.output, given.chart, given.trace)
     api: Literal["chat", "completions"] = "chat" if given.api is Api.CHAT else "completions"
     try:
-        bodies = Bodies(given.model, api, extensions=given.extensions, extra=given.extra_body)
+        bodies = RequestBodies(given.model, api, extensions=given.extensions, extra=given.extra_body)
     except BadBody as error:
-        fail("usage", f"--extra-body {error}")
+        fail("usage", f"--extra-body: {error}")
     loads = _synthetic(given) if given.trace is None else [_replayed(given, given.trace)]
     slo = Slo(given.slo_ttft, given.slo_tpot)
-    runs: list[tuple[LoadReport, list[Outcome]]] = []
+    runs: list[tuple[LoadReport, list[RequestOutcome]]] = []
     check_reached(given.url)
     for each in loads:
         with _progress(each, shown=not given.as_json) as on_progress:
@@ -161,7 +168,7 @@ def load(given: LoadOptions) -> None:
 
 
 def check_url(url: str) -> None:
-    """End the command if it is no URL of an endpoint."""
+    """End the command if this is not the URL of an endpoint."""
     from urllib.parse import urlsplit
 
     try:
@@ -174,28 +181,28 @@ def check_url(url: str) -> None:
 
 
 def _check_seconds(given: LoadOptions) -> None:
-    """The ranges of options let infinity pass, which JSON does not have."""
+    """Check that these options are finite. Their ranges allow infinity, which JSON cannot express."""
     for option, value in (("--slo-ttft", given.slo_ttft), ("--slo-tpot", given.slo_tpot), ("--timeout", given.timeout)):
         if not math.isfinite(value):
-            fail("usage", f"{option} {value:g}: expected seconds")
+            fail("usage", f"{option} {value:g}: expected a finite number of seconds")
 
 
 def _check_files(output: Path | None, chart: Path | None, trace: Path | None) -> None:
-    """Fail now rather than after the run."""
+    """Check the files before the run, so that the command does not fail after it."""
     for option, file in (("--output", output), ("--chart", chart)):
         if file is not None and trace is not None and file.exists() and trace.exists() and file.samefile(trace):
-            fail("usage", f"{option} {file}: that is the --trace; expected another file")
+            fail("usage", f"{option} {file}: this is the file of --trace; expected another file")
     if output is not None and output == chart:
         fail("usage", f"--output and --chart are both {output}; expected two files")
     if chart is not None:
-        from kvstore_serving.load.chart import FORMATS
+        from kvstore_serving.load.chart import CHART_FORMATS
 
-        if chart.suffix not in FORMATS:
-            fail("usage", f"--chart {chart}: expected a file that ends with {' or '.join(FORMATS)}")
+        if chart.suffix not in CHART_FORMATS:
+            fail("usage", f"--chart {chart}: expected a file name that ends with {' or '.join(CHART_FORMATS)}")
     for option, file in (("--output", output), ("--chart", chart)):
         try:
             if file is not None:
-                file.open("ab").close()  # what is in it stays until there is something new
+                file.open("ab").close()  # keeps the file's content until there is new content
         except OSError as error:
             fail("usage", f"{option} {file}: {error.strerror}")
 
@@ -205,20 +212,18 @@ def _synthetic(given: LoadOptions) -> list[_Load]:
 
     only_traces = (given.max_input_tokens, given.max_output_tokens, given.block_tokens, given.time_unit)
     if any(value is not None for value in only_traces) or given.speed != 1.0:
-        fail(
-            "usage", "--speed, --max-input-tokens, --max-output-tokens, --block-tokens and --time-unit go with --trace"
-        )
+        fail("usage", "--speed, --max-input-tokens, --max-output-tokens, --block-tokens and --time-unit need --trace")
     rates, inputs, outputs, requests = given.rate or [], given.input_tokens, given.output_tokens, given.requests
     needed = {"--input-tokens": inputs, "--output-tokens": outputs, "--requests": requests}
     missing = [name for name, value in {"--rate": rates or None, **needed}.items() if value is None]
     if missing:
-        fail("usage", f"{', '.join(missing)} not given: a load is --rate, {', '.join(needed)}, or else --trace")
+        fail("usage", f"{', '.join(missing)} not given: expected --rate, {', '.join(needed)}, or else --trace")
     if any(not 0 < rate < float("inf") for rate in rates):
-        fail("usage", f"--rate {min(rates):g}: expected requests per second, more than 0")
+        fail("usage", f"--rate {min(rates):g}: expected a number of requests per second above 0")
     assert inputs and outputs and requests
     loads = []
     for number, rate in enumerate(rates):
-        own = seed_of(given.seed, number)  # the same prompts would be in the endpoint's cache
+        own = seed_of(given.seed, number)  # the same seed's prompts would be in the endpoint's cache
         planned = list(synthetic(rate, requests, given.warmup, inputs, outputs, own))
         loads.append(_Load(planned, rate, f"Poisson, {rate:g} req/s, {inputs} to {outputs} tokens", own))
     return loads
@@ -239,7 +244,7 @@ def _replayed(given: LoadOptions, trace: Path) -> _Load:
     except TraceError as error:
         fail("usage", f"--trace {error}")
     if len(found) <= warmup:
-        fail("usage", f"--trace {trace}: {len(found)} requests, of which --warmup {warmup} leaves none to count")
+        fail("usage", f"--trace {trace} has {len(found)} requests: --warmup {warmup} leaves none to count")
     say_what_is_odd(trace, found)
     planned = planned_of(
         found,
@@ -256,7 +261,7 @@ def _replayed(given: LoadOptions, trace: Path) -> _Load:
 
 
 def check_reached(url: str) -> None:
-    """End the command now if nobody listens at the address, rather than after a run of failures."""
+    """End the command now if no server listens at the address, so that there is no run in which every request fails."""
     import asyncio
 
     from kvstore_serving.load.client import REACH_S, reach
@@ -264,13 +269,13 @@ def check_reached(url: str) -> None:
     try:
         asyncio.run(reach(url))
     except (OSError, asyncio.TimeoutError) as error:
-        fail("unreachable", f"nobody listens at {url}: {error or f'no connection within {REACH_S:g} s'}")
+        fail("unreachable", f"no server listens at {url}: {error or f'no connection within {REACH_S:g} s'}")
 
 
-async def _send(each: _Load, given: LoadOptions, bodies: Bodies, on_progress: OnProgress) -> Run:
+async def _send(each: _Load, given: LoadOptions, bodies: RequestBodies, on_progress: OnProgress) -> LoadRun:
     import asyncio
 
-    gc.freeze()  # collections during the run look at what the run makes, not at the whole trace
+    gc.freeze()  # garbage collections during the run then do not scan the trace
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -283,16 +288,16 @@ async def _send(each: _Load, given: LoadOptions, bodies: Bodies, on_progress: On
 async def send(
     url: str,
     planned: Sequence[Planned],
-    bodies: Bodies,
+    bodies: RequestBodies,
     vocabulary: int,
     seed: int,
     on_progress: OnProgress,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = LOAD_TIMEOUT_S,
     *,
     api_key: str | None = None,
     stop: asyncio.Event | None = None,
-) -> Run:
-    """Send these requests at their times. stop: ends it early."""
+) -> LoadRun:
+    """Send these requests at their planned times. `stop`: when it is set, the run ends early."""
     import asyncio
 
     from kvstore_serving.load.client import Client
@@ -310,7 +315,7 @@ async def send(
 
 @contextmanager
 def _progress(each: _Load, shown: bool) -> Iterator[OnProgress]:
-    """A bar of what has ended, with what is sent, running and failed."""
+    """Show a progress bar of the ended requests, with the numbers of sent, running and failed requests."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -321,7 +326,7 @@ def _progress(each: _Load, shown: bool) -> Iterator[OnProgress]:
         name = "trace" if each.rate_rps is None else f"{each.rate_rps:g} req/s"
         task = bar.add_task(name, total=len(each.planned), sent=0, running=0, failed=0)
 
-        def update(now: Progress) -> None:
+        def update(now: RunProgress) -> None:
             bar.update(task, completed=now.ended, sent=now.sent, running=now.running, failed=now.failed)
 
         yield update
@@ -330,7 +335,9 @@ def _progress(each: _Load, shown: bool) -> Iterator[OnProgress]:
 # ---- the result --------------------------------------------------------------------------------------------------
 
 
-def _write(runs: Sequence[tuple[LoadReport, Sequence[Outcome]]], output: Path | None, chart: Path | None) -> None:
+def _write(
+    runs: Sequence[tuple[LoadReport, Sequence[RequestOutcome]]], output: Path | None, chart: Path | None
+) -> None:
     import msgspec
 
     try:
@@ -346,7 +353,7 @@ def _write(runs: Sequence[tuple[LoadReport, Sequence[Outcome]]], output: Path | 
 
 
 def _failure(reports: Sequence[LoadReport]) -> CommandFailed | None:
-    """What the exit status says of the runs. None: they are complete."""
+    """Return the failure that the exit status reports, or None if the runs are complete."""
     last = reports[-1]
     if last.interrupted:
         given_up = f"{last.requests} requests are counted, {last.unfinished} were running and are not"

@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Final, cast
+from typing import Annotated, Any, Final, cast
 
 import typer
+import typer.core
 
 from kvstore import __version__
 from kvstore_cli import output
 from kvstore_cli.auth import auth_app
 from kvstore_cli.blocks import contains, delete, get, set_
 from kvstore_cli.cluster import cluster_app, drain
+from kvstore_cli.connection import add_connection_options, set_endpoint
 from kvstore_cli.load import load
 from kvstore_cli.options import EndpointOption, JsonOption, TimeoutOption, connected, endpoints_of
 from kvstore_cli.output import CommandFailed, example, fail, print_json, show
 from kvstore_cli.plan import plan_app
 from kvstore_cli.proxy import proxy
 from kvstore_cli.purge import purge
-from kvstore_cli.tls import add_tls_options
+from kvstore_cli.size import SIZE_EXAMPLES, size
 from kvstore_cli.top import top
 from kvstore_cli.trace import trace
 from kvstore_cli.verify import verify
@@ -40,7 +41,51 @@ VersionOption = Annotated[
     bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
 ]
 
+# The content of `kvstore --help`: every command under a heading, with a line that fits 80 columns.
+COMMAND_GROUPS: Final = {
+    "See what a store does": {
+        "info": "Nodes, tenants and namespaces: memory, disk, hit rates.",
+        "top": "The same and more, live.",
+        "ping": "Whether all shards answer, and how fast.",
+        "cluster": "The nodes of a cluster, and the shards that own a key.",
+        "trace": "Merge trace files of the proxy and engines into one.",
+    },
+    "Use blocks": {
+        "contains": "Which keys have a block.",
+        "get": "Write a block to a file or to standard output.",
+        "set": "Store a block from a file or from standard input.",
+        "delete": "Delete blocks.",
+        "sync": "Wait until all blocks sent before are stored.",
+    },
+    "Look after a store": {
+        "purge": "Remove all blocks of a namespace, a model or the store.",
+        "verify": "Check every block on disk against its checksum.",
+        "drain": "Move a node's blocks to the other nodes before it stops.",
+        "auth": "The principals and tokens of a server's --auth file.",
+    },
+    "Measure and plan": {
+        "bench": "Throughput and latency of a running server.",
+        "load": "Send requests to an engine or a proxy, and measure SLOs.",
+        "size": "The memory and network that the contexts of users need.",
+        "plan": "Plan a fleet with disaggregated prefill and decode.",
+    },
+    "Serve engines": {
+        "proxy": "One OpenAI-compatible address for prefill and decode engines.",
+    },
+}
+
+
+class _Grouped(typer.core.TyperGroup):
+    """A group of commands whose help lists them under headings."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for heading, commands in COMMAND_GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(8), line) for name, line in commands.items()])
+
+
 app = typer.Typer(
+    cls=_Grouped,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -49,54 +94,64 @@ app = typer.Typer(
 )
 
 
-TokenFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        metavar="FILE",
-        help="File with the token for servers that want one. [env vars: KVSTORE_TOKEN, KVSTORE_TOKEN_FILE]",
-    ),
-]
-
-
 @app.callback()
-def _main(version: VersionOption = False, token_file: TokenFileOption = None) -> None:
-    """Look at and use a running kvstore server."""
-    if token_file is not None:  # whatever client the command makes reads them
-        os.environ.pop("KVSTORE_TOKEN", None)
-        os.environ["KVSTORE_TOKEN_FILE"] = str(token_file)
+def _main(version: VersionOption = False, endpoint: EndpointOption = None) -> None:
+    """Inspect and use a running kvstore server."""
+    set_endpoint(endpoint)
 
 
 @app.command(epilog=example("kvstore ping --endpoint cache-1:7070"))
 def ping(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
-    """Say whether all shards answer, and how fast."""
+    """Show whether all shards answer, and how fast."""
+    from kvstore_client import NotAuthorized
+
     with connected(endpoint, None, timeout) as client:
         seconds = client.ping()
-        shards = len(client.info().shards)
+        shards: int | None
+        try:
+            shards = len(client.info().shards)
+        except NotAuthorized:  # the token may use blocks, but not ask for the state
+            shards = None
+        which = "all shards" if shards is None else f"{shards} shard(s)"
         show(
             {"ok": True, "shards": shards, "seconds": seconds},
             as_json,
-            lambda: print(f"{shards} shard(s) answered in {seconds * 1000:.2f} ms"),
+            lambda: print(f"{which} answered in {seconds * 1000:.2f} ms"),
         )
 
 
 @app.command(epilog=example("kvstore info --endpoint cache-1:7070 --endpoint cache-2:7070"))
-def info(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
-    """Show shards, memory, disk and namespaces.
+def info(
+    shards: Annotated[
+        bool, typer.Option("--shards", help="Show also every shard: processes, memory, requests, disk; with a legend.")
+    ] = False,
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Show nodes, tenants and namespaces: use of memory and disk, hit rates, times of requests.
 
-    If some shards do not answer, the others are shown and the status is 1.
+    If some shards do not answer, the others are shown, and the exit status is 1. With --json, the document has every
+    shard in full, with or without --shards.
     """
-    from kvstore_cli.info_tables import print_info
+    from kvstore_cli.info_summary import print_summary
+    from kvstore_cli.info_tables import print_tables
     from kvstore_cli.store_state import store_state
 
     with connected(endpoint, None, timeout, fail_open=True) as client:
         state = store_state(client)
-    show(state, as_json, lambda: print_info(state), state.failure)
+
+    def tables() -> None:
+        print_summary(state)
+        if shards:
+            print_tables(state)
+
+    show(state, as_json, tables, state.failure)
 
 
 @app.command(epilog=example("kvstore sync --endpoint cache-1:7070"))
 def sync(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
-    """Wait until every shard has stored what it was sent before."""
+    """Wait until every shard has stored all blocks that were sent to it before this command."""
     with connected(endpoint, None, timeout) as client:
         client.sync()
         show({"ok": True}, as_json, lambda: print("all shards have stored what they were sent"))
@@ -128,28 +183,31 @@ app.command(
 def bench(
     endpoint: EndpointOption = None,
     block_bytes: Annotated[int, typer.Option(min=1, help="Size of a block.")] = 917_504,
-    blocks: Annotated[int, typer.Option(min=1, help="Blocks a round.")] = 512,
-    batch: Annotated[int, typer.Option(min=1, help="Blocks a call.")] = 64,
+    blocks: Annotated[
+        int | None, typer.Option(min=1, help="Blocks in each round; by default as many as are free, at most 512.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Blocks in each call.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each operation, interleaved.")] = 7,
-    evict: Annotated[bool, typer.Option("--evict", help="Run even if blocks of others have to be evicted.")] = False,
+    evict: Annotated[bool, typer.Option("--evict", help="Run even if other users' blocks must be evicted.")] = False,
     timeout: TimeoutOption = 30.0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the throughput and latency of a running server.
 
-    Measured are set, get_into, stream_get, contains and match_prefix, from where the command runs.
+    It measures set, get_into, stream_get, contains and match_prefix from the host on which it runs.
 
-    It is safe on a server in use: its blocks are in a namespace of its own and have the lowest priority, it removes
-    them at the end, also after Ctrl-C, and it refuses to start if they would evict the blocks of others.
+    It is safe on a server in use. Its blocks are in a namespace of their own, have the lowest priority, and are removed
+    at the end, also after Ctrl-C. It refuses to start if its blocks would evict other users' blocks, or if the token
+    may not ask how much is free; --evict allows both.
     """
-    from kvstore_cli.bench import Bench, NoRoom, print_bench
+    from kvstore_cli.bench import Bench, WouldEvict, print_bench
     from kvstore_cli.options import store_errors
 
     measurement = Bench(endpoints_of(endpoint), block_bytes, blocks, batch, rounds, timeout)
     with store_errors():
         try:
             report = measurement.run(evict, shown=not as_json)
-        except (NoRoom, ValueError) as error:
+        except (WouldEvict, ValueError) as error:
             fail("usage", str(error))
     show(report, as_json, lambda: print_bench(report))
 
@@ -171,33 +229,49 @@ app.command(
         "    --slo-ttft 0.5 --slo-tpot 0.05 --chart load.svg",
     )
 )(load)
+app.command(epilog=SIZE_EXAMPLES)(size)
 app.command(epilog=example("kvstore trace proxy.json p.json d.json --output request.json"))(trace)
 app.command(epilog=example("kvstore drain node-1 --endpoint etcd://etcd-1:2379/prod --seconds 120"))(drain)
 
 
 def main() -> None:
-    """Entry point of `kvstore`."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy else starts a thread for every core
+    """The entry point of `kvstore`."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise numpy starts a thread for every core
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command. -> its exit status. Prints the error, for people and with --json also for programs."""
+    """Run a command and return its exit status. Prints errors for people, and with --json also for programs."""
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     try:
         command = typer.main.get_command(app)
-        add_tls_options(command)
+        add_connection_options(command)
         status = command.main(list(arguments), prog_name="kvstore", standalone_mode=False)
         return int(status or 0)
     except CommandFailed as error:
         failure = error
         failure.print()
     except _UsageError as error:
+        if missing := _all_missing(error, options):
+            error = _UsageError(missing, error.ctx)
         error.show()
         failure = CommandFailed("usage", error.format_message())
     if "--json" in options:
         print_json(failure.document)
     return failure.status
+
+
+def _all_missing(error: typer.BadParameter, options: Sequence[str]) -> str:
+    """Return the text for an error about a missing option, which names all missing options; empty for other errors."""
+    if type(error).__name__ != "MissingParameter" or error.ctx is None:
+        return ""
+    given = {word.partition("=")[0] for word in options}
+    missing = [
+        parameter.opts[0]
+        for parameter in error.ctx.command.params
+        if parameter.required and parameter.opts[0].startswith("-") and not given & set(parameter.opts)
+    ]
+    return f"Missing options: {', '.join(missing)}." if len(missing) > 1 else ""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The options and arguments that commands of `kvstore` share, their parsing, and a client made from them."""
+"""The options and arguments that several commands share, the code that parses them, and the client that they
+describe."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
 
-from kvstore_cli.output import fail
+from kvstore_cli.output import DEFAULT_ENDPOINT, fail
 
 if TYPE_CHECKING:
     from kvstore_client import KVStoreClient, Namespace
 
 ENDPOINT_VARIABLE: Final = "KVSTORE_ENDPOINT"
-DEFAULT_ENDPOINT: Final = "127.0.0.1:7070"
-_LOOK_S: Final = 0.02
+ID_DIGITS: Final = 12  # the number of digits shown of a namespace's id
+_THREAD_POLL_S: Final = 0.02
 _Record = TypeVar("_Record")
 
 EndpointOption = Annotated[
@@ -38,12 +39,15 @@ EndpointOption = Annotated[
     ),
 ]
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", min=0.001, max=600.0, help="Seconds a request may take.")
+    float,
+    typer.Option(
+        "--timeout", metavar="SECONDS", min=0.001, max=600.0, help="The most seconds that a request may take."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document, also for a failure.")]
 NAMESPACE_HELP: Final = (
     'The namespace as JSON, e.g. \'{"model":"m","dtype":"bfloat16","block_tokens":16,"block_bytes":4096}\', '
-    "or @FILE that holds it."
+    "or @FILE for a file that contains it."
 )
 NamespaceOption = Annotated[
     str, typer.Option("--namespace", "-n", metavar="JSON|@FILE", envvar="KVSTORE_NAMESPACE", help=NAMESPACE_HELP)
@@ -53,8 +57,8 @@ KeysArgument = Annotated[list[str], typer.Argument(help="Keys in hexadecimal, 8 
 
 
 def takes(record: type[_Record]) -> Callable[[Callable[[_Record], None]], Callable[..., None]]:
-    """-> a decorator of commands with many options: each field of this dataclass is one, and the command gets them as
-    one record."""
+    """Return a decorator for commands with many options. Each field of the dataclass `record` is an option, and the
+    command gets all options as one record."""
     hints = get_type_hints(record, include_extras=True)
     parameters = [
         inspect.Parameter(
@@ -79,22 +83,22 @@ def takes(record: type[_Record]) -> Callable[[Callable[[_Record], None]], Callab
 
 
 def need_modules(command: str, *modules: str) -> None:
-    """End the command unless it can import all of these, which come with the extra `serving`."""
+    """End the command unless it can import all of these modules, which come with the extra `serving`."""
     for module in modules:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            missing = f"kvstore {command} needs {error.name}, which is not here"
+            missing = f"kvstore {command} needs {error.name}, which is not installed"
             fail("failed", f'{missing}: pip install "llm-kvstore[serving]"')
 
 
 def endpoints_of(endpoint: list[str] | None) -> list[str]:
-    """The addresses that were given, else the one in the environment, else the default."""
+    """Return the given addresses. If there are none, return those in the environment, or else the default."""
     return endpoint or [os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT]
 
 
 def parse_key(key: str) -> bytes:
-    """The key that hexadecimal digits stand for. Ends the command if it is invalid."""
+    """Return the key that is given as hexadecimal digits. Ends the command if the digits are invalid."""
     from kvstore.wire import MAX_KEY_BYTES, MIN_KEY_BYTES
 
     try:
@@ -107,7 +111,7 @@ def parse_key(key: str) -> bytes:
 
 
 def parse_namespace(given: str) -> Namespace:
-    """The namespace given by --namespace: JSON, or @FILE. Ends the command if it is invalid."""
+    """Return the namespace that --namespace gives as JSON or as @FILE. Ends the command if it is invalid."""
     import msgspec
 
     from kvstore_client import Namespace
@@ -127,7 +131,7 @@ def parse_namespace(given: str) -> Namespace:
 
 @contextlib.contextmanager
 def store_errors() -> Iterator[None]:
-    """End the command when the client raises in the body, with the status that fits the error."""
+    """End the command if the client raises an error in the body. The exit status fits the error."""
     from kvstore_client import BlockSizeMismatch, ConnectionLost, KeySizeMismatch, KVStoreError, Timeout
 
     try:
@@ -144,11 +148,11 @@ def store_errors() -> Iterator[None]:
 def connected(
     endpoint: list[str] | None, namespace: Namespace | None, timeout: float, **options: Any
 ) -> Iterator[KVStoreClient]:
-    """A client of `endpoint`, with `options`. Any error of the client ends the command. `namespace` None: for commands
-    that look at no blocks."""
+    """Yield a client of `endpoint` with these `options`. Any error of the client ends the command. `namespace`: None
+    for commands that use no blocks."""
     from kvstore_client import KVStoreClient, KVStoreError, Namespace
 
-    # The command itself prints the error, once, so the client's log is silenced.
+    # The client's log is silenced, because the command itself prints the error.
     for name in ("kvstore", "kvstore_client"):
         logging.getLogger(name).addHandler(logging.NullHandler())
     namespace = namespace or Namespace(model="kvstore-cli", dtype="uint8", block_tokens=1, block_bytes=1)
@@ -160,13 +164,13 @@ def connected(
         except ValueError as error:
             fail("usage", str(error))
         with client:
-            if options.get("fail_open"):  # such a client does not wait for its directory for long: engines cannot
+            if options.get("fail_open"):  # with `fail_open`, the client itself waits only briefly for the directory
                 _await_directory(client, timeout)
             yield client
 
 
 def _await_directory(client: KVStoreClient, timeout: float) -> None:
-    """Wait until the client knows the members of its cluster, for so many seconds at most."""
+    """Wait until the client knows the members of its cluster, for at most `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while client.directory_error and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(_THREAD_POLL_S)

@@ -3,13 +3,13 @@
 | status | kind | meaning |
 |---|---|---|
 | 0 | | done |
-| 1 | `unreachable`, `failed` | a server cannot be reached or does not answer in time; anything else that went wrong |
-| 2 | `usage` | an option, an argument or a file is wrong: nothing was done |
-| 3 | `not_found` | no block has this key; there is no such namespace |
+| 1 | `unreachable`, `failed` | a server cannot be reached or does not answer in time, or there was another failure |
+| 2 | `usage` | an option, an argument or a file is wrong, and nothing was done |
+| 3 | `not_found` | no block has this key, or there is no such namespace |
 | 4 | `damaged` | `verify` found damage |
 
 Every failure prints one message on standard error. With --json, standard output is always one JSON document. If the
-status is not 0, the document has `"error": {"kind": ..., "message": ...}`, beside any results there are.
+status is not 0, the document has `"error": {"kind": ..., "message": ...}`, in addition to any results.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import typer
 
 from kvstore.exits import BAD_USAGE, FAILED, print_error
 
+DEFAULT_ENDPOINT: Final = "127.0.0.1:7070"
 NOT_FOUND: Final = 3
 DAMAGED: Final = 4
 
@@ -49,6 +50,8 @@ class CommandFailed(Exception):
     """Ends the command with this message and the status of its `kind`. `kvstore_cli.main` prints it."""
 
     def __init__(self, kind: Kind, message: str) -> None:
+        if kind == "unreachable" and f"{DEFAULT_ENDPOINT}: Connection refused" in message:
+            message += ". Start a server with kvstore-server, or name a running one with --endpoint HOST:PORT"
         super().__init__(message)
         self.kind: Kind = kind
         self.message = message
@@ -59,11 +62,11 @@ class CommandFailed(Exception):
 
     @property
     def document(self) -> dict[str, Any]:
-        """The failure as --json prints it."""
+        """The failure in the form that --json prints."""
         return {"error": {"kind": self.kind, "message": self.message}}
 
     def print(self) -> None:
-        """Print the message for people, on standard error."""
+        """Print the message for people on standard error."""
         print_error(self.message)
 
 
@@ -82,8 +85,8 @@ def print_json(document: object, failure: CommandFailed | None = None) -> None:
 
 
 def show(document: object, as_json: bool, people: Callable[[], object], failure: CommandFailed | None = None) -> None:
-    """Print `document` as JSON, or call `people()` to print it. With `failure`, then end the command with its
-    status."""
+    """Print `document` as JSON, or call `people()` to print it for people. If there is a `failure`, end the command
+    with its status afterwards."""
     if as_json:
         print_json(document, failure)
     else:
@@ -95,10 +98,10 @@ def show(document: object, as_json: bool, people: Callable[[], object], failure:
 
 
 def example(*lines: str) -> str:
-    """The end of a command's help: example calls."""
+    """Return the end of a command's help, which has example calls."""
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def printable(text: str) -> str:
-    """A text that somebody else chose, such as a model's name, without what would control a terminal."""
+    """Return a text from another source, such as a model's name, without characters that control a terminal."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

@@ -1,4 +1,5 @@
-"""The tables that commands print for people. A table is data: its columns say what of a row they show, and how."""
+"""The tables that commands print for people. A table is described by its columns: the value of a row that each column
+shows, and its format."""
 
 from __future__ import annotations
 
@@ -19,9 +20,13 @@ Form: TypeAlias = str | Callable[[Any], str]
 
 
 class Column(NamedTuple):
-    """`value`: a function of a row, or a path of attributes and numbers of items, such as ``1.times.mean``. `form`: a
-    format, as `format` takes it, or a function. None, where the path goes on or at its end, is an empty cell. `text`:
-    words, on the left, which are folded if they are too long; figures are on the right."""
+    """A column of a table.
+
+    value: a function of a row, or a path of attributes and item numbers, such as ``1.times.mean``; if None is found on
+        the path, the cell is empty
+    form: a format string as for `format`, or a function
+    text: whether the column has words, which are on the left and folded if they are too long; figures are on the right
+    """
 
     heading: str
     value: Value
@@ -29,7 +34,7 @@ class Column(NamedTuple):
     text: bool = False
 
     def cell(self, row: Any) -> str:
-        """-> what this column shows of a row."""
+        """Return the text of this column in a row."""
         value = row
         for step in self.value.split(".") if isinstance(self.value, str) else ():
             if value is not None:
@@ -42,23 +47,22 @@ class Column(NamedTuple):
 
 
 def columns(*each: tuple[Any, ...]) -> list[Column]:
-    """-> columns whose fields are in these tuples."""
+    """Return the columns whose fields are in these tuples."""
     return [Column(*fields) for fields in each]
 
 
 def scaled(factor: float, form: str) -> Callable[[float], str]:
-    """-> the form of a value in another unit."""
+    """Return a `form` that multiplies the value by a factor, to show it in another unit."""
     return lambda value: format(value * factor, form)
 
 
-MS: Final = scaled(1e3, ".1f")  # of seconds
+MS: Final = scaled(1e3, ".1f")  # for values in seconds
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Iterable[object], narrow: bool = False) -> None:
-    """Print a table; the first column holds names, on the left. narrow: without room beside the cells."""
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0 if narrow else 1)
-    )
+    """Print a table whose first column has names, on the left. `narrow`: whether to leave out the space around the
+    cells."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0 if narrow else 1))
     for number, column in enumerate(columns):
         table.add_column(
             column.heading,
@@ -68,14 +72,17 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[object], n
         )
     for row in rows:
         table.add_row(*(Text(printable(column.cell(row))) for column in columns))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    if title:
+        console.print(Text(title, style="italic"))  # a title of the table's own would be folded to the table's width
+    console.print(table)
 
 
 def fitting_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], left_out_first: Sequence[str], console: Console
 ) -> tuple[Table, list[str]]:
-    """-> a table that fits the console, and the columns that have no room. left_out_first: the columns that may be left
-    out, in that order."""
+    """Return a table that fits the console, and the columns that were left out. `left_out_first`: the columns that may
+    be left out, in the order in which they are left out."""
     for count in range(len(left_out_first) + 1):
         left_out = [name for name in columns if name in left_out_first[:count]]
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))

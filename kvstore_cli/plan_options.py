@@ -1,4 +1,5 @@
-"""The checks of options that the commands of `kvstore plan` share. Each ends the command with what is wrong."""
+"""The checks of options that several commands of `kvstore plan` share. A failed check ends the command with a
+message."""
 
 from __future__ import annotations
 
@@ -9,21 +10,21 @@ from typing import TYPE_CHECKING, Final
 from kvstore_cli.output import fail
 
 if TYPE_CHECKING:
-    from kvstore_serving.planning.fleet import Links, Via
+    from kvstore_serving.planning.fleet import NetworkLinks, Via
     from kvstore_serving.planning.profile import Profile, StoreTimes
 
-NODE: Final = 12.5e9  # bytes a second of a node's link
-STORE: Final = 10e9  # of a store node, if no profile says what it does
+NODE: Final = 12.5e9  # the rate of a node's link, in bytes a second
+STORE: Final = 10e9  # the rate of a store node, in bytes a second, if no profile has it
 
 
 def check_positive(option: str, value: float, what: str) -> None:
     if not 0 < value < math.inf:
-        fail("usage", f"{option} {value:g}: expected {what}, more than 0")
+        fail("usage", f"{option} {value:g}: expected {what} above 0")
 
 
 def check_percentile(percentile: float) -> None:
     if not 0 < percentile <= 99.9:
-        fail("usage", f"--percentile {percentile:g}: expected more than 0 and 99.9 at most; 90 is usual")
+        fail("usage", f"--percentile {percentile:g}: expected more than 0 and at most 99.9; 90 is usual")
 
 
 def profile_of(given: str) -> Profile:
@@ -45,11 +46,11 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 def check_writable(chart: Path | None, *others: Path | None) -> None:
-    """Fail now rather than after the search."""
-    from kvstore_serving.load.chart import FORMATS
+    """Check the files before the search, so that the command does not fail after it."""
+    from kvstore_serving.load.chart import CHART_FORMATS
 
-    if chart is not None and chart.suffix not in FORMATS:
-        fail("usage", f"--chart {chart}: expected a file that ends with {' or '.join(FORMATS)}")
+    if chart is not None and chart.suffix not in CHART_FORMATS:
+        fail("usage", f"--chart {chart}: expected a file name that ends with {' or '.join(CHART_FORMATS)}")
     for file in (chart, *others):
         try:
             if file is not None:
@@ -66,21 +67,22 @@ def make_links(
     store_nodes: int | None,
     store_memory: str,
     measured: StoreTimes | None,
-) -> Links:
-    """measured: the transfers of the engine's profile. Their latency counts, and their rate if `store` gives none."""
-    from kvstore_serving.planning.fleet import Links
+) -> NetworkLinks:
+    """Return the links. `measured`: the times of transfers in the engine's profile. Their latency is used, and their
+    rate is used if `store` is None."""
+    from kvstore_serving.planning.fleet import NetworkLinks
 
     if via not in ("store", "direct"):
         fail("usage", f"--via {via}: expected store or direct")
     if store is None:
         store = STORE if measured is None else measured.bytes_per_s
     for option, value in (("--node", node), ("--inside", inside), ("--store", store)):
-        check_positive(f"{option}-bytes-per-s", value, "bytes per second")
+        check_positive(f"{option}-bytes-per-s", value, "a number of bytes per second")
     memory = parse_bytes("--store-memory", store_memory)
     check_positive("--store-memory", memory, "a size")
     latencies = (0.0, 0.0) if measured is None else (measured.read.latency_s, measured.write.latency_s)
     way: Via = "direct" if via == "direct" else "store"
-    return Links(way, node, inside, store, store_nodes or 1, memory, *latencies)
+    return NetworkLinks(way, node, inside, store, store_nodes or 1, memory, *latencies)
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
@@ -90,11 +92,11 @@ def parse_numbers(option: str, text: str) -> list[int]:
             return found
     except ValueError:
         pass
-    fail("usage", f"{option} {text!r}: expected numbers of 1 or more with commas between them, such as 128,512")
+    fail("usage", f"{option} {text!r}: expected numbers of 1 or more, separated by commas, such as 128,512")
 
 
 def check_finite(option: str, value: float, most: float = math.inf) -> None:
-    """A number of 0 or more. `nan` passes the ranges that options can have."""
+    """Check that this is a finite number from 0 to `most`. The ranges of options do not exclude `nan`."""
     if not 0 <= value < math.inf or value > most:
-        limit = "" if most == math.inf else f", {most:g} at most"
+        limit = "" if most == math.inf else f", at most {most:g}"
         fail("usage", f"{option} {value:g}: expected a number, 0 or more{limit}")

@@ -1,4 +1,4 @@
-"""`kvstore plan profile`: its options, and what they stand for: engines that are measured, or files that are read."""
+"""`kvstore plan profile`: its options, and the two ways to make a profile, by measuring engines or by reading files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore_cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from kvstore_serving.planning.profile import Profile
-    from kvstore_serving.planning.profiling import Sweep
+    from kvstore_serving.planning.profiling import ProfileGrid
 
 PROFILE_EXAMPLES: Final = example(
     "kvstore plan profile --url http://engine-1:8000 --model M --config M/config.json --output engine.json",
@@ -34,48 +34,50 @@ class ProfileOptions:
         int | None, typer.Option(min=1, help="KV of a token: 2 x layers x KV heads x head size x bytes of an element.")
     ] = None
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Compute it from the model's config.json instead.")
+        Path | None, typer.Option(metavar="FILE", help="Instead of --kv-bytes-per-token: the model's config.json.")
     ] = None
     url: Annotated[
         list[str] | None,
         typer.Option(metavar="URL", help="A running engine that does nothing else; one for each --tp."),
     ] = None
     tp: Annotated[list[int] | None, typer.Option(min=1, help="Tensor parallelism of each --url. Default: 1.")] = None
-    gpu: Annotated[str, typer.Option(help="What the engine runs on, for people.")] = "measured"
+    gpu: Annotated[str, typer.Option(help="Name of the engine's hardware, for people.")] = "measured"
     lengths: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Tokens of prompts and contexts that are measured.")
+        str, typer.Option(metavar="N,N,...", help="Lengths of the measured prompts and contexts, in tokens.")
     ] = "128,512,1024,2048"
-    prefill_batches: Annotated[str, typer.Option(metavar="N,N,...", help="So many prompts at once.")] = "1,2,4"
-    decode_batches: Annotated[str, typer.Option(metavar="N,N,...", help="So many requests that decode at once.")] = (
+    prefill_batches: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of prompts at once.")] = "1,2,4"
+    decode_batches: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of requests that decode at once.")] = (
         "1,2,4,8"
     )
-    decode_tokens: Annotated[int, typer.Option(min=4, help="Tokens of answer while decoding is measured.")] = 32
-    rounds: Annotated[int, typer.Option(min=1, help="Of each; the median counts.")] = 3
+    decode_tokens: Annotated[int, typer.Option(min=4, help="Tokens of each answer when decoding is measured.")] = 32
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions of each measurement; the median counts.")] = 3
     vocab: Annotated[int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this.")] = 1024
     kv_tokens: Annotated[
         str | None,
-        typer.Option(metavar="N|FILE", help="Tokens that its memory holds, for each --url. Default: as vLLM says."),
+        typer.Option(
+            metavar="N|FILE", help="Tokens that the engine's memory holds, for each --url. Default: what vLLM reports."
+        ),
     ] = None
     store: Annotated[
         list[str] | None,
-        typer.Option(metavar="ADDRESS", help="Measure the transfers to and from this store, too; as for --endpoint."),
+        typer.Option(metavar="ADDRESS", help="Also measure transfers to and from this store, as in --endpoint."),
     ] = None
     beside: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Another engine of the same node: measure how much longer the first --url takes while it works.",
+            help="Another engine of the same node: measure how much it slows the first --url down.",
         ),
     ] = None
     distserve: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Do not measure: take coefficients of DistServe's simulator.")
+        Path | None, typer.Option(metavar="FILE", help="Measure nothing; use coefficients of DistServe's simulator.")
     ] = None
     as_json: JsonOption = False
 
 
 @takes(ProfileOptions)
 def profile(given: ProfileOptions) -> None:
-    """Measure how long an engine takes to prefill and to decode, fit it, and write the profile."""
+    """Measure how long an engine takes to prefill and to decode, fit the times, and write the profile."""
     need_modules("plan", "aiohttp")
     from kvstore_cli.plan_tables import print_profile
     from kvstore_serving.planning.profile import write_profile
@@ -83,7 +85,7 @@ def profile(given: ProfileOptions) -> None:
     check_writable(None, given.output)
     kv_bytes = _kv_bytes(given.kv_bytes_per_token, given.config)
     if given.distserve is not None and given.beside is not None:
-        fail("usage", "--beside: expected no --distserve, since nothing is measured then")
+        fail("usage", "--beside and --distserve were given; expected only one: --distserve measures nothing")
     found = _measured(given, kv_bytes) if given.distserve is None else _imported(given, given.distserve, kv_bytes)
     if given.store is not None:
         found = _with_transfers(found, given.store)
@@ -95,17 +97,17 @@ def profile(given: ProfileOptions) -> None:
 
 
 def _kv_bytes(given: int | None, config: Path | None) -> int:
-    from kvstore_serving.planning.model_config import ConfigError, kv_bytes_per_token
+    from kvstore_serving.planning.model_config import ModelConfigError, kv_bytes_per_token
 
     if (given is None) == (config is None):
-        fail("usage", "give --kv-bytes-per-token or --config, the model's config.json; one of them")
+        fail("usage", "expected either --kv-bytes-per-token, or --config with the model's config.json")
     if given is not None:
         return given
     assert config is not None
     try:
         return kv_bytes_per_token(config)
-    except ConfigError as error:
-        fail("usage", f"--config {error}")
+    except ModelConfigError as error:
+        fail("usage", f"--config {error}; or give --kv-bytes-per-token instead")
 
 
 def _imported(given: ProfileOptions, coefficients: Path, kv_bytes: int) -> Profile:
@@ -115,7 +117,7 @@ def _imported(given: ProfileOptions, coefficients: Path, kv_bytes: int) -> Profi
 
     model, capacities = given.model, given.kv_tokens
     if capacities is None:
-        fail("usage", "--distserve: give --kv-tokens FILE, too: DistServe's max_num_tokens.csv")
+        fail("usage", "--distserve: expected DistServe's max_num_tokens.csv as --kv-tokens FILE, too")
     try:
         with Path(capacities).open(newline="") as file:
             rows = list(csv.reader(file))[1:]
@@ -137,7 +139,7 @@ def _measured(given: ProfileOptions, kv_bytes: int) -> Profile:
     from kvstore_serving.planning.fitting import TooFew
     from kvstore_serving.planning.profile import Profile
 
-    sweep = profiling.Sweep(
+    sweep = profiling.ProfileGrid(
         parse_numbers("--lengths", given.lengths),
         parse_numbers("--prefill-batches", given.prefill_batches),
         parse_numbers("--decode-batches", given.decode_batches),
@@ -148,12 +150,16 @@ def _measured(given: ProfileOptions, kv_bytes: int) -> Profile:
     urls, model, kv_tokens, shown = given.url or [], given.model, given.kv_tokens, not given.as_json
     tps = given.tp or [1] * len(urls)
     if not urls:
-        fail("usage", "--url not given: name a running engine, or a file with --distserve")
+        fail("usage", "--url not given: expected the URL of a running engine, or --distserve FILE")
     if len(tps) != len(urls) or len(set(tps)) != len(tps):
-        fail("usage", f"--tp was given {len(tps)} times; expected once for each of {len(urls)} --url, and each another")
+        fail(
+            "usage",
+            f"--tp was given {len(tps)} times; expected it once for each of {len(urls)} --url, each "
+            "time with another degree",
+        )
     told = iter(parse_numbers("--kv-tokens", kv_tokens) if kv_tokens is not None else [])
     if kv_tokens is not None and kv_tokens.count(",") + 1 != len(urls):
-        fail("usage", f"--kv-tokens {kv_tokens}: expected a number for each of {len(urls)} --url")
+        fail("usage", f"--kv-tokens {kv_tokens}: expected one number for each of {len(urls)} --url")
     degrees = []
     for url, tp in zip(urls, tps, strict=True):
         tokens = next(told, None) if kv_tokens is not None else asyncio.run(profiling.kv_tokens(url))
@@ -166,13 +172,13 @@ def _measured(given: ProfileOptions, kv_bytes: int) -> Profile:
         except profiling.MeasureError as error:
             fail("failed", f"{url}: {error}")
         except TooFew as error:
-            fail("usage", f"--lengths and the batches: {error}")
+            fail("usage", f"--lengths, --prefill-batches, --decode-batches: {error}")
     source = f"measured with `kvstore plan profile`, {sweep.rounds} rounds"
     measured = Profile(model, model, given.gpu, source, True, kv_bytes, degrees, stage_s=0.0)
     return measured if given.beside is None else _with_contention(measured, urls[0], given.beside, sweep, shown)
 
 
-def _with_contention(profile: Profile, url: str, beside: str, sweep: Sweep, shown: bool) -> Profile:
+def _with_contention(profile: Profile, url: str, beside: str, sweep: ProfileGrid, shown: bool) -> Profile:
     import asyncio
 
     import msgspec
@@ -180,10 +186,10 @@ def _with_contention(profile: Profile, url: str, beside: str, sweep: Sweep, show
     from kvstore_serving.planning import profiling
 
     try:
-        with progress_bar(f"measuring {url} beside {beside}", shown, "rounds") as progress:
+        with progress_bar(f"measuring {url} while {beside} works", shown, "rounds") as progress:
             contention = asyncio.run(profiling.measure_contention(url, beside, profile.model, sweep, progress))
     except profiling.MeasureError as error:
-        fail("failed", f"{url} beside {beside}: {error}")
+        fail("failed", f"{url}, while {beside} works: {error}")
     return msgspec.structs.replace(profile, contention=contention)
 
 

@@ -1,4 +1,4 @@
-"""`kvstore plan search`: its options, and what they stand for."""
+"""`kvstore plan search`: its options, and the search that they describe."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from kvstore_cli.progress import progress_bar
 from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, say_what_is_odd, unit_of
 
 if TYPE_CHECKING:
-    from kvstore_serving.planning.document import Placed, Plan
-    from kvstore_serving.planning.fleet import Pool
+    from kvstore_serving.planning.document import Placed, PlanDocument
+    from kvstore_serving.planning.fleet import NodePool
     from kvstore_serving.planning.hit_curve import HitCurve
     from kvstore_serving.planning.search import Question
     from kvstore_serving.planning.workload import Recipe, Replayed
 
 MOST_CV: Final = 20.0
-_ENGINE_URL: Final = re.compile(r"https?://[^\s/?#]+")  # as engines register: `EngineRecord`
-PART: Final = 100  # requests of a part of a trace, at least
+_ENGINE_URL: Final = re.compile(r"https?://[^\s/?#]+")  # the form in `EngineRecord`
+PART: Final = 100  # the least number of requests in a part of a trace
 SEARCH_EXAMPLES: Final = example(
     "kvstore plan search --profile opt-13b-a100-80g --rate 6 --input-tokens 755 --output-tokens 200 \\",
     "    --slo-ttft 0.2 --slo-tpot 0.1 --percentile 90 --nodes 1 --gpus-per-node 4",
@@ -52,82 +52,91 @@ class SearchOptions:
     profile: Annotated[
         list[str],
         typer.Option(
-            metavar="FILE", help="Profile of the engine, or the name of a shipped one. Several: kinds of GPU."
+            metavar="FILE",
+            help="Profile of the engine, or the name of a shipped profile. Repeat it for each kind of GPU.",
         ),
     ]
     slo_ttft: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time to the first token.")]
-    slo_tpot: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time per later token.")]
-    nodes: Annotated[list[int], typer.Option(min=1, help="Nodes; for each --profile.")]
-    gpus_per_node: Annotated[list[int], typer.Option(min=1, help="GPUs of a node; for each --profile.")]
-    percentile: Annotated[float, typer.Option(help="So many percent of requests must attain both SLOs.")] = 90.0
+    slo_tpot: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time per token after the first.")]
+    nodes: Annotated[list[int], typer.Option(min=1, help="Number of nodes; once for each --profile.")]
+    gpus_per_node: Annotated[list[int], typer.Option(min=1, help="GPUs of a node; once for each --profile.")]
+    percentile: Annotated[float, typer.Option(help="Percentage of requests that must attain both SLOs.")] = 90.0
     rate: Annotated[
-        float | None, typer.Option(metavar="R", help="Requests per second. Without it: the most for the price.")
+        float | None, typer.Option(metavar="R", help="Requests per second. Default: as many as possible for the price.")
     ] = None
-    input_tokens: Annotated[float | None, typer.Option(metavar="N", help="Mean tokens of a prompt.")] = None
-    output_tokens: Annotated[float | None, typer.Option(metavar="N", help="Mean tokens of an answer.")] = None
+    input_tokens: Annotated[float | None, typer.Option(metavar="N", help="Mean number of tokens in a prompt.")] = None
+    output_tokens: Annotated[float | None, typer.Option(metavar="N", help="Mean number of tokens in an answer.")] = None
     input_cv: Annotated[
-        float, typer.Option(min=0, help="Coefficient of variation of prompts' lengths (log-normal); 0: all alike.")
+        float, typer.Option(min=0, help="Coefficient of variation of prompts' lengths (log-normal); 0: all equal.")
     ] = 0.0
-    output_cv: Annotated[float, typer.Option(min=0, help="The same of answers.")] = 0.0
+    output_cv: Annotated[float, typer.Option(min=0, help="The same for answers.")] = 0.0
     arrival_cv: Annotated[
-        float, typer.Option(min=0, help="The same of gaps between arrivals (gamma); 1: Poisson; more: bursts.")
+        float, typer.Option(min=0, help="The same for gaps between arrivals (gamma); 1: Poisson; more: bursts.")
     ] = 1.0
     hit_rate: Annotated[float, typer.Option(min=0, max=1, help="Share of each prompt that the store has.")] = 0.0
     hit_curve: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Take it from a result of benchmarks.eviction, along --store-keeps."),
+        typer.Option(metavar="FILE", help="Take the hit rate for --store-keeps from a result of benchmarks.eviction."),
     ] = None
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help=f"Trace: {TRACE_HELP}.")] = None
     block_tokens: BlockTokensOption = None
     time_unit: TimeUnitOption = None
-    speed: Annotated[float, typer.Option(help="The trace's rate, so many times.")] = 1.0
+    speed: Annotated[float, typer.Option(help="Multiply the trace's rate by this number.")] = 1.0
     requests: Annotated[int | None, typer.Option(min=10, help="Only the first requests of the trace.")] = None
     hits: Annotated[
-        bool, typer.Option("--hits/--no-hits", help="Whether prompts of the trace find what they share in the store.")
+        bool, typer.Option("--hits/--no-hits", help="Whether the store has the shared parts of the trace's prompts.")
     ] = True
     price: Annotated[
-        list[float] | None, typer.Option(min=0, help="Of a GPU for an hour; for each --profile. Default: 1.")
+        list[float] | None, typer.Option(min=0, help="Price of a GPU for an hour; once for each --profile. Default: 1.")
     ] = None
     via: Annotated[str, typer.Option(help="How blocks move: store, or direct (from GPU to GPU).")] = "store"
-    node_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of a node's link, each way.")] = NODE
+    node_bytes_per_s: Annotated[
+        float, typer.Option(metavar="BYTES/S", help="Bandwidth of a node's link, each way.")
+    ] = NODE
     inside_bytes_per_s: Annotated[
-        float, typer.Option(metavar="BYTES/S", help="Between GPUs of a node, for direct.")
+        float, typer.Option(metavar="BYTES/S", help="Bandwidth between GPUs of a node, for direct.")
     ] = 200e9
     store_bytes_per_s: Annotated[
         float | None,
-        typer.Option(metavar="BYTES/S", help=f"Of a store node, each way. Default: as in the profile, or {STORE:g}."),
+        typer.Option(
+            metavar="BYTES/S", help=f"Bandwidth of a store node, each way. Default: as in the profile, or {STORE:g}."
+        ),
     ] = None
-    store_nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes of the store. Default: as many as it takes.")
-    ] = None
-    store_memory: Annotated[str, typer.Option(metavar="SIZE", help="Of a store node.")] = "512GiB"
+    store_nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the store. Default: as many as needed.")] = (
+        None
+    )
+    store_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of a store node.")] = "512GiB"
     store_keeps: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The store keeps so much for later prompts; default: all.")
+        str | None, typer.Option(metavar="SIZE", help="How much the store keeps for later prompts. Default: all.")
     ] = None
     keep_seconds: Annotated[
-        float, typer.Option(min=0, help="With --hit-rate: a block is kept so long for later prompts.")
+        float, typer.Option(min=0, help="With --hit-rate: how long a block is kept for later prompts.")
     ] = 600.0
-    max_batch: Annotated[int, typer.Option(min=1, help="Most requests that an engine decodes at once.")] = 256
+    max_batch: Annotated[int, typer.Option(min=1, help="The most requests that an engine decodes at once.")] = 256
     chunk_tokens: Annotated[
-        int, typer.Option(min=0, help="Colocated engines: tokens of a step; 0: whole prompts, not in chunks.")
+        int, typer.Option(min=0, help="Tokens in a step of a colocated engine; 0: no chunks, but whole prompts.")
     ] = 2048
     sensitivity: Annotated[
-        bool, typer.Option("--sensitivity/--no-sensitivity", help="Look at what changes the goodput.")
+        bool, typer.Option("--sensitivity/--no-sensitivity", help="Simulate what changes the goodput.")
     ] = True
     outage: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="And say what an engine of each phase costs that is away for so long."),
+        typer.Option(metavar="SECONDS", help="Also simulate an engine of each phase that fails for this long."),
     ] = None
-    seeds: Annotated[int, typer.Option(min=1, max=10, help="Runs of the interval of the goodput.")] = 5
-    processes: Annotated[int | None, typer.Option(min=1, help="Default: one for each core.")] = None
+    seeds: Annotated[
+        int, typer.Option(min=1, max=10, help="Number of runs, which give the interval of the goodput.")
+    ] = 5
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that simulate. Default: one for each core.")
+    ] = None
     chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a chart into FILE.svg or FILE.png.")] = None
     pools: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the engines as `kvstore proxy --pools FILE` takes them.")
+        Path | None, typer.Option(metavar="FILE", help="Write the engines as a file for `kvstore proxy --pools`.")
     ] = None
     prefill_url: Annotated[
-        str, typer.Option(metavar="URL", help="With --pools: of prefill engines; {} is the number.")
+        str, typer.Option(metavar="URL", help="With --pools: URL of prefill engines; {} is the number.")
     ] = "http://prefill-{}:8000"
-    decode_url: Annotated[str, typer.Option(metavar="URL", help="With --pools: of decode engines.")] = (
+    decode_url: Annotated[str, typer.Option(metavar="URL", help="With --pools: URL of decode engines.")] = (
         "http://decode-{}:8000"
     )
     as_json: JsonOption = False
@@ -135,9 +144,10 @@ class SearchOptions:
 
 @takes(SearchOptions)
 def search(given: SearchOptions) -> None:
-    """Search the placement: parallelism and engines of both phases, goodput, and what the store must deliver.
+    """Search for a placement: the engines of both phases, their parallelism and goodput, and what the store must
+    deliver.
 
-    Give --rate with --input-tokens and --output-tokens, or --trace.
+    Give either --trace, or --rate with --input-tokens and --output-tokens.
     """
     need_modules("plan", "simpy", *(["matplotlib.figure"] if given.chart else []))
     from kvstore_cli.plan_tables import print_plan
@@ -160,11 +170,11 @@ def search(given: SearchOptions) -> None:
 
 
 def _check(given: SearchOptions) -> None:
-    check_positive("--slo-ttft", given.slo_ttft, "seconds")
-    check_positive("--slo-tpot", given.slo_tpot, "seconds")
+    check_positive("--slo-ttft", given.slo_ttft, "a number of seconds")
+    check_positive("--slo-tpot", given.slo_tpot, "a number of seconds")
     check_percentile(given.percentile)
     if given.outage is not None:
-        check_positive("--outage", given.outage, "seconds")
+        check_positive("--outage", given.outage, "a number of seconds")
     spread = {"--input-cv": given.input_cv, "--output-cv": given.output_cv, "--arrival-cv": given.arrival_cv}
     for option, value in spread.items():
         check_finite(option, value, MOST_CV)
@@ -218,20 +228,20 @@ def _question(given: SearchOptions) -> Question:
 
 
 def _check_urls(*urls: str) -> None:
-    """URLs with `{}`, where the number of the engine goes."""
+    """Check URLs that have `{}` in place of the engine's number."""
     for option, url in zip(("--prefill-url", "--decode-url"), urls, strict=True):
         try:
             fine = url.format(0) != url.format(1)
         except (LookupError, ValueError):
             fine = False
         if not fine or not _ENGINE_URL.fullmatch(url):
-            fail("usage", f"{option} {url!r}: expected http://HOST:PORT with {{}} where the engine's number goes")
+            fail("usage", f"{option} {url!r}: expected http://HOST:PORT with {{}} in place of the engine's number")
     if urls[0] == urls[1]:
-        fail("usage", f"--prefill-url and --decode-url are both {urls[0]!r}: two engines would have one URL")
+        fail("usage", f"--prefill-url and --decode-url are both {urls[0]!r}: two engines would have the same URL")
 
 
-def _pools(profiles: list[str], nodes: list[int], gpus: list[int], prices: list[float] | None) -> list[Pool]:
-    from kvstore_serving.planning.fleet import Pool
+def _pools(profiles: list[str], nodes: list[int], gpus: list[int], prices: list[float] | None) -> list[NodePool]:
+    from kvstore_serving.planning.fleet import NodePool
 
     prices = prices or [1.0] * len(profiles)
     for price in prices:
@@ -239,13 +249,14 @@ def _pools(profiles: list[str], nodes: list[int], gpus: list[int], prices: list[
     for option, values in (("--nodes", nodes), ("--gpus-per-node", gpus), ("--price", prices)):
         if len(values) != len(profiles):
             fail(
-                "usage", f"{option} was given {len(values)} times; expected once for each of {len(profiles)} --profile"
+                "usage",
+                f"{option} was given {len(values)} times; expected it once for each of {len(profiles)} --profile",
             )
     found = [profile_of(each) for each in profiles]
     if len({(each.model, each.kv_bytes_per_token) for each in found}) > 1:
         names = ", ".join(f"{each.name}: {each.model}" for each in found)
-        fail("usage", f"--profile: expected engines of one model, found {names}")
-    return [Pool(*each) for each in zip(found, nodes, gpus, prices, strict=True)]
+        fail("usage", f"--profile: expected engines of the same model, found {names}")
+    return [NodePool(*each) for each in zip(found, nodes, gpus, prices, strict=True)]
 
 
 def _synthetic(given: SearchOptions, hit_rate: float) -> Recipe:
@@ -253,11 +264,11 @@ def _synthetic(given: SearchOptions, hit_rate: float) -> Recipe:
 
     only_traces = (given.requests, given.block_tokens, given.time_unit)
     if given.speed != 1.0 or any(value is not None for value in only_traces) or not given.hits:
-        fail("usage", "--speed, --requests, --no-hits, --block-tokens and --time-unit go with --trace")
+        fail("usage", "--speed, --requests, --no-hits, --block-tokens and --time-unit need --trace")
     if given.input_tokens is None or given.output_tokens is None:
-        fail("usage", "a workload is --input-tokens, --output-tokens and mostly --rate; or else --trace")
+        fail("usage", "expected --input-tokens, --output-tokens and usually --rate, or else --trace")
     if given.rate is not None:
-        check_positive("--rate", given.rate, "requests per second")
+        check_positive("--rate", given.rate, "a number of requests per second")
     for option, value in (("--input-tokens", given.input_tokens), ("--output-tokens", given.output_tokens)):
         if not 1 <= value < math.inf:
             fail("usage", f"{option} {value:g}: expected 1 or more")
@@ -273,8 +284,11 @@ def _replayed(given: SearchOptions, trace: Path, kept_tokens: int | None) -> tup
     own = (given.input_tokens, given.output_tokens, given.rate, given.hit_curve)
     spread = given.input_cv or given.output_cv or given.arrival_cv != 1.0
     if any(value is not None for value in own) or given.hit_rate or spread:
-        fail("usage", "--trace has its own rate, lengths and hits: leave out --rate, --input-tokens and the like")
-    check_positive("--speed", given.speed, "a number; 2 is twice the rate")
+        fail(
+            "usage",
+            "--trace has its own rate, lengths and hits: leave out the options that set them, such as --rate",
+        )
+    check_positive("--speed", given.speed, "a factor")
     unit = unit_of(given.time_unit)
     recipe = Replayed(
         str(trace), given.requests, kept_tokens, given.hits, block_tokens=given.block_tokens, time_unit=unit
@@ -284,7 +298,7 @@ def _replayed(given: SearchOptions, trace: Path, kept_tokens: int | None) -> tup
         say_what_is_odd(trace, recipe.read())
         parts = min(given.seeds, max(1, recipe.requests // PART))
         return msgspec.structs.replace(recipe, parts=parts), rate * given.speed
-    except ValueError as error:  # a `TraceError` is one
+    except ValueError as error:  # includes `TraceError`
         fail("usage", f"--trace {error}")
 
 
@@ -292,16 +306,16 @@ def _curve(file: Path, hit_rate: float, kept: int | None) -> HitCurve:
     from kvstore_serving.planning.hit_curve import CurveError, read_curve
 
     if hit_rate:
-        fail("usage", "--hit-rate and --hit-curve were given; expected one of them")
+        fail("usage", "--hit-rate and --hit-curve were given; expected only one of them")
     if kept is None:
-        fail("usage", "--hit-curve: give --store-keeps SIZE, too: the hit rate is that of this size")
+        fail("usage", "--hit-curve: expected --store-keeps SIZE, too, because the hit rate depends on this size")
     try:
         return read_curve(file)
     except CurveError as error:
         fail("usage", f"--hit-curve {error}")
 
 
-def _write(plan: Plan, question: Question, given: SearchOptions) -> None:
+def _write(plan: PlanDocument, question: Question, given: SearchOptions) -> None:
     try:
         if given.chart is not None:
             from kvstore_serving.planning.chart import draw
@@ -314,9 +328,9 @@ def _write(plan: Plan, question: Question, given: SearchOptions) -> None:
         fail("failed", f"{error.filename}: {error.strerror}")
 
 
-def _pools_file(plan: Plan, model: str, prefill_url: str, decode_url: str) -> str:
-    """-> the file of `kvstore proxy --pools`, with an entry for each engine. The URLs have `{}` where the number of the
-    engine goes, from 0."""
+def _pools_file(plan: PlanDocument, model: str, prefill_url: str, decode_url: str) -> str:
+    """Return the text of a file for `kvstore proxy --pools`, with an entry for each engine. In the given URLs, `{}`
+    stands for the engine's number, from 0."""
     lines = [
         f"# {plan.placement.prefill.instances} prefill and {plan.placement.decode.instances} decode engines for "
         f"{plan.goodput_rps:.3g} requests/s: `kvstore proxy --pools FILE`",
@@ -337,7 +351,7 @@ def _entries(role: str, placed: Placed, model: str, url: str) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """A string of TOML, which is one of JSON."""
+    """Return the text as a TOML string, which is written as in JSON."""
     import msgspec
 
     return msgspec.json.encode(text).decode()

@@ -1,4 +1,4 @@
-"""`kvstore plan verify`: its options, and its runs. Each rate is sent to the engines, and simulated."""
+"""`kvstore plan verify`: its options and its runs. The load of each rate is sent to the engines, and also simulated."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, sa
 if TYPE_CHECKING:
     from kvstore_serving.load.records import Planned
     from kvstore_serving.load.report import Slo
-    from kvstore_serving.load.run import Progress
-    from kvstore_serving.planning.document import Plan
-    from kvstore_serving.planning.placement import Placement
+    from kvstore_serving.load.run import RunProgress
+    from kvstore_serving.planning.document import PlanDocument
+    from kvstore_serving.planning.placement import EnginePlacement
     from kvstore_serving.planning.profile import Profile
     from kvstore_serving.planning.simulator import Fleet
     from kvstore_serving.planning.verify import Compared
     from kvstore_serving.planning.workload import Recipe
 
-REQUESTS: Final = 200  # of a run with synthetic requests
-# Options that say what a plan says, in the order in which errors name them.
+VERIFY_REQUESTS: Final = 200  # the number in a run with synthetic requests
+# Options for values that a plan contains, in the order in which errors name them.
 _OF_PLANS: Final = (
     *("profile", "slo_ttft", "slo_tpot", "colocated", "prefill", "decode", "gpus_per_node", "max_batch"),
     *("chunk_tokens", "node_bytes_per_s", "store_bytes_per_s", "input_tokens", "output_tokens"),
@@ -45,12 +45,12 @@ VERIFY_EXAMPLES: Final = example(
 class VerifyOptions:
     """The options of `kvstore plan verify`."""
 
-    url: Annotated[str, typer.Option(metavar="URL", help="The engine, or the proxy before engines.")]
+    url: Annotated[str, typer.Option(metavar="URL", help="The engine, or the proxy in front of engines.")]
     model: Annotated[str, typer.Option(help="Name of the model, as the endpoint serves it.")]
     plan: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="What `plan search --json` printed: engines, load, SLOs, and the rates of its curve."
+            metavar="FILE", help="Output of `plan search --json`: engines, load, SLOs, and the rates of its curve."
         ),
     ] = None
     trace: Annotated[
@@ -59,13 +59,14 @@ class VerifyOptions:
     block_tokens: BlockTokensOption = None
     time_unit: TimeUnitOption = None
     rate: Annotated[
-        list[float] | None, typer.Option(metavar="R", help="Requests per second; five or more: one run each.")
+        list[float] | None,
+        typer.Option(metavar="R", help="Requests per second; give five or more rates, for one run each."),
     ] = None
     requests: Annotated[
-        int | None, typer.Option(min=1, help=f"Requests of each run. Default: the whole trace, or {REQUESTS}.")
+        int | None, typer.Option(min=1, help=f"Requests of each run. Default: the whole trace, or {VERIFY_REQUESTS}.")
     ] = None
     hits: Annotated[
-        bool, typer.Option("--hits/--no-hits", help="Whether prompts find in the store what they share with others.")
+        bool, typer.Option("--hits/--no-hits", help="Whether the store has the shared parts of prompts.")
     ] = True
     profile: Annotated[str | None, typer.Option(metavar="FILE", help="Profile of the engines.")] = None
     input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None
@@ -73,9 +74,11 @@ class VerifyOptions:
     slo_ttft: Annotated[float | None, typer.Option(metavar="SECONDS", help="SLO of the time to the first token.")] = (
         None
     )
-    slo_tpot: Annotated[float | None, typer.Option(metavar="SECONDS", help="SLO of the time per later token.")] = None
+    slo_tpot: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="SLO of the time per token after the first.")
+    ] = None
     colocated: Annotated[
-        str | None, typer.Option(metavar="TP,PP,N", help="N engines that do both. Default: 1,1,1.")
+        str | None, typer.Option(metavar="TP,PP,N", help="N engines that do both phases. Default: 1,1,1.")
     ] = None
     prefill: Annotated[str | None, typer.Option(metavar="TP,PP,N", help="N prefill engines; with --decode.")] = None
     decode: Annotated[str | None, typer.Option(metavar="TP,PP,N", help="N decode engines.")] = None
@@ -83,21 +86,23 @@ class VerifyOptions:
         int | None, typer.Option(min=1, metavar="N", help="GPUs of a node. Default: each engine has nodes of its own.")
     ] = None
     max_batch: Annotated[
-        int | None, typer.Option(min=1, help="Most requests that an engine decodes at once. Default: 256.")
+        int | None, typer.Option(min=1, help="The most requests that an engine decodes at once. Default: 256.")
     ] = None
     chunk_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens of a step of an engine that does both. Default: 2048.")
+        int | None, typer.Option(min=0, help="Tokens in a step of an engine that does both phases. Default: 2048.")
     ] = None
     node_bytes_per_s: Annotated[
-        float | None, typer.Option(metavar="BYTES/S", help=f"Of a node's link, each way. Default: {NODE:g}.")
+        float | None, typer.Option(metavar="BYTES/S", help=f"Bandwidth of a node's link, each way. Default: {NODE:g}.")
     ] = None
     store_bytes_per_s: Annotated[
         float | None,
-        typer.Option(metavar="BYTES/S", help=f"Of the store, each way. Default: as in the profile, or {STORE:g}."),
+        typer.Option(
+            metavar="BYTES/S", help=f"Bandwidth of the store, each way. Default: as in the profile, or {STORE:g}."
+        ),
     ] = None
     warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, and not counted.")] = 10
     vocab: Annotated[int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this.")] = 1024
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and prompts.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and prompts.")] = 0
     as_json: JsonOption = False
 
 
@@ -105,7 +110,8 @@ class VerifyOptions:
 def verify(given: VerifyOptions) -> None:
     """Compare the attainment that the simulator predicts with that of real engines, at several rates.
 
-    Give --plan; or --profile with the SLOs, and --trace or --input-tokens with --output-tokens.
+    Give either --plan, or --profile with the SLOs and a load. The load is either --trace, or --input-tokens with
+    --output-tokens.
     """
     need_modules("plan", "simpy", "aiohttp")
     from kvstore_cli.plan_tables import print_verified
@@ -123,8 +129,8 @@ def verify(given: VerifyOptions) -> None:
     show(result, given.as_json, lambda: print_verified(result))
 
 
-def _planned_by(given: VerifyOptions, plan: Path) -> Plan:
-    """-> the plan, with which none of the options that it has itself may be given."""
+def _planned_by(given: VerifyOptions, plan: Path) -> PlanDocument:
+    """Return the plan. Ends the command if an option is given whose value the plan contains."""
     own = [name for name in _OF_PLANS if getattr(given, name) is not None]
     if own:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in own)
@@ -140,11 +146,11 @@ def _engines(given: VerifyOptions) -> tuple[Slo, Fleet]:
         missing = [name for name, value in needed.items() if value is None]
         fail("usage", f"{', '.join(missing)} not given: give --plan, or else --profile with both SLOs and a load")
     for option, value in (("--slo-ttft", given.slo_ttft), ("--slo-tpot", given.slo_tpot)):
-        check_positive(option, value, "seconds")
+        check_positive(option, value, "a number of seconds")
     return Slo(given.slo_ttft, given.slo_tpot), _fleet(given, profile_of(given.profile))
 
 
-def _recipe(given: VerifyOptions, read: Plan | None) -> Recipe:
+def _recipe(given: VerifyOptions, read: PlanDocument | None) -> Recipe:
     from kvstore_serving.planning.workload import Lengths, Synthetic
 
     if given.trace is not None:
@@ -152,34 +158,35 @@ def _recipe(given: VerifyOptions, read: Plan | None) -> Recipe:
             fail("usage", "--trace has its own lengths: leave out --input-tokens and --output-tokens")
         return _traced(given, given.trace, read)
     if given.block_tokens is not None or given.time_unit is not None:
-        fail("usage", "--block-tokens and --time-unit go with --trace")
+        fail("usage", "--block-tokens and --time-unit need --trace")
     if read is not None:
         return read.basis.load
     if given.input_tokens is None or given.output_tokens is None:
-        fail("usage", "a load is --input-tokens with --output-tokens, or --trace, or what --plan has")
+        fail("usage", "expected a load: --input-tokens with --output-tokens, --trace, or a --plan with a load")
     return Synthetic(Lengths(given.input_tokens), Lengths(given.output_tokens))
 
 
 def compare_rates(
     given: VerifyOptions, fleet: Fleet, slo: Slo, recipe: Recipe, rates: Sequence[float]
 ) -> list[Compared]:
-    """Measure and predict each rate. Ends the command if the endpoint cannot be used, or the load cannot be sent."""
+    """Measure and predict the attainment at each rate. Ends the command if the endpoint cannot be used or the load
+    cannot be sent."""
     import asyncio
 
     from kvstore_serving.load.arrivals import seed_of
-    from kvstore_serving.load.client import Bodies
+    from kvstore_serving.load.client import RequestBodies
     from kvstore_serving.load.report import make_report
     from kvstore_serving.planning.verify import compare
 
     seeds = [seed_of(given.seed, number) for number in range(len(rates))]
     loads = [_planned(given, recipe, rate, seed) for rate, seed in zip(rates, seeds, strict=True)]
     check_reached(given.url)
-    bodies = Bodies(given.model, "completions")
+    bodies = RequestBodies(given.model, "completions")
     found = []
     for rate, seed, planned in zip(rates, seeds, loads, strict=True):
         with progress_bar(f"{rate:g} req/s", not given.as_json, "requests") as progress:
 
-            def ended(now: Progress, total: int = len(planned)) -> None:
+            def ended(now: RunProgress, total: int = len(planned)) -> None:
                 progress(now.ended, total)
 
             run = asyncio.run(send(given.url, planned, bodies, given.vocab, seed, ended))
@@ -193,7 +200,7 @@ def compare_rates(
 # ---- options -----------------------------------------------------------------------------------------------------
 
 
-def _read(file: Path) -> Plan:
+def _read(file: Path) -> PlanDocument:
     from kvstore_serving.planning.document import PlanError, read_plan
 
     try:
@@ -202,8 +209,9 @@ def _read(file: Path) -> Plan:
         fail("usage", f"--plan {error}")
 
 
-def _traced(given: VerifyOptions, trace: Path, read: Plan | None) -> Recipe:
-    """A trace in place of the plan's load. The store keeps of it as much as the plan assumed, else all."""
+def _traced(given: VerifyOptions, trace: Path, read: PlanDocument | None) -> Recipe:
+    """Return a trace that replaces the plan's load. The store keeps as much as the plan assumed or, without a plan,
+    everything."""
     from kvstore_serving.load.trace import TraceError, read_trace
     from kvstore_serving.planning.workload import Replayed
 
@@ -217,17 +225,17 @@ def _traced(given: VerifyOptions, trace: Path, read: Plan | None) -> Recipe:
     return Replayed(str(trace), kept_tokens=kept, block_tokens=given.block_tokens, time_unit=unit)
 
 
-def _rates(given: Sequence[float] | None, read: Plan | None) -> list[float]:
+def _rates(given: Sequence[float] | None, read: PlanDocument | None) -> list[float]:
     from kvstore_serving.planning.verify import LEAST_RATES
 
     rates = list(dict.fromkeys(given or ([] if read is None else [point.rate_rps for point in read.curve])))
     for value in rates:
-        check_positive("--rate", value, "requests per second")
+        check_positive("--rate", value, "a number of requests per second")
     if len(rates) < LEAST_RATES:
         fail(
             "usage",
-            f"--rate: {len(rates)} rates; expected {LEAST_RATES} or more, different ones, so that a curve is compared "
-            "and not a few points. Without --rate, those of --plan are taken",
+            f"--rate: {len(rates)} different rates; expected {LEAST_RATES} or more, so that a curve is compared and "
+            "not only a few points. Without --rate, the rates of --plan are used",
         )
     return rates
 
@@ -236,39 +244,39 @@ def _planned(given: VerifyOptions, recipe: Recipe, rate: float, seed: int) -> li
     from kvstore_serving.planning.verify import planned_load
     from kvstore_serving.planning.workload import Synthetic
 
-    requests = REQUESTS if given.requests is None and isinstance(recipe, Synthetic) else given.requests
+    requests = VERIFY_REQUESTS if given.requests is None and isinstance(recipe, Synthetic) else given.requests
     try:
         planned = planned_load(recipe, rate, requests, given.warmup, seed)
-    except ValueError as error:  # a `TraceError` is one
-        fail("usage", f"the load's trace {error}; --trace FILE gives another one")
+    except ValueError as error:  # includes `TraceError`
+        fail("usage", f"the load's trace {error}; to use another trace, give --trace FILE")
     if len(planned) <= given.warmup:
-        fail("usage", f"{len(planned)} requests, of which --warmup {given.warmup} leaves none to count")
+        fail("usage", f"the load has {len(planned)} requests: --warmup {given.warmup} leaves none to count")
     return planned
 
 
 def _fleet(given: VerifyOptions, profile: Profile) -> Fleet:
-    """Without --gpus-per-node, each engine has nodes of its own."""
-    from kvstore_serving.planning.fleet import Pool
+    """Return the fleet. Without --gpus-per-node, each engine has nodes of its own."""
+    from kvstore_serving.planning.fleet import NodePool
     from kvstore_serving.planning.simulator import Fleet
 
     placement = _placement(given.colocated, given.prefill, given.decode)
     for engines in placement.phases:
         if (engines.shape.tp, engines.shape.pp) not in profile.shapes:
             shapes = ", ".join(f"{tp},{pp}" for tp, pp in profile.shapes)
-            fail("usage", f"tp {engines.shape.tp}, pp {engines.shape.pp} are not in the profile, which has {shapes}")
+            fail("usage", f"tp {engines.shape.tp} with pp {engines.shape.pp} is not in the profile, which has {shapes}")
     largest = max(engines.shape.tp for engines in placement.phases)
     gpus = largest if given.gpus_per_node is None else given.gpus_per_node
     if gpus < largest:
-        fail("usage", f"--gpus-per-node {gpus}: expected {largest} or more, the tensor parallelism of an engine")
+        fail("usage", f"--gpus-per-node {gpus}: expected at least the tensor parallelism of an engine, {largest}")
     node = NODE if given.node_bytes_per_s is None else given.node_bytes_per_s
     links = make_links("store", node, 1.0, given.store_bytes_per_s, 1, "1GiB", profile.store)
     max_batch = 256 if given.max_batch is None else given.max_batch
     chunk_tokens = 2048 if given.chunk_tokens is None else given.chunk_tokens
-    return Fleet([Pool(profile, placement.gpus, gpus)], links, placement, max_batch, chunk_tokens)
+    return Fleet([NodePool(profile, placement.gpus, gpus)], links, placement, max_batch, chunk_tokens)
 
 
-def _placement(colocated: str | None, prefill: str | None, decode: str | None) -> Placement:
-    from kvstore_serving.planning.placement import Engines, Placement, Shape
+def _placement(colocated: str | None, prefill: str | None, decode: str | None) -> EnginePlacement:
+    from kvstore_serving.planning.placement import EnginePlacement, Engines, Shape
 
     def engines(option: str, text: str) -> Engines:
         numbers = parse_numbers(option, text)
@@ -277,7 +285,7 @@ def _placement(colocated: str | None, prefill: str | None, decode: str | None) -
         return Engines(Shape(numbers[0], numbers[1]), numbers[2])
 
     if prefill is None and decode is None:
-        return Placement(colocated=engines("--colocated", colocated or "1,1,1"))
+        return EnginePlacement(colocated=engines("--colocated", colocated or "1,1,1"))
     if prefill is None or decode is None or colocated is not None:
         fail("usage", "give --prefill with --decode, or else --colocated")
-    return Placement(engines("--prefill", prefill), engines("--decode", decode))
+    return EnginePlacement(engines("--prefill", prefill), engines("--decode", decode))

@@ -12,14 +12,23 @@ from kvstore_cli.plan_tables import print_proposal
 from kvstore_cli.progress import progress_bar
 from kvstore_serving.planning.goodput import crew
 from kvstore_serving.planning.metrics_page import MetricsError, metrics_of
-from kvstore_serving.planning.watching import Counters, Load, Proposal, Watched, counters, drift, load_between, propose
+from kvstore_serving.planning.watching import (
+    OfferedLoad,
+    Proposal,
+    ProxyCounters,
+    Watched,
+    counters,
+    drift,
+    load_between,
+    propose,
+)
 
 
 def watch_load(
     proxy: str, watched: Watched, interval_s: float, share: float, pools: Path | None, *, once: bool, as_json: bool
 ) -> None:
-    """Look at the proxy every `interval_s`, until Ctrl-C. A proxy that does not answer is waited for."""
-    planned: Load | None = None
+    """Poll the proxy every `interval_s` seconds until Ctrl-C. If the proxy does not answer, wait for it."""
+    planned: OfferedLoad | None = None
     engines = 0
     before = _look(proxy, required=True)
     try:
@@ -33,7 +42,7 @@ def watch_load(
             if load is None:
                 continue
             if len(after.roles) < 2:
-                said = f"the proxy has {len(after.roles)} engine(s): expected two or more, whose roles can be shifted"
+                said = f"the proxy has {len(after.roles)} engine(s): expected two or more, whose roles can be changed"
                 if once:
                     fail("failed", said)
                 print(f"{said}; waiting for them", file=sys.stderr)
@@ -63,7 +72,7 @@ def watch_load(
         return
 
 
-def _look(proxy: str, required: bool) -> Counters | None:
+def _look(proxy: str, required: bool) -> ProxyCounters | None:
     try:
         return counters(asyncio.run(metrics_of(proxy)), time.monotonic())
     except MetricsError as error:
@@ -75,6 +84,6 @@ def _look(proxy: str, required: bool) -> Counters | None:
         fail("failed", f"{proxy}: {error}")
 
 
-def _proposed(watched: Watched, load: Load, seen: Counters, changed: list[str], as_json: bool) -> Proposal:
+def _proposed(watched: Watched, load: OfferedLoad, seen: ProxyCounters, changed: list[str], as_json: bool) -> Proposal:
     with progress_bar("simulating", not as_json, "runs") as progress, crew(progress) as workers:
         return propose(watched, load, len(seen.roles), seen.split, changed, workers)

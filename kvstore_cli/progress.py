@@ -1,4 +1,4 @@
-"""A progress bar on standard error, for commands that take long."""
+"""A progress bar on standard error, for commands that take a long time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from rich.progress import (
 def progress_bar(
     doing: str, shown: bool, unit: str = "blocks", stays: bool = False
 ) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a bar while the body runs. Yields a function `(done, total)` that updates the bar, in `unit`; total None:
-    not known yet. The unit "bytes" is shown as sizes. `stays`: leave the bar on the screen at the end."""
+    """Show a bar while the body runs. Yields a function `(done, total)` that updates the bar.
+
+    unit: the unit of both numbers; "bytes" are shown as sizes. `total` is None while it is not known
+    stays: whether the bar stays on the screen at the end
+    """
     amount: list[ProgressColumn]
     amount = [DownloadColumn(binary_units=True)] if unit == "bytes" else [MofNCompleteColumn(), TextColumn(unit)]
     bar = Progress(

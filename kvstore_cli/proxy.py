@@ -1,4 +1,4 @@
-"""`kvstore proxy`: its options. What it does is `kvstore_serving.proxy`, which needs the extra `serving`."""
+"""`kvstore proxy`: its options. `kvstore_serving.proxy` does the work, which needs the extra `serving`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Seconds = Annotated[float, typer.Option(metavar="SECONDS", min=0.001)]
 class ProxyOptions:
     """The options of `kvstore proxy`."""
 
-    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where users come to; port 0 picks one.")]
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Address for users; port 0 picks a free one.")
+    ]
     store: Annotated[
         list[str],
         typer.Option("--store", metavar="ENDPOINT", help="The store that the engines share, as for --endpoint."),
@@ -30,11 +32,11 @@ class ProxyOptions:
     ] = None
     decode: Annotated[
         list[str] | None,
-        typer.Option("--decode", metavar="URL", help="A decode engine; repeatable. One URL may be both."),
+        typer.Option("--decode", metavar="URL", help="A decode engine; repeatable. One URL may have both roles."),
     ] = None
     pools: Annotated[
         str,
-        typer.Option("--pools", metavar="FILE", help="A TOML file that names the engines; changes are followed."),
+        typer.Option("--pools", metavar="FILE", help="A TOML file that lists the engines; read again when it changes."),
     ] = ""
     engines: Annotated[
         str, typer.Option("--engines", metavar="URL", help="etcd://HOST:PORT/NAME where engines register themselves.")
@@ -46,26 +48,34 @@ class ProxyOptions:
     policy: Annotated[str, typer.Option(help="auto, colocate or split.")] = "auto"
     split_tokens: Annotated[
         str,
-        typer.Option(metavar="N|auto", help="Uncached tokens from which P and D share a prompt; auto: as measured."),
+        typer.Option(
+            metavar="N|auto", help="The fewest uncached tokens for which P and D share a prompt; auto: measured."
+        ),
     ] = "auto"
-    drain_seconds: Annotated[float, typer.Option(min=0.001, help="What runs may take so long after SIGTERM.")] = 60.0
-    retries: Annotated[int, typer.Option(min=0, help="Other decode engines that a request may go to.")] = 2
-    connect_seconds: Annotated[float, typer.Option(min=0.001, help="To connect to an engine.")] = 2.0
-    first_byte_seconds: Annotated[float, typer.Option(min=0.001, help="To an engine's first event.")] = 300.0
-    idle_seconds: Annotated[float, typer.Option(min=0.001, help="Between two events of an engine.")] = 60.0
-    answer_seconds: Annotated[float, typer.Option(min=0.001, help="To an answer that is not streamed.")] = 1800.0
-    check_seconds: Annotated[float, typer.Option(min=0.001, help="Between two health checks of an engine.")] = 2.0
-    check_timeout_seconds: Annotated[float, typer.Option(min=0.001, help="To the answer of a health check.")] = 2.0
-    backoff_seconds: Annotated[float, typer.Option(min=0.001, help="Without an engine after its first failure.")] = 1.0
-    user_stall_seconds: Annotated[float, typer.Option(min=0.001, help="A user may read nothing for so long.")] = 120.0
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.001, help="How long running requests may take after SIGTERM.")
+    ] = 60.0
+    retries: Annotated[int, typer.Option(min=0, help="How many other decode engines a request may try.")] = 2
+    connect_seconds: Annotated[float, typer.Option(min=0.001, help="Longest time to connect to an engine.")] = 2.0
+    first_byte_seconds: Annotated[float, typer.Option(min=0.001, help="Longest time to an engine's first event.")] = (
+        300.0
+    )
+    idle_seconds: Annotated[float, typer.Option(min=0.001, help="Longest time between two events.")] = 60.0
+    answer_seconds: Annotated[float, typer.Option(min=0.001, help="Longest time for an unstreamed answer.")] = 1800.0
+    check_seconds: Annotated[float, typer.Option(min=0.001, help="Time between two health checks of an engine.")] = 2.0
+    check_timeout_seconds: Annotated[float, typer.Option(min=0.001, help="Longest time for a health check.")] = 2.0
+    backoff_seconds: Annotated[float, typer.Option(min=0.001, help="Pause of an engine after its first failure.")] = 1.0
+    user_stall_seconds: Annotated[float, typer.Option(min=0.001, help="How long a user may stop reading.")] = 120.0
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB"
     max_bodies: Annotated[
-        str, typer.Option(metavar="SIZE", help="What the bodies of all requests may take; beyond it 503.")
+        str, typer.Option(metavar="SIZE", help="Memory for the bodies of all requests; others get status 503.")
     ] = "256MiB"
-    max_in_flight: Annotated[int, typer.Option(min=1, help="Requests at a time; beyond it 503.")] = 1024
-    access_log: Annotated[str, typer.Option(metavar="FILE", help="A JSON object a request; - is stdout, '' none.")] = (
-        "-"
+    max_in_flight: Annotated[int, typer.Option(min=1, help="The most requests at a time; others get status 503.")] = (
+        1024
     )
+    access_log: Annotated[
+        str, typer.Option(metavar="FILE", help="A JSON object for each request; - is stdout, '' is off.")
+    ] = "-"
     trace_file: Annotated[
         str, typer.Option(metavar="FILE", help="Write each request's times, for a trace viewer; see kvstore trace.")
     ] = ""
@@ -90,7 +100,10 @@ def proxy(given: ProxyOptions) -> None:
     from kvstore_serving.proxy.server import run
     from kvstore_serving.proxy.settings import Settings, SettingsError, parse_events, parse_listen, parse_split_tokens
 
-    for name, value, allowed in (("level", given.log_level, logs.LEVELS), ("format", given.log_format, logs.FORMATS)):
+    for name, value, allowed in (
+        ("level", given.log_level, logs.LEVELS),
+        ("format", given.log_format, logs.LOG_FORMATS),
+    ):
         if value not in allowed:
             fail("usage", f"--log-{name} is {value!r}; expected one of {', '.join(allowed)}")
     try:

@@ -1,7 +1,8 @@
-"""`kvstore purge`: makes all blocks of some namespaces misses, in the store and in the engines that hold copies.
+"""`kvstore purge`: removes all blocks of some namespaces, from the store and from the engines that hold copies.
 
-It says what it will remove, and asks, before it does so. Shards that do not answer do not keep it from emptying the
-others: then it fails, says which are left, and is to be run again when they are back.
+It first shows what it will remove, and asks for confirmation. If some shards do not answer, the other shards are
+emptied anyway. The command then fails and names the shards that did not answer. Run it again when these shards are
+back.
 """
 
 from __future__ import annotations
@@ -28,37 +29,41 @@ if TYPE_CHECKING:
     from kvstore_client import KVStoreClient
     from kvstore_client.results import ShardStatus
 
-SHOWN: Final = 10  # most namespaces that are named before the question
+SHOWN: Final = 10  # the most namespaces that are listed before the question
 _ID_DIGITS: Final = 32
 
 
 def purge(
     namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", metavar="JSON|@FILE", help=f"Empty this one. {NAMESPACE_HELP}")
+        str | None,
+        typer.Option("--namespace", "-n", metavar="JSON|@FILE", help=f"Empty this namespace. {NAMESPACE_HELP}"),
     ] = None,
     namespace_id: Annotated[
         str | None,
-        typer.Option("--namespace-id", metavar="HEX", help="Empty the one whose id begins so, as `kvstore info` says."),
+        typer.Option(
+            "--namespace-id", metavar="HEX", help="Empty the namespace whose id (`kvstore info`) begins with HEX."
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="GLOB", help="Empty all of models that match: 'Qwen/*'.")
+        str | None,
+        typer.Option("--model", metavar="GLOB", help="Empty the namespaces of matching models, such as 'Qwen/*'."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Empty all namespaces.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     endpoint: EndpointOption = None,
     timeout: TimeoutOption = 60.0,
     as_json: JsonOption = False,
 ) -> None:
     """Remove all blocks of some namespaces, or of the store, and every copy that engines hold of them.
 
-    Says first how much there is, and asks. Where there is no terminal to ask on, --yes is needed. Engines drop what
-    they hold, in their GPUs as well, and compute it again when it is needed; what they have on its way is refused.
-    Status 3: there is no such namespace.
+    It first shows how much will be removed, and asks for confirmation. Without a terminal, --yes is needed. Engines
+    drop their copies, also in their GPUs, and compute the blocks again when they need them. Blocks that engines are
+    sending are refused. The exit status is 3 if there is no such namespace.
     """
     if [namespace is None, namespace_id is None, model is None, not everything].count(False) != 1:
         fail(
             "usage",
-            "expected one of --namespace JSON, --namespace-id HEX, --model GLOB, to empty some namespaces, or --all, "
+            "expected one of --namespace JSON, --namespace-id HEX and --model GLOB to empty some namespaces, or --all "
             "to empty the store",
         )
     prefix = _check_id(namespace_id) if namespace_id is not None else ""
@@ -72,12 +77,12 @@ def purge(
         chosen = _of_id(infos, _id_of(client, shards)) if wanted is not None else _matching(infos, model, prefix)
         contents = _contents(chosen)
         if prefix and len(contents) > 1:
-            fail("usage", f"--namespace-id {namespace_id}: several begin so, {_named(contents)}: give more digits")
+            fail("usage", f"--namespace-id {namespace_id}: not unique, it fits {_named(contents)}: give more digits")
         if (contents or not everything) and not yes:
             _ask(contents, as_json)
         replies = _purge(client, wanted is None, model or "", prefix, as_json)
         report = _Report(contents, shards, replies)
-        if not (everything or chosen or report.told):  # an empty one is listed for some seconds
+        if not (everything or chosen or report.told):  # an empty namespace is listed for a few more seconds
             there = _named(_contents(_matching(infos, None, "")))
             fail("not_found", f"there is no such namespace; the store has {there or 'none'}")
         show(report.document, as_json, report.print, report.failure)
@@ -86,25 +91,31 @@ def purge(
 def _check_id(given: str) -> str:
     prefix = given.lower()
     if not 0 < len(prefix) <= _ID_DIGITS or set(prefix) - set("0123456789abcdef"):
-        fail("usage", f"--namespace-id {given!r}: expected 1 to {_ID_DIGITS} hexadecimal digits, as `kvstore info` has")
+        fail("usage", f"--namespace-id {given!r}: expected 1 to {_ID_DIGITS} hexadecimal digits, as in `kvstore info`")
     return prefix
 
 
 def _check_reached(client: KVStoreClient, shards: Sequence[ShardStatus]) -> None:
-    """End the command unless some shard answers."""
+    """End the command unless at least one shard answers."""
+    from kvstore_client import NotAuthorized
+
     if any(shard.info is not None for shard in shards):
         return
-    client.info()  # raises if they answer, and refuse
+    try:
+        client.info()  # raises an error if the shards refuse the request
+    except NotAuthorized as error:
+        fail("failed", f"purge needs a token with the verbs admin and monitor: {error}")
     why = "; ".join(dict.fromkeys(shard.error for shard in shards)) or client.directory_error or "no shard is known"
     fail("unreachable", f"{why}; nothing was removed")
 
 
 def _id_of(client: KVStoreClient, shards: Sequence[ShardStatus]) -> str:
-    """-> the id of the client's namespace, at the server: there it may belong to the tenant that the token names."""
+    """Return the id that the server gives the client's namespace. On the server, the namespace may belong to the
+    token's tenant."""
     import msgspec
 
     tenant = next((shard.info.tenant for shard in shards if shard.info is not None), "")
-    wanted = client.namespace  # with the mark of a block secret
+    wanted = client.namespace  # its id depends on the block secret, if there is one
     return (msgspec.structs.replace(wanted, tenant=tenant) if tenant else wanted).id
 
 
@@ -147,7 +158,7 @@ class _Content:
 
 
 def _contents(infos: Sequence[NamespaceInfo]) -> list[_Content]:
-    """Those of these namespaces that hold blocks."""
+    """Return the contents of the namespaces that have blocks."""
     by_id: dict[str, list[NamespaceInfo]] = {}
     for part in infos:
         if part.blocks or part.disk_blocks:
@@ -156,13 +167,13 @@ def _contents(infos: Sequence[NamespaceInfo]) -> list[_Content]:
 
 
 def _named(contents: Sequence[_Content]) -> str:
-    """-> their ids and models, in words."""
+    """Return a text with the namespaces' ids and models."""
     shown = [f"{content.id[:12]} ({printable(content.model)})" for content in contents[:SHOWN]]
     return ", ".join(shown) + (f" and {len(contents) - SHOWN} more" if len(contents) > SHOWN else "")
 
 
 class _Report:
-    """What came of it."""
+    """The result of a purge."""
 
     def __init__(
         self, contents: Sequence[_Content], shards: Sequence[ShardStatus], replies: dict[str, PurgeReply]
@@ -170,27 +181,27 @@ class _Report:
         self._contents = contents
         self._removed = sum(reply.purged for reply in replies.values())
         self._left = [shard.name for shard in shards if shard.name not in replies]
-        # An engine has a connection to each shard.
+        # Each engine has a connection to every shard.
         self.told = max((reply.told for reply in replies.values()), default=0)
         self._silent = sorted({address for reply in replies.values() for address in reply.silent})
         self._heard = self.told - max((len(reply.silent) for reply in replies.values()), default=0)
 
     @property
     def document(self) -> dict[str, Any]:
-        """As --json prints it."""
+        """Return the report in the form that --json prints."""
         holders = {"clients": {"told": self.told, "silent": self._silent}} if self.told else {}
         left = {"shards_left": self._left} if self._left else {}
         return {"namespaces": len(self._contents), "blocks": self._removed, **holders, **left}
 
     def print(self) -> None:
-        """For people."""
+        """Print the report for people."""
         print(f"{self._removed} blocks of {len(self._contents)} namespace(s) removed")
         if self.told:
             print(f"{self._heard} of {self.told} clients with copies of blocks have dropped them")
 
     @property
     def failure(self) -> CommandFailed | None:
-        """What is left to do; None: nothing."""
+        """The failure that says what is left to do. It is None if nothing is left."""
         problems = []
         if self._left:
             problems.append(f"{', '.join(self._left)} did not answer and may have older blocks")
@@ -202,7 +213,7 @@ class _Report:
 
 
 def _ask(contents: Sequence[_Content], as_json: bool) -> None:
-    """Say what would be removed. Ends the command unless somebody at a terminal confirms."""
+    """Show what would be removed, and ask for confirmation. Ends the command unless a user at a terminal confirms."""
     from kvstore.sizes import format_size
 
     blocks, size = sum(content.blocks for content in contents), sum(content.bytes for content in contents)

@@ -1,4 +1,4 @@
-"""Scrubs a running store: asks every shard for a check pass over all blocks on its disk, and waits for the end."""
+"""Scrubs a running store: asks every shard to check all blocks on its disk, and waits until all checks have ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore_client.client import KVStoreClient
 
 POLL_S: Final = 0.2
 
-Progress = Callable[[int, int], None]  # blocks done, blocks in total
+Progress = Callable[[int, int], None]  # called with the checked blocks and the total
 
 
 class NoDiskTier(ValueError):
@@ -21,27 +21,27 @@ class NoDiskTier(ValueError):
 
 
 class ScrubbedShard(msgspec.Struct, frozen=True):
-    """The result of one shard's pass. `failure`: why the pass did not finish; empty if it did."""
+    """The result of one shard's check. `failure`: why the check did not finish; empty if it finished."""
 
     shard: str
-    blocks: int  # blocks checked
+    blocks: int  # the number of checked blocks
     bytes: int
-    damaged: int  # damaged blocks; the shard has dropped and logged them
+    damaged: int  # the number of damaged blocks, which the shard has dropped and logged
     failure: str
 
 
 class ScrubReport(msgspec.Struct, frozen=True):
-    """The results of all passes. `ok`: all passes finished and no block is damaged."""
+    """The results of all shards. `ok`: whether all checks finished and no block is damaged."""
 
     ok: bool
     shards: list[ScrubbedShard]
 
 
 def verify(client: KVStoreClient, progress: Progress) -> ScrubReport:
-    """Have every shard check all of its blocks on disk, and wait. `client` must not be `fail_open`.
+    """Make every shard check all of its blocks on disk. `client` must not be `fail_open`.
 
-    Blocks until all passes have ended. If a disk tier is still recovering, waits for that first. Raises `NoDiskTier`,
-    and `KVStoreError` if a shard does not answer.
+    Returns when all checks have ended. If a disk tier is still recovering, this first waits for the recovery. Raises
+    `NoDiskTier`, or `KVStoreError` if a shard does not answer.
     """
     before = _tiers(client)
     while any(shard.disk.state == "recovering" for shard in before.values() if shard.disk):

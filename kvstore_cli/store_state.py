@@ -1,4 +1,4 @@
-"""The state of a store: what each shard answers, and why other shards do not answer."""
+"""The state of a store: the answers of its shards, and the reasons why other shards do not answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kvstore_client.keys import KeyArray
 
 
 def owners_of(shards: Sequence[ShardStatus], keys: KeyArray) -> list[str]:
-    """The names of the keys' owners, the shards that their blocks are set on first; empty if no shard takes sets."""
+    """Return the names of the keys' owners, on which their blocks are set first. The list is empty if no shard accepts
+    sets."""
     owners = [shard for shard in shards if shard.takes_sets]
     if not owners:
         return []
@@ -38,13 +39,14 @@ class SilentShard(msgspec.Struct, frozen=True):
 class StoreState(msgspec.Struct, frozen=True):
     """The state that `kvstore info` shows."""
 
-    shards: Sequence[ShardInfo]  # those that answered
+    shards: Sequence[ShardInfo]  # the shards that answered
     silent: Sequence[SilentShard]
-    paths: Sequence[str]  # how blocks come from `shards` to this command's host: "shared memory" or "tcp"
+    nodes: Sequence[str]  # the node of each of `shards`, by the name that other commands use
+    paths: Sequence[str]  # how this host reads blocks from `shards`: "shared memory" or "tcp"
 
     @property
     def failure(self) -> CommandFailed | None:
-        """Why the state is not complete; None if it is."""
+        """The failure that says why the state is not complete. It is None if the state is complete."""
         if not self.silent:
             return None
         total = len(self.shards) + len(self.silent)
@@ -53,7 +55,8 @@ class StoreState(msgspec.Struct, frozen=True):
 
 
 def store_state(client: KVStoreClient) -> StoreState:
-    """Ask all shards for their state. `client` should be `fail_open`, so that it can be made while a node is down."""
+    """Ask all shards for their state. `client` should be `fail_open`, because it can then be made while a node is
+    down."""
     shards = client.shards()
     return StoreState(
         [shard.info for shard in shards if shard.info is not None],
@@ -62,5 +65,6 @@ def store_state(client: KVStoreClient) -> StoreState:
             for shard in shards
             if shard.info is None
         ],
+        [shard.node for shard in shards if shard.info is not None],
         [shard.path for shard in shards if shard.info is not None],
     )

@@ -1,4 +1,4 @@
-"""`kvstore top`: every node or shard of a store, live."""
+"""`kvstore top`: shows every node or shard of a store, live."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
 from kvstore.sizes import format_size
 from kvstore.wire import ShardInfo
 from kvstore.wire.status import Field, fields_of
-from kvstore_cli.options import EndpointOption, JsonOption, TimeoutOption, connected
+from kvstore_cli.options import ID_DIGITS, EndpointOption, JsonOption, TimeoutOption, connected
 from kvstore_cli.output import print_json, show
 
 if TYPE_CHECKING:
@@ -25,17 +25,22 @@ if TYPE_CHECKING:
 
     from kvstore_cli.top_state import Looking, Top, TopRow
 
-_KEPT: Final = ("name", "hits", "out")
-_LEFT_OUT_FIRST: Final = ("clients", "requests", "blocks", "up", "slow", "disk", "evicted", "memory", "in")
-_NEXT: Final = (b">", b"s", b"\x1b[C")  # also: the right arrow
+_KEPT_COLUMNS: Final = ("name", "hits", "out", "model", "tenant", "memory")
+_TOP_LEFT_OUT_FIRST: Final = (
+    *("clients", "requests", "blocks", "up", "slow", "disk", "evicted", "p99", "memory", "in"),
+    *("missed", "refused", "created", "found"),
+)
+_NEXT: Final = (b">", b"s", b"\x1b[C")  # the last one is the right arrow
 _PREVIOUS: Final = (b"<", b"\x1b[D")
 
 
 class By(str, Enum):
-    """What a row is of."""
+    """The kinds of rows."""
 
     NODE = "node"
     SHARD = "shard"
+    NAMESPACE = "namespace"
+    TENANT = "tenant"
 
 
 def _cell(field: Field, row: TopRow) -> str:
@@ -52,15 +57,30 @@ def _percent(used: int, limit: int) -> str:
     return f"{used / limit:.0%}" if limit else "-"
 
 
-# Each column: the number that rows are sorted by, and how it is printed. Fields of INFO come last.
-_COLUMNS: Final[dict[str, tuple[str, Callable[[TopRow], str]]]] = {
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:.0f}/s"
+
+
+_Columns: TypeAlias = "dict[str, tuple[str, Callable[[Any], str]]]"
+
+# For each column, the field by which rows are sorted, and how it is printed. Fields of INFO come last.
+_TOP_COLUMNS: Final[_Columns] = {
     "name": ("name", lambda row: row.name),
     "up": ("shards_up", lambda row: f"{row.shards_up}/{row.shards}"),
     "clients": ("connections", lambda row: str(row.connections)),
-    "hits": ("hit_rate", lambda row: "-" if row.hit_rate is None else f"{row.hit_rate:.1%}"),
+    "hits": ("hit_rate", lambda row: _share(row.hit_rate)),
     "in": ("bytes_in_per_s", lambda row: _speed(row.bytes_in_per_s)),
     "out": ("bytes_out_per_s", lambda row: _speed(row.bytes_out_per_s)),
-    "requests": ("requests_per_s", lambda row: f"{row.requests_per_s:.0f}/s"),
+    "requests": ("requests_per_s", lambda row: _rate(row.requests_per_s)),
+    "p99": ("get_p99_s", lambda row: _ms(row.get_p99_s)),
     "blocks": ("blocks", lambda row: str(row.blocks)),
     "memory": ("memory_used_bytes", lambda row: _percent(row.memory_used_bytes, row.memory_limit_bytes)),
     "disk": ("disk_used_bytes", lambda row: _percent(row.disk_used_bytes, row.disk_limit_bytes)),
@@ -68,45 +88,86 @@ _COLUMNS: Final[dict[str, tuple[str, Callable[[TopRow], str]]]] = {
 }
 
 
-def _column(name: str) -> str:
-    if name not in _COLUMNS:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, _COLUMNS))}.")
-    return name
+# The same for rows of namespaces and of tenants.
+_USE_COLUMNS: Final[_Columns] = {
+    "hits": ("hit_rate", lambda row: _share(row.hit_rate)),
+    "found": ("found_per_s", lambda row: _rate(row.found_per_s)),
+    "missed": ("missed_per_s", lambda row: _rate(row.missed_per_s)),
+    "created": ("created_per_s", lambda row: _rate(row.created_per_s)),
+    "evicted": ("evicted_per_s", lambda row: _rate(row.evicted_per_s)),
+    "blocks": ("blocks", lambda row: str(row.blocks)),
+    "memory": ("memory_bytes", lambda row: format_size(row.memory_bytes)),
+    "disk": ("disk_bytes", lambda row: format_size(row.disk_bytes)),
+}
+_COLUMNS_BY: Final[dict[By, _Columns]] = {
+    By.NODE: _TOP_COLUMNS,
+    By.SHARD: _TOP_COLUMNS,
+    By.NAMESPACE: {
+        "name": ("name", lambda row: row.name[:ID_DIGITS]),
+        "model": ("model", lambda row: row.model),
+        "tenant": ("tenant", lambda row: row.tenant or "-"),
+        **_USE_COLUMNS,
+    },
+    By.TENANT: {
+        "name": ("name", lambda row: row.name or "-"),
+        **_USE_COLUMNS,
+        "limit": ("memory_limit_bytes", lambda row: _limit(row.memory_limit_bytes)),
+        "clients": ("connections", lambda row: str(row.connections)),
+        "refused": ("refused_per_s", lambda row: _rate(row.refused_per_s)),
+    },
+}
+_ALL_COLUMNS: Final = list(dict.fromkeys(name for each in _COLUMNS_BY.values() for name in each))
+_LEGEND: Final = """\
+up        shards that answer, of all            clients   connections, the most of any shard
+hits      blocks found, of those requested      in, out   bytes of blocks received and sent
+requests  SETs, GETs and look-ups               p99       99 of 100 GETs took at most this long
+memory    used, of the limit                    disk      used, of the limit
+evicted   blocks removed to make room           slow      rounds of a shard's loop over 50 ms
+found, missed, created   blocks, in each second       refused   requests over a limit of the tenant
+
+Rates are those since the last refresh. Press a key to return."""
+
+
+def _limit(count: int | None) -> str:
+    return "-" if count is None else format_size(count)
 
 
 def top(
     endpoint: EndpointOption = None,
-    by: Annotated[By, typer.Option("--by", help="What a row is of.")] = By.NODE,
+    by: Annotated[By, typer.Option("--by", help="What each row shows.")] = By.NODE,
     sort: Annotated[
         str,
         typer.Option(
             *("--sort", "-s"),
-            metavar=f"<{'|'.join(_COLUMNS)}>",
-            callback=_column,
-            autocompletion=lambda: list(_COLUMNS),
-            help="Column to sort by; numbers from the largest.",
+            metavar="COLUMN",
+            autocompletion=lambda: list(_ALL_COLUMNS),
+            help=f"Column to sort by, one that is shown: {', '.join(_ALL_COLUMNS)}. The largest numbers come first.",
         ),
     ] = "name",
-    reverse: Annotated[bool, typer.Option("--reverse", "-r", help="Sort the other way round.")] = False,
-    once: Annotated[bool, typer.Option("--once", help="Look for one interval, show that, and end.")] = False,
+    reverse: Annotated[bool, typer.Option("--reverse", "-r", help="Reverse the order.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval, and end.")] = False,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600.0, help="Seconds between looks.")
+        float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600.0, help="Seconds between polls.")
     ] = 2.0,
     timeout: TimeoutOption = 2.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what every node does, live: hit rate, traffic, blocks, memory, disk, evictions, slow turns.
+    """Show every node's activity, live: hit rate, traffic, times of GETs, blocks, memory, disk, evictions.
 
-    Rates are those between two looks. In a terminal the keys < and > (or the arrows) choose the column to sort by,
-    r turns the order round, and q ends it. With --json each line is a document; with --once there is one, and the
-    status is 1 if a shard does not answer.
+    Rates are those between two polls. In a terminal, the keys < and > (or the arrows) choose the column to sort by, r
+    reverses the order, ? explains the columns, and q ends the command. With --json, each line is a JSON document. With
+    --once, there is one result, and the exit status is 1 if a shard does not answer.
     """
     from kvstore_cli.top_state import Looking
 
+    if sort not in _COLUMNS_BY[by]:
+        raise typer.BadParameter(
+            f"--sort {sort!r} is not one of {', '.join(map(repr, _COLUMNS_BY[by]))}, the columns of --by {by.value}."
+        )
     with connected(endpoint, None, timeout, fail_open=True) as client:
-        looking = Looking(client, by is By.SHARD)
+        looking = Looking(client, by.value)
         looking.look()
-        shown = _Shown(sort, reverse)
+        shown = _Shown(_COLUMNS_BY[by], sort, reverse)
         with contextlib.suppress(KeyboardInterrupt):
             if once:
                 time.sleep(interval)
@@ -123,24 +184,28 @@ def top(
 
 
 class _Shown:
-    """The order of the rows, which keys change."""
+    """The columns, and the order of the rows, which the user changes with keys."""
 
-    def __init__(self, sort: str, reverse: bool) -> None:
+    def __init__(self, columns: _Columns, sort: str, reverse: bool) -> None:
+        self.columns = columns
         self.sort = sort
         self.reverse = reverse
+        self.explained = False  # the legend is shown instead of the table
 
     def sorted(self, found: Top) -> Top:
-        """-> the same look with its rows in order."""
+        """Return the result of a poll with its rows in this order."""
         import msgspec
 
         from kvstore_cli.top_state import sorted_rows
 
-        return msgspec.structs.replace(found, rows=sorted_rows(found.rows, _COLUMNS[self.sort][0], self.reverse))
+        return msgspec.structs.replace(found, rows=sorted_rows(found.rows, self.columns[self.sort][0], self.reverse))
 
     def press(self, keys: bytes) -> bool:
-        """Take what was typed. -> False if it means the end."""
-        sorts = list(_COLUMNS)
-        if keys in _NEXT or keys in _PREVIOUS:
+        """Handle the keys that were typed. Returns False if one of them ends the command."""
+        sorts = list(self.columns)
+        if self.explained or keys in (b"?", b"h"):
+            self.explained = not self.explained
+        elif keys in _NEXT or keys in _PREVIOUS:
             step = 1 if keys in _NEXT else -1
             self.sort = sorts[(sorts.index(self.sort) + step) % len(sorts)]
         elif keys == b"r":
@@ -149,7 +214,7 @@ class _Shown:
 
 
 def _live(looking: Looking, shown: _Shown, interval_s: float) -> None:
-    """Look until q or Ctrl-C. If the output is not a terminal, the tables are printed one after the other."""
+    """Poll until q or Ctrl-C. If the output is not a terminal, the tables are printed one after the other."""
     from rich.console import Console
     from rich.live import Live
 
@@ -161,7 +226,7 @@ def _live(looking: Looking, shown: _Shown, interval_s: float) -> None:
             console.file.flush()
     found = looking.look()
     with _keys() as typed, Live(console=console, auto_refresh=False, screen=True) as live:
-        due = time.monotonic() + min(interval_s, 1.0)  # the first look is too short for a rate: the next comes soon
+        due = time.monotonic() + min(interval_s, 1.0)  # the first poll gives no rates, so the next one comes soon
         while True:
             live.update(_table(shown.sorted(found), shown, console, keys=True), refresh=True)
             pressed = typed(due - time.monotonic())
@@ -173,13 +238,13 @@ def _live(looking: Looking, shown: _Shown, interval_s: float) -> None:
 
 
 class _Typed:
-    """What is typed while the table is shown."""
+    """Reads the keys that are typed while the table is shown."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd  # -1: nobody can type
+        self._fd = fd  # -1 if there is no keyboard
 
     def __call__(self, wait_s: float) -> bytes:
-        """-> what was typed, at the latest after so long."""
+        """Return typed keys as soon as there are any, after at most `wait_s` seconds."""
         if self._fd < 0:
             time.sleep(max(0.0, wait_s))
             return b""
@@ -189,7 +254,7 @@ class _Typed:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[_Typed]:
-    """Keys are read one by one and not shown, while the body runs."""
+    """Read keys one by one without showing them, while the body runs."""
     if not sys.stdin.isatty():
         yield _Typed(-1)
         return
@@ -219,13 +284,20 @@ def _table(found: Top, shown: _Shown, console: Console, keys: bool = False) -> R
     from kvstore_cli.output import printable
     from kvstore_cli.plain_table import fitting_table
 
+    if shown.explained:
+        return Text(_LEGEND)
     mark = f"{shown.sort}{'▲' if shown.reverse else '▼'}"
-    columns = [mark if name == shown.sort else name for name in _COLUMNS]
-    left_out_first = [*(name for name in _COLUMNS if name not in (*_KEPT, *_LEFT_OUT_FIRST)), *_LEFT_OUT_FIRST]
-    rows = list(found.rows) if len(found.rows) == 1 else [*found.rows, found.all]
+    columns = [mark if name == shown.sort else name for name in shown.columns]
+    left_out_first = [
+        *(name for name in shown.columns if name not in (*_KEPT_COLUMNS, *_TOP_LEFT_OUT_FIRST)),
+        *_TOP_LEFT_OUT_FIRST,
+    ]
+    rows = list(found.rows)
+    if len(rows) > 1 and shown.columns is _TOP_COLUMNS:
+        rows.append(found.all)
     table, left_out = fitting_table(
         columns,
-        [[cell(row) for _, cell in _COLUMNS.values()] for row in rows],
+        [[cell(row) for _, cell in shown.columns.values()] for row in rows],
         [name for name in left_out_first if name in columns],
         console,
     )
@@ -234,5 +306,5 @@ def _table(found: Top, shown: _Shown, console: Console, keys: bool = False) -> R
     if left_out:
         lines.append(Text(f"a wider terminal also shows: {', '.join(left_out)}", "dim"))
     if keys:
-        lines.append(Text(f"{time.strftime('%H:%M:%S')}   < > sort   r reverse   q quit", "dim"))
+        lines.append(Text(f"{time.strftime('%H:%M:%S')}   < > sort   r reverse   ? columns   q quit", "dim"))
     return Group(table, *lines)

@@ -1,7 +1,8 @@
-"""`kvstore trace`: the trace files of a proxy and its engines, put together into one file for a trace viewer.
+"""`kvstore trace`: merges the trace files of a proxy and its engines into one file for a trace viewer.
 
-A process of the viewer is a request, and its rows are who worked on it. Times are those of each host's clock: hosts
-whose clocks differ show requests that begin before they were sent. What is written is Chrome's trace event format.
+In the viewer, each request is a process, and its rows are the programs that worked on it. Times come from the clock of
+each host. If the clocks differ, requests may seem to begin before they were sent. The format is Chrome's trace event
+format.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from kvstore_cli.options import JsonOption
 from kvstore_cli.output import fail, show
 from kvstore_client.engine.trace_file import Slice, read_trace
 
-# From top to bottom: who asks stands above who is asked.
+# The rows from top to bottom. A client is above the server that it sends requests to.
 _ROWS: Final = ("proxy", "proxy to P", "proxy to D", "P", "store, from P", "store, to D", "D")
-_Key: TypeAlias = tuple[int, int, int, str]  # of a row: its process, which of `_ROWS`, its lane, its writer
+_Key: TypeAlias = tuple[int, int, int, str]  # a row's process, index in `_ROWS`, lane, writer
 
 
 def trace(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Of the proxy and of engines.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Trace files of the proxy and of engines.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")],
     request: Annotated[str, typer.Option(metavar="ID", help="Only the request with this x-request-id.")] = "",
     trace_id: Annotated[str, typer.Option("--trace", metavar="ID", help="Only this trace.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Put trace files together: open the result in https://ui.perfetto.dev or chrome://tracing.
+    """Merge trace files into one, to be opened in https://ui.perfetto.dev or chrome://tracing.
 
-    A FILE that was begun again is read with its FILE.1.
+    If FILE.1, which is older, exists, it is read as well.
     """
     if request and trace_id:
-        fail("usage", "--request and --trace were given; expected one of them")
+        fail("usage", "--request and --trace were given; expected only one of them")
     slices = [each for file in files for each in _read(file)]
     wanted = {
         each.trace_id
@@ -44,26 +45,26 @@ def trace(
     }
     if not wanted:
         what = f"request {request}" if request else f"trace {trace_id}" if trace_id else "request"
-        fail("failed", f"no {what} in {', '.join(map(str, files))}; name the files of the proxy and engines it went to")
+        fail("failed", f"no {what} in {', '.join(map(str, files))}; give the files of its proxy and engines")
     merged = _merged([each for each in slices if each.trace_id in wanted])
     document = msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": merged})
     try:
         output.write_bytes(document)
     except OSError as error:
-        fail("failed", f"{error}; name a file that can be written")
+        fail("failed", f"{error}; expected a file that can be written")
     result = {"output": str(output), "requests": len(wanted), "events": len(merged)}
     show(result, as_json, lambda: print(f"{len(wanted)} request(s) in {output}: open it in https://ui.perfetto.dev"))
 
 
 def _read(file: Path) -> list[Slice]:
-    """-> what happened, of FILE.1, if there is one, and FILE."""
+    """Return the slices of FILE.1 (if it exists) and of FILE."""
     older = file.with_name(f"{file.name}.1")
     slices: list[Slice] = []
     for each in (older, file) if older.exists() else (file,):
         try:
             slices += read_trace(each)
         except OSError as error:
-            fail("failed", f"{error}; name files that --trace-file or trace_file has written")
+            fail("failed", f"{error}; expected files that --trace-file or trace_file has written")
         except ValueError as error:
             fail("failed", str(error))
     if unknown := {each.row for each in slices}.difference(_ROWS):
@@ -72,11 +73,11 @@ def _read(file: Path) -> list[Slice]:
 
 
 def _merged(slices: list[Slice]) -> list[dict[str, Any]]:
-    """-> events: a process for each trace, in the order in which they began; in it, a row for each row of each
-    writer."""
+    """Return the merged events. Each trace is a process, and processes are in the order in which traces began. A
+    process has a row for each row of each writer."""
     slices = sorted(slices, key=lambda each: (each.began_us, -(each.ended_us or each.began_us)))
     processes: dict[str, int] = {}
-    titles: dict[str, str] = {}  # the proxy's, if it is there: engines call a request otherwise
+    titles: dict[str, str] = {}  # the proxy's title is preferred: engines use another id for a request
     for each in slices:
         processes.setdefault(each.trace_id, len(processes) + 1)
         if each.row == "proxy" or each.trace_id not in titles:
@@ -92,8 +93,9 @@ def _merged(slices: list[Slice]) -> list[dict[str, Any]]:
 
 
 def _placed(slices: list[Slice], processes: Mapping[str, int]) -> Iterator[tuple[Slice, _Key]]:
-    """Viewers show a row right only if of two slices that overlap one contains the other: -> each slice with its row,
-    of which there are as many lanes as needed. slices: in the order in which they began, and longer ones first."""
+    """Yield each slice with its row. Viewers show a row correctly only if one of any two overlapping slices contains
+    the other. So a row gets as many lanes as needed. `slices`: in the order in which they began; of slices that began
+    together, the longer ones come first."""
     open_until: dict[_Key, list[int]] = {}
     for each in slices:
         for lane in count():

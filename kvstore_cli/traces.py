@@ -1,4 +1,4 @@
-"""The options of commands that read a trace, and what they say of it."""
+"""The options of commands that read a trace, and what these commands print about the trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Unit(str, Enum):
-    """Values of --time-unit."""
+    """The values of --time-unit."""
 
     SECONDS = "s"
     MILLISECONDS = "ms"
@@ -27,23 +27,23 @@ class Unit(str, Enum):
 TRACE_HELP: Final = "JSON lines as Mooncake and Qwen-Bailian publish them, also .gz and .zst"
 BlockTokensOption = Annotated[
     int | None,
-    typer.Option(min=1, metavar="TOKENS", help="Tokens that a hash id of the trace stands for. Default: found out."),
+    typer.Option(min=1, metavar="TOKENS", help="Tokens that a hash id of the trace stands for. Default: detected."),
 ]
 TimeUnitOption = Annotated[
     Unit | None,
     typer.Option(
-        help="Unit of the trace's timestamps. Default: s if it has `chat_id`, as Qwen-Bailian's have, else ms."
+        help="Unit of the trace's timestamps. Default: s for traces with `chat_id`, as from Qwen-Bailian, else ms."
     ),
 ]
 
 
 def unit_of(given: Unit | None) -> TimeUnit | None:
-    """The value of --time-unit."""
+    """Return the time unit that --time-unit gives, or None."""
     return None if given is None else given.value
 
 
 def say_what_is_odd(path: Path, trace: Trace) -> None:
-    """Name the fields that are not used, once, on standard error; and a rate that no service has."""
+    """Print a note on standard error about fields that are not used, and about a rate that no service has."""
     if trace.ignored:
         names = ", ".join(printable(name) for name in trace.ignored)
         print(f"{path.name}: fields that are not used: {names}", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""`kvstore verify`: checks the blocks on disk, in the folder of a stopped server or by the shards of a running one."""
+"""`kvstore verify`: checks the blocks on disk. It reads the folder of a stopped server, or lets the shards of a running
+server check."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from kvstore.disk.verify import VerifyReport
     from kvstore_cli.scrub import ScrubReport
 
-MAX_SHOWN: Final = 20  # most damaged blocks, and segments, that are listed; --json lists all
+MAX_SHOWN: Final = 20  # the most damaged blocks and segments that are listed; --json lists all
 
 
 def verify(
@@ -29,27 +30,31 @@ def verify(
         str | None, typer.Option("--disk-key-file", metavar="FILE", help="Key of an encrypted folder.")
     ] = None,
     disk_key_command: Annotated[
-        str | None, typer.Option("--disk-key-command", metavar="COMMAND", help="Command that prints that key.")
+        str | None, typer.Option("--disk-key-command", metavar="COMMAND", help="Command that prints the key.")
     ] = None,
     endpoint: EndpointOption = None,
     timeout: TimeoutOption = 5.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every block on disk against its checksum. Damage is status 4.
+    """Check every block on disk against its checksum. The exit status is 4 if there is damage.
 
-    With PATH, the folder of a stopped server is read, and nothing in it is changed. With --endpoint, the shards of a
-    running server check their own blocks; they drop the damaged ones.
+    With PATH, the command reads the folder of a stopped server and changes nothing in it. With --endpoint, the shards
+    of a running server check their own blocks and drop the damaged blocks.
     """
     if path is not None and endpoint:
-        fail("usage", "both PATH and --endpoint: expected PATH, of a stopped server, or --endpoint, of a running one")
+        fail(
+            "usage", "PATH and --endpoint were given; expected PATH of a stopped server or --endpoint of a running one"
+        )
     if path is not None:
         _verify_folder(path, _key(disk_key_file, disk_key_command), as_json)
     elif disk_key_file is not None or disk_key_command is not None:
-        fail("usage", "a key without PATH: expected the folder that it is for; a running server has its key")
+        fail(
+            "usage", "a key was given without PATH: expected the folder of a stopped server. A running one has its key"
+        )
     elif endpoint or ENDPOINT_VARIABLE in os.environ:
         _verify_store(endpoint, timeout, as_json)
     else:
-        fail("usage", "expected PATH, the folder of a stopped server, or --endpoint, a running one")
+        fail("usage", "expected PATH, the folder of a stopped server, or --endpoint of a running one")
 
 
 def _key(file: str | None, command: str | None) -> DiskKey | None:
@@ -99,7 +104,7 @@ def _verify_store(endpoint: list[str] | None, timeout: float, as_json: bool) -> 
 
 
 def print_verified(report: VerifyReport) -> None:
-    """Print what was found in a folder."""
+    """Print the result for a folder."""
     from kvstore_cli.plain_table import columns, print_table
 
     if report.damaged:
@@ -129,7 +134,7 @@ def print_verified(report: VerifyReport) -> None:
 
 
 def print_scrubbed(report: ScrubReport) -> None:
-    """Print what running shards found on their disks."""
+    """Print the results of running shards."""
     for shard in report.shards:
         print(
             f"shard {shard.shard}: {shard.blocks} blocks ({format_size(shard.bytes)}) checked, {shard.damaged} damaged"

@@ -1,7 +1,7 @@
 """The kvstore client: `KVStoreClient`, `AsyncKVStoreClient`, and the types that they take, return and raise.
 
-Each name is imported from its module when it is first used: numpy alone takes longer to import than all of this
-package, and who catches `Timeout` needs none of it.
+Each name is imported from its module when it is first used. So a program that only catches `Timeout` does not import
+NumPy. NumPy alone takes longer to import than this whole package.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> object:
             return importlib.import_module(f"{__name__}.{module}")
         if name in names:
             value: object = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-            globals()[name] = value  # Python finds it there from now on and does not call this function again
+            globals()[name] = value  # later uses find the name there and do not call this function
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,9 +1,9 @@
 """`AsyncKVStoreClient`: the calls of `KVStoreClient` for asyncio.
 
-Each call runs on a thread of the client's own pool, in system calls that release the GIL, so the event loop never waits
-for the network. At most `concurrency` calls are in flight; further calls queue. If a call is cancelled, its task ends
-at once, but its request runs on until its deadline at the latest. So memory given to a cancelled `get_into` or `set`
-must not be used again before `timeout_s` has passed.
+Each call runs on a thread of the client's own pool and waits in system calls that release the GIL, so the event loop
+never waits for the network. At most `concurrency` calls are in flight, and further calls wait in a queue. If a call is
+cancelled, its task ends at once, but its request may continue until its deadline. So memory that was given to a
+cancelled `get_into` or `set` must not be used again before `timeout_s` has passed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstore_client.promises import Promise
 from kvstore_client.results import ClientStats
 
 if TYPE_CHECKING:
-    from typing import Unpack  # of Python 3.11
+    from typing import Unpack  # since Python 3.11
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -36,7 +36,7 @@ DEFAULT_CONCURRENCY: Final = 16
 def _awaited(
     call: Callable[Concatenate[KVStoreClient, _P], _R],
 ) -> Callable[Concatenate[AsyncKVStoreClient, _P], Coroutine[Any, Any, _R]]:
-    """The same call, to be awaited: its options, results, errors and documentation are the other client's."""
+    """Return a coroutine function that runs `call`, with the same options, result, errors and docstring."""
 
     @functools.wraps(call)
     async def run(self: AsyncKVStoreClient, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -47,7 +47,9 @@ def _awaited(
 
 
 class AsyncKVStoreClient:
-    """`KVStoreClient` with `await`. Connects on `async with` or `await client.connect()`; same options and errors."""
+    """`KVStoreClient` with `await`. It connects on `async with` or `await client.connect()`. Its options and errors are
+    those of `KVStoreClient`.
+    """
 
     def __init__(
         self,
@@ -57,11 +59,15 @@ class AsyncKVStoreClient:
         concurrency: int = DEFAULT_CONCURRENCY,
         **options: Unpack[ClientKeywords],
     ) -> None:
-        """`options`: what `KVStoreClient` takes by keyword. `concurrency`: how many calls are in flight at most."""
+        """* `concurrency`: The largest number of calls in flight; at least 1. Further calls wait in a queue.
+        * `options`: The options that `KVStoreClient` takes by keyword.
+        """
         concurrency = _arguments.whole_number("concurrency", concurrency, 1)
         unknown = options.keys() - ClientKeywords.__annotations__.keys()
         if unknown:
-            raise TypeError(f"{', '.join(sorted(unknown))}: expected options of KVStoreClient, or concurrency")
+            raise TypeError(
+                f"unknown options {', '.join(sorted(unknown))}: expected options of KVStoreClient, or concurrency"
+            )
         self._make = functools.partial(KVStoreClient, endpoint, namespace, **options)
         self._timeout_s = options.get("timeout_s", DEFAULT_TIMEOUT_S)
         self._client: KVStoreClient | None = None
@@ -78,7 +84,7 @@ class AsyncKVStoreClient:
         await self.close()
 
     async def connect(self) -> None:
-        """Connect, unless that was done already. Every other call does it too."""
+        """Connect, unless this client is connected already. Every other call does this first."""
         await self._connected()
 
     async def _connected(self) -> KVStoreClient:
@@ -110,7 +116,7 @@ class AsyncKVStoreClient:
 
     @property
     def generation(self) -> int:
-        """See `KVStoreClient.generation`. 0 before the client has connected."""
+        """See `KVStoreClient.generation`. It is 0 before the client has connected."""
         return self._client.generation if self._client is not None else 0
 
     @property
@@ -120,12 +126,12 @@ class AsyncKVStoreClient:
 
     @property
     def epoch(self) -> int:
-        """See `KVStoreClient.epoch`. 0 before the client has connected."""
+        """See `KVStoreClient.epoch`. It is 0 before the client has connected."""
         return self._client.epoch if self._client is not None else 0
 
     @property
     def directory_error(self) -> str:
-        """See `KVStoreClient.directory_error`. Empty before the client has connected."""
+        """See `KVStoreClient.directory_error`. It is empty before the client has connected."""
         return self._client.directory_error if self._client is not None else ""
 
     def why_unanswered(self) -> KVStoreError:
@@ -139,7 +145,7 @@ class AsyncKVStoreClient:
     expire = _awaited(KVStoreClient.expire)
     load_prefix = _awaited(KVStoreClient.load_prefix)
     get = _awaited(KVStoreClient.get)
-    get_into = _awaited(KVStoreClient.get_into)  # a call that waits keeps one of the pool's threads
+    get_into = _awaited(KVStoreClient.get_into)  # with `wait_s`, it occupies a thread of the pool while it waits
     delete = _awaited(KVStoreClient.delete)
     purge = _awaited(KVStoreClient.purge)
     purge_shards = _awaited(KVStoreClient.purge_shards)
@@ -151,13 +157,13 @@ class AsyncKVStoreClient:
     locate = _awaited(KVStoreClient.locate)
 
     async def promise(self, keys: Keys, *, ttl_s: float = 30.0, timeout_s: float | None = None) -> Promise:
-        """See `KVStoreClient.promise`. Use what it returns in an `async with` statement."""
+        """See `KVStoreClient.promise`. Use the result in an `async with` statement."""
         client = await self._connected()
         making = asyncio.ensure_future(self._run(client.promise, keys, ttl_s=ttl_s, timeout_s=timeout_s))
 
         def withdraw_after(making: asyncio.Future[Promise]) -> None:
-            if not making.cancelled() and making.exception() is None:  # nobody gets it any more
-                with contextlib.suppress(RuntimeError):  # the client is closed, and the promise ended
+            if not making.cancelled() and making.exception() is None:  # the caller does not receive the promise
+                with contextlib.suppress(RuntimeError):  # the client is closed, which has ended the promise
                     self._threads.submit(making.result().withdraw)
 
         try:
@@ -170,10 +176,10 @@ class AsyncKVStoreClient:
     async def borrow(
         self, keys: Keys, *, verify: bool = False, timeout_s: float | None = None
     ) -> AsyncGenerator[list[memoryview | None], None]:
-        """See `KVStoreClient.borrow`."""
+        """See `KVStoreClient.borrow`. Use it in an `async with` statement."""
         client = await self._connected()
         borrowed = client.borrow(keys, verify=verify, timeout_s=timeout_s)
-        blocks = await self._run(borrowed.__enter__)  # cancelled: the end of `borrowed` gives them back
+        blocks = await self._run(borrowed.__enter__)  # if cancelled, deleting `borrowed` gives the blocks back
         try:
             yield blocks
         finally:
@@ -182,14 +188,14 @@ class AsyncKVStoreClient:
     async def stream_get(
         self, keys: Keys, *, timeout_s: float | None = None
     ) -> AsyncGenerator[tuple[int, memoryview], None]:
-        """See `KVStoreClient.stream_get`."""
+        """See `KVStoreClient.stream_get`. Use it in an `async for` statement."""
         client = await self._connected()
         blocks = client.stream_get(keys, timeout_s=timeout_s)
         step: asyncio.Future[tuple[int, memoryview] | None] | None = None
 
         def close_after(step: asyncio.Future[tuple[int, memoryview] | None]) -> None:
-            step.exception()  # nobody waits for it any more
-            with contextlib.suppress(RuntimeError):  # the client is closed, and the stream with it
+            step.exception()  # retrieve the error, because no caller waits for it any more
+            with contextlib.suppress(RuntimeError):  # the client is closed, which has ended the stream
                 self._threads.submit(blocks.close)
 
         try:
@@ -201,11 +207,11 @@ class AsyncKVStoreClient:
         finally:
             if step is None or step.done():
                 await self._run(blocks.close)
-            else:  # cancelled: a thread is still in the generator, for `timeout_s` at most, and then closes it
+            else:  # cancelled: a thread runs the generator for at most `timeout_s` more, and then closes it
                 step.add_done_callback(close_after)
 
 
-# What `help` shows, instead of `options`.
+# `help` shows these parameters instead of `options`.
 _own = inspect.signature(KVStoreClient.__init__)
 _shown = [*_own.parameters.values(), inspect.signature(AsyncKVStoreClient.__init__).parameters["concurrency"]]
 AsyncKVStoreClient.__init__.__signature__ = _own.replace(parameters=_shown)  # type: ignore[attr-defined]

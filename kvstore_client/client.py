@@ -2,9 +2,9 @@
 
 A call splits its batch over the shards, sends everything, waits once, and puts the answers into the caller's order.
 Copies of the data path: set = source -> kernel -> slot; get_into = slot -> kernel -> destination. `get` and
-`stream_get` receive into the client's own memory instead, which the caller reads in place. With a server on this host
-that lends its memory: get_into = slot -> destination, borrow = none at all, set = source -> slot for memory of
-`kvstore_client.memory`, else source -> ring -> slot.
+`stream_get` receive into the client's own memory, which the caller reads in place. A server on this host may lend its
+memory. Then the copies are: get_into = slot -> destination; borrow = none at all; set = source -> slot if the source is
+memory from `kvstore_client.memory`, else source -> ring -> slot.
 
 Over 400 lines because all public calls and their documentation are in one place.
 """
@@ -37,10 +37,10 @@ from kvstore_client._calls.writing import Writer
 from kvstore_client._links.block_mac import mac_of
 from kvstore_client._links.buffers import BlockSource, ResultMemory, writable_rows
 from kvstore_client._links.connector import SharedMemory
-from kvstore_client._links.core import Core
 from kvstore_client._links.credentials import Credentials
-from kvstore_client._links.lanes import MAX_CONNECTIONS
+from kvstore_client._links.lanes import MAX_LANES
 from kvstore_client._links.link import Link
+from kvstore_client._links.link_pool import LinkPool
 from kvstore_client.endpoints import parse_endpoints, with_tls
 from kvstore_client.errors import KVStoreError, Timeout
 from kvstore_client.keys import Keys, Namespace, pack_keys
@@ -48,7 +48,7 @@ from kvstore_client.promises import Promise
 from kvstore_client.results import ClientStats, GetResult, Location, Lookup, SetResult, ShardStatus, StoreInfo
 
 DEFAULT_TIMEOUT_S: Final = 10.0
-DEFAULT_CONNECTIONS: Final = 1  # on two cores more are slower: `python -m benchmarks.remote_kv_cache.test_connections`
+DEFAULT_CONNECTIONS: Final = 1  # more are slower on 2 cores: `python -m benchmarks.remote_kv_cache.bench_connections`
 MAX_TIMEOUT_S: Final = wire.MAX_DEADLINE_MS / 1000
 
 log = logging.getLogger("kvstore_client")
@@ -58,7 +58,7 @@ _clients: weakref.WeakSet[KVStoreClient] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for client in list(_clients):
-        client._core.after_fork()
+        client._pool.after_fork()
         client._repairs.reset()
 
 
@@ -66,7 +66,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class ClientKeywords(TypedDict, total=False):
-    """What `KVStoreClient` takes by keyword, for code that passes it on."""
+    """The options that `KVStoreClient` takes by keyword, for code that passes them on."""
 
     timeout_s: float
     fail_open: bool
@@ -86,7 +86,7 @@ class ClientKeywords(TypedDict, total=False):
 
 
 def transport_name(nixl: bool, transport: str | None) -> str | None:
-    """-> the transport that is meant by both options. Raises `ValueError` if they contradict each other."""
+    """Return the transport that the two options name. Raises `ValueError` if they contradict each other."""
     if not isinstance(nixl, bool):
         raise TypeError(f"nixl={nixl!r}: expected True or False")
     if nixl and transport not in (None, "nixl"):
@@ -95,35 +95,54 @@ def transport_name(nixl: bool, transport: str | None) -> str | None:
 
 
 class KVStoreClient:
-    """A connection to a store, for one namespace. Thread-safe; usable in a child after a fork.
+    """A connection to a store, for one namespace. Thread-safe. A child process may use it after a fork.
 
-    `endpoint`: ``HOST:PORT`` (or ``tcp://HOST:PORT``), a list of nodes, or a cluster,
-    ``etcd://HOST:PORT[,HOST:PORT]/NAME`` or ``dns://SERVICE:PORT``, whose nodes may come and go while the client is in
-    use. If it is left out or None, it is taken from the environment's ``KVSTORE_ENDPOINT``. `timeout_s`: the deadline
-    of every call, in seconds; a call can be given one of its own. `fail_open`: transport failures count as misses (or
-    as `SetResult.error`) instead of raising `ConnectionLost` and `Timeout`; wrong arguments and refusals raise in any
-    case. `checksum`: verify the blocks that are read; a block that does not match its checksum is a miss and is
-    deleted. `replicas`: how many nodes hold a copy of each block, 1 to 3, or as many as there are; it must be the same
-    for all clients of a namespace. `min_copies`: a set with fewer copies of a block than this counts it as an error.
-    `shared_memory`: whether blocks of a server on this host are read in its memory instead of through a socket. "auto":
-    if the server allows it; True: raise `ConnectionLost` if it does not; False: never. `stats.path` tells what is used.
-    `connections`, 1 to 16: how many to each shard, where no shared memory is used. Each beside the first one has a
-    thread that reads it; large reads are spread over all of them. The first is opened here, the others in the
-    background; the server counts each against its limits. `transport`: read blocks of servers on other hosts with it,
-    if they allow it (``--transport``); where its reads fail, and for sets, the connection is used. `nixl`: the same as
-    ``transport="nixl"``, which servers allow with ``--nixl``. `token`: for servers that want one (``--auth``): the
-    token, or the path of a file with it, which is read again at each connection; None: what ``KVSTORE_TOKEN`` has, or
-    the file that ``KVSTORE_TOKEN_FILE`` names. Where it is refused, calls raise `NotAuthorized`. `block_secret`: the
-    blocks' checksums are MACs, which only clients with this secret can make and check, so a server, a disk or a
-    neighbour that returns other bytes is a miss; at least 16 bytes, by default the environment's
-    ``KVSTORE_BLOCK_SECRET`` or what is in the file ``KVSTORE_BLOCK_SECRET_FILE``. Such blocks are in a namespace of
-    their own: `namespace` then says so.
-    `tls_ca`: PEM file of the CA that signed the servers' certificates, "system" for those that the system trusts;
-    `tls_cert`, `tls_key`: this client's own, if servers ask for one. None: as ``KVSTORE_TLS_CA``, ``KVSTORE_TLS_CERT``
-    and ``KVSTORE_TLS_KEY`` say. With any of them, or with ``tls://HOST:PORT``, all connections to servers are TLS 1.3,
-    and none falls back to plain TCP. ``etcds://`` is etcd with TLS. `keeps_copies`: the caller keeps blocks elsewhere,
-    as an engine does in its GPU, and looks at `generation` before it uses one. Then a purge waits until this client has
-    heard of it, and says whether it has.
+    * `endpoint`: Addresses of nodes, or the URL of a cluster. By default, the environment's ``KVSTORE_ENDPOINT`` is
+      used. A node is ``HOST:PORT``, ``tcp://HOST:PORT`` or ``tls://HOST:PORT``. Several nodes are given as a list, or
+      as one string with commas. A cluster is ``etcd://HOST:PORT[,HOST:PORT]/NAME`` (``etcds://`` for etcd with TLS) or
+      ``dns://SERVICE:PORT``. A cluster's nodes may join and leave while the client is in use.
+    * `namespace`: The namespace of all blocks that this client sets and reads; required. With a block secret, the
+      client's attribute `namespace` differs from the one given here, because it carries a mark of the secret.
+    * `timeout_s`: The deadline of every call, in seconds; above 0, at most 600. Each call can set another one.
+    * `fail_open`: If True, a block whose shard is out of reach is a miss, and no `ConnectionLost` or `Timeout` is
+      raised. A set counts blocks of shards out of reach in `SetResult.error`. Wrong arguments and refusals always raise
+      an error.
+    * `checksum`: Whether to verify the blocks that are read. A block that does not match its checksum is a miss and is
+      deleted. With a block secret, `checksum` must be True.
+    * `replicas`: The number of nodes that hold a copy of each block; 1 to 3. If there are fewer nodes, each of them
+      holds a copy. The number must be the same for all clients of a namespace.
+    * `min_copies`: The number of copies below which a set counts a block as an error; 1 to `replicas`.
+    * `shared_memory`: Whether to read blocks of a server on this host from its memory instead of through a socket.
+      With "auto", the memory is used if the server allows it. With True, `ConnectionLost` is raised if the server does
+      not allow it. With False, the memory is never used. `stats.path` says how blocks are read.
+    * `connections`: The number of connections to each shard whose memory is not shared with the client; 1 to 16. Large
+      reads are spread over all connections. The first is opened at once, the others in the background. A thread reads
+      each connection except the first. The server counts each connection against its limits.
+    * `nixl`: Short for ``transport="nixl"``. Servers allow it with ``--nixl``.
+    * `transport`: The name of a transport for reads from servers on other hosts. Servers allow it with
+      ``--transport``. Sets use the TCP connection. So do reads, if the transport fails or a server does not allow it. A
+      transport cannot be used with TLS.
+    * `token`: The token for servers that require one (``--auth``); at most 256 bytes. A string is the token itself. A
+      `pathlib.Path` names a file with the token, which is read again for each connection. By default,
+      ``KVSTORE_TOKEN`` is used, or the file that ``KVSTORE_TOKEN_FILE`` names. Calls raise `NotAuthorized` if the
+      token is refused.
+    * `block_secret`: A secret that turns the blocks' checksums into MACs; at least 16 bytes. Only clients with this
+      secret can make and check these MACs, so altered bytes from a server, a disk or a neighbour are a miss. By
+      default, ``KVSTORE_BLOCK_SECRET`` is used, or the content of the file that ``KVSTORE_BLOCK_SECRET_FILE`` names.
+      Blocks with MACs are in a namespace of their own.
+    * `tls_ca`: The PEM file of the CA that signed the servers' certificates, or "system" for the CAs that the system
+      trusts. By default, ``KVSTORE_TLS_CA`` is used. With any of the three TLS options, or with ``tls://HOST:PORT``,
+      all connections to servers use TLS 1.3, and none falls back to plain TCP.
+    * `tls_cert`: The PEM file of this client's own certificate, if servers require one. It needs `tls_key`. By default,
+      ``KVSTORE_TLS_CERT`` is used.
+    * `tls_key`: The PEM file of the key of `tls_cert`. By default, ``KVSTORE_TLS_KEY`` is used.
+    * `keeps_copies`: Whether the caller keeps copies of blocks elsewhere, as an engine does in its GPU. The caller must
+      then check `generation` before it uses a copy. A purge waits until this client has received the new generation,
+      and reports whether it has.
+
+    Raises: `TypeError` and `ValueError` for a wrong argument, and `ImportError` for a transport that is not installed.
+    It raises `NotAuthorized` or `OutOfMemory` if a server refuses the client. Without `fail_open`, it raises
+    `ConnectionLost` or `Timeout` if the store is out of reach.
     """
 
     def __init__(
@@ -148,7 +167,7 @@ class KVStoreClient:
         keeps_copies: bool = False,
     ) -> None:
         if not isinstance(namespace, Namespace):
-            raise TypeError(f"namespace={namespace!r}: a {type(namespace).__name__}: expected a Namespace")
+            raise TypeError(f"namespace={namespace!r} is of type {type(namespace).__name__}: expected a Namespace")
         endpoints = with_tls(parse_endpoints(endpoint), tls_ca, tls_cert, tls_key)
         timeout_s = _arguments.seconds("timeout_s", timeout_s, MAX_TIMEOUT_S)
         replicas = _arguments.whole_number("replicas", replicas, 1, wire.MAX_REPLICAS)
@@ -158,7 +177,7 @@ class KVStoreClient:
             namespace = mac.namespace
             if not checksum:
                 raise ValueError(
-                    "checksum=False and a block secret: expected one of them: blocks with MACs are verified"
+                    "checksum=False and a block secret: expected one of them, because blocks with MACs are verified"
                 )
         self.namespace = namespace
         self.fail_open = fail_open
@@ -167,11 +186,11 @@ class KVStoreClient:
             shared_memory, bool
         ):
             raise ValueError(f'shared_memory={shared_memory!r}: expected "auto", True or False')
-        connections = _arguments.whole_number("connections", connections, 1, MAX_CONNECTIONS)
+        connections = _arguments.whole_number("connections", connections, 1, MAX_LANES)
         transport = transport_name(nixl, transport)
         if transport is not None and endpoints.tls is not None:
-            raise ValueError(f"transport {transport!r}: expected none with TLS, which its reads would go around")
-        self._core = Core(
+            raise ValueError(f"transport {transport!r}: expected none with TLS, because its reads would bypass TLS")
+        self._pool = LinkPool(
             endpoints,
             namespace.canonical(),
             timeout_s,
@@ -182,7 +201,7 @@ class KVStoreClient:
             Credentials(token),
             keeps_copies,
         )
-        self._exchange = Exchange(self._core)
+        self._exchange = Exchange(self._pool)
         self._repairs = Repairs(self._exchange, namespace.block_bytes, checksum, mac)
         self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs, mac)
         self._writer = Writer(
@@ -191,7 +210,7 @@ class KVStoreClient:
         self._promiser = Promiser(self._exchange, replicas)
         self._shards = Shards(self._exchange)
         self._results = ResultMemory()
-        self._core.connect(fail_open)
+        self._pool.connect(fail_open)
         _clients.add(self)
 
     def __enter__(self) -> KVStoreClient:
@@ -204,46 +223,50 @@ class KVStoreClient:
 
     @property
     def stats(self) -> ClientStats:
-        """Counters since this client was made."""
-        self._core.stats.path = self._core.path
-        return self._core.stats
+        """The counters of this client since it was made: a `ClientStats`."""
+        self._pool.stats.path = self._pool.path
+        return self._pool.stats
 
     def why_unanswered(self) -> KVStoreError:
-        """The error of a shard that is out of reach now, else a `Timeout`; to log when `stats.unanswered` has risen."""
-        broken = [link.broken for link in self._core.links if link.broken is not None]
+        """Return the error of a shard that is out of reach now, or a `Timeout` if there is none. It is meant for a log
+        line when `stats.unanswered` rises.
+        """
+        broken = [link.broken for link in self._pool.links if link.broken is not None]
         return broken[-1] if broken else Timeout("not all shards answered in time")
 
     @property
     def timeout_s(self) -> float:
-        """The deadline of calls that set none of their own, in seconds."""
-        return self._core.timeout_s
+        """The deadline of calls that do not set their own, in seconds."""
+        return self._pool.timeout_s
 
     @property
     def epoch(self) -> int:
-        """The number of this client's view of the cluster: a higher one is later. 0 without a cluster."""
-        return self._core.view.epoch
+        """The number of this client's view of the cluster, which rises with each new view; 0 without a cluster."""
+        return self._pool.view.epoch
 
     @property
     def generation(self) -> int:
-        """A number that rises whenever somebody purges the namespace. What was made under a lower one is of no use any
-        more: drop it, and do not set it. This is what the client has heard of; with `keeps_copies`, that is at most a
-        moment old while the store is in reach. 0: nobody has, as far as it knows."""
-        return self._core.generations.known
+        """A number that rises at each purge of the namespace; 0 if no purge is known. Drop copies that were made under
+        a lower generation, and do not set them. The value is the highest one that this client has received. With
+        `keeps_copies`, the client receives a new value within a moment, as long as the store is in reach.
+        """
+        return self._pool.generations.known
 
     @property
     def reached(self) -> bool:
         """Whether some shard has answered since this client was made."""
-        return self._core.generations.heard
+        return self._pool.generations.heard
 
     @property
     def directory_error(self) -> str:
-        """Why the directory of the cluster (etcd, DNS) cannot be asked now, or names no node. Empty if all is well or
-        there is no directory."""
-        return self._core.directory_lost
+        """The reason why the cluster's directory (etcd or DNS) does not answer now, or names no node. It is empty if
+        the directory answers, or if there is no directory.
+        """
+        return self._pool.directory_lost
 
     def close(self) -> None:
-        """Disconnect. Further calls raise `ConnectionLost` (or miss)."""
-        self._core.close()
+        """Disconnect. Later calls raise `ConnectionLost`; with `fail_open`, they are misses."""
+        self._pool.close()
 
     # ---- the calls -------------------------------------------------------------------------------------------
 
@@ -262,23 +285,34 @@ class KVStoreClient:
         generation: int | None = None,
         timeout_s: float | None = None,
     ) -> SetResult:
-        """Store `blocks[i]` under `keys[i]`. A block that exists already is left alone unless `force`.
+        """Store `blocks[i]` under `keys[i]`. A block that exists already is not changed unless `force` is True.
 
-        `blocks`: a sequence of buffers, or an `(n, block_bytes)` array or CPU tensor; sent without a copy. The keys are
-        of one prefix chain, head first. A chain may be set in several calls: `parent` is then the key before `keys[0]`,
-        and `position` the index of `keys[0]` in the chain. For keys of several chains, `parent` is a sequence: the key
-        before each one, None for a chain's first. A block is not evicted while a block behind it in its chain is at the
-        same shard, and a block that would take the place of its own chain is refused. `deferred`: return when one copy
-        of each block is stored; False: when all copies are, which is the same with `replicas=1`. `priority`, 0 to 3: a
-        block is evicted only when no block of a lower priority can be. `ttl_s`: the blocks that this call stores expire
-        after so many seconds, whatever the server's rule for the namespace says; None: by that rule. Copies that a
-        server hands on to another one or that a client repairs have what is left of it. `reads`, 1 to 255: the blocks
-        are transient, for engines that hand them on. Each is dropped when it was read that often, or after `ttl_s`, 60
-        s if it is not given; it has one copy, is neither evicted nor written to disk nor moved, and takes memory of a
-        limit of its own, beyond which it is refused. `parent`, `position`, `priority` and `deferred` then have no
-        meaning, and `force` is an error. `generation`: of the namespace, when the blocks were made; if somebody has
-        purged it since, they are refused. None: they were made now. Raises `BlockSizeMismatch`, `ValueError`, and the
-        errors that the class names.
+        By default, the keys form one prefix chain, head first. A block is not evicted while a later block of its chain
+        is on the same shard. A block is refused if room for it could be made only by evicting blocks of its own chain.
+
+        * `blocks`: A sequence of buffers, or an `(n, block_bytes)` array or CPU tensor. They are sent without a copy.
+        * `force`: Whether to replace blocks that exist. It cannot be used with `reads`.
+        * `deferred`: Whether to return when one copy of each block is stored, instead of all copies. With
+          `replicas=1`, it makes no difference.
+        * `parent`: The key before `keys[0]`, if the chain is set in several calls. For keys of several chains, give a
+          sequence with the key before each key, and None for the first key of a chain.
+        * `position`: The index of `keys[0]` in its chain; 0 to 2**31 - 1.
+        * `priority`: The priority of the blocks in eviction, 0 to 3. A block is evicted only if no block of a lower
+          priority can be evicted.
+        * `ttl_s`: The time to live of the blocks that this call stores, in seconds; above 0, at most ten years. By
+          default, the server's rule for the namespace applies. A copy that a server sends to another server, or that a
+          client sets as a repair, expires when the original does.
+        * `reads`: The number of reads after which each block is dropped; 1 to 255. It makes the blocks *transient*, for
+          engines that hand blocks over. With None or 0, they are not transient. A transient block is also dropped after
+          `ttl_s`, which is then 60 s by default. It has one copy. It is never evicted, written to disk or moved.
+          Transient blocks have a memory limit of their own, and are refused beyond it. `parent`, `position`, `priority`
+          and `deferred` then have no effect, and `force` is an error.
+        * `generation`: The namespace's generation when the blocks were made; by default, the present one. If the
+          namespace has been purged since, the blocks are refused.
+
+        Returns: A `SetResult`: the number of blocks for each outcome.
+
+        Raises: `BlockSizeMismatch` for a block of another size; `ValueError` if there are not as many blocks as keys.
         """
         packed = pack_keys(keys)
         if reads and force:
@@ -302,54 +336,78 @@ class KVStoreClient:
         if not len(packed):
             return SetResult(0, 0, 0, 0, 0, 0)
         result = self._writer.set(packed, unique, source, options)
-        self._core.stats.blocks_set += result.created + result.forced
-        self._core.stats.bytes_out += len(packed) * self.namespace.block_bytes
+        self._pool.stats.blocks_set += result.created + result.forced
+        self._pool.stats.bytes_out += len(packed) * self.namespace.block_bytes
         return result
 
     def contains(
         self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> npt.NDArray[np.bool_]:
-        """Which keys are present: `(n,)` bool. `refresh`: count this as a use of the blocks. `pin_s`, 0 to 60: protect
-        the blocks found from eviction for that long (as far as the server allows), so that a later `get` finds
-        them."""
+        """Return which keys are present.
+
+        * `refresh`: Whether this call counts as a use of the blocks.
+        * `pin_s`: How long the blocks that are found are protected from eviction, in seconds; 0 to 60. A `get` within
+          this time finds them, as far as the server allows.
+
+        Returns: An `(n,)` array of bool.
+        """
         return self._reader.contains(pack_keys(keys), self._lookup_options(timeout_s, refresh, pin_s))
 
     def match_prefix(
         self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> int:
-        """How many leading keys of the chain are present without a gap. Options as of `contains`."""
+        """Return how many leading keys of the chain are present without a gap.
+
+        * `refresh`: As in `contains`.
+        * `pin_s`: As in `contains`.
+
+        Returns: An int.
+        """
         return self._reader.match_prefix(pack_keys(keys), self._lookup_options(timeout_s, refresh, pin_s))
 
     def lookup(
         self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> Lookup:
-        """How many leading keys of the chain are present without a gap, and how many are present or were promised.
-        Options as of `contains`."""
+        """Return how many leading keys of the chain are present without a gap, and how many are present or promised.
+
+        * `refresh`: As in `contains`.
+        * `pin_s`: As in `contains`.
+
+        Returns: A `Lookup`.
+        """
         return self._reader.lookup(pack_keys(keys), self._lookup_options(timeout_s, refresh, pin_s))
 
     def expire(
         self, keys: Keys, *, ttl_s: float | None = None, timeout_s: float | None = None
     ) -> npt.NDArray[np.bool_]:
-        """Give blocks another time to live, from now on: `ttl_s`; None: what the server's rule for the namespace says,
-        so mostly for ever. -> which keys are present and have it: `(n,)` bool.
+        """Give blocks another time to live, which starts now.
 
-        Every copy of a block is told. Transient blocks keep their time, and are False. A block that is only on disk has
-        its old time again after a restart of its server. Raises the errors that the class names; with `fail_open`,
+        The new time applies to every copy of a block. Transient blocks keep their old time, and are False in the
+        result. If a block is only on disk, it has its old time again after a restart of its server. With `fail_open`,
         blocks whose shard does not answer are False.
+
+        * `ttl_s`: The new time to live in seconds; above 0, at most ten years. By default, the server's rule for the
+          namespace applies. Under that rule, blocks usually do not expire.
+
+        Returns: An `(n,)` array of bool: which keys are present and have the new time to live.
         """
         ttl_s = 0.0 if ttl_s is None else _arguments.seconds("ttl_s", ttl_s, wire.MAX_TTL_S)
         packed, options = pack_keys(keys), self._options(timeout_s, ttl_s=ttl_s)
         return self._writer.expire(packed, options) if len(packed) else np.zeros(0, dtype=np.bool_)
 
     def promise(self, keys: Keys, *, ttl_s: float = 30.0, timeout_s: float | None = None) -> Promise:
-        """Tell the store that this client will set these blocks, and learn which of them others have promised already:
-        `with client.promise(keys) as promise`, and set those that are `promise.mine`.
+        """Announce that this client will set these blocks, and learn which of them other clients have promised already.
 
-        Who asks for a promised block with `wait_s` waits for it. The promise of a block ends when the block is set, by
-        whomever; at the end of the `with` block, or with `withdraw`; after `ttl_s`, at most 600, unless it is renewed;
-        and when this client's connection ends. Then those who still wait miss at once. Nothing is reserved: a promise
-        takes no room, and forbids nobody to set the block. A store that has no memory for more promises refuses them.
-        Raises the errors that the class names; with `fail_open`, blocks whose shard does not answer are `mine`.
+        Use it as `with client.promise(keys) as promise`, and set the blocks that are `promise.mine`. A client that
+        reads a promised block with `wait_s` waits for it. The promise of a block ends when any client sets the block.
+        It also ends with the `with` block, with `withdraw`, after `ttl_s` unless it is renewed, and when this client's
+        connection ends. In these cases, clients that still wait get a miss at once. A promise reserves nothing: it
+        takes no room for the block, and any client may set the block. A store that has no memory for more promises
+        refuses them. With `fail_open`, blocks whose shard does not answer are `mine`.
+
+        * `ttl_s`: How long the promise lasts, in seconds; above 0, at most 600.
+
+        Returns: A `Promise`.
         """
         ttl_s = _arguments.seconds("ttl_s", ttl_s, wire.MAX_PROMISE_MS / 1000)
         packed = pack_keys(keys)
@@ -357,11 +415,16 @@ class KVStoreClient:
         return Promise(self._promiser, packed, unique, first, ttl_s, self._options(timeout_s))
 
     def load_prefix(self, keys: Keys, out: Any, *, timeout_s: float | None = None) -> int:
-        """Receive the leading blocks of a chain straight into `out[0]`, `out[1]` … -> how many: the first missing block
-        ends the run.
+        """Receive the leading blocks of a chain straight into `out[0]`, `out[1]` …, up to the first missing block.
 
-        It takes one round trip where `match_prefix` and `get_into` take two, and no block can be evicted in between.
-        `out` as in `get_into`, with a row for each key. Rows behind the run may have been written to.
+        It takes one round trip, while `match_prefix` followed by `get_into` takes two, between which blocks could be
+        evicted. Rows after that of the last received block may have been overwritten.
+
+        * `out`: Memory as in `get_into`, with a row for each key.
+
+        Returns: An int: the number of leading blocks that are now in `out`.
+
+        Raises: `ValueError` if `out` has fewer rows than there are keys.
         """
         options = self._options(timeout_s, prefix=True)
         packed = pack_keys(keys)
@@ -371,13 +434,17 @@ class KVStoreClient:
         present = drive(self._place(packed, rows, None, options))
         gaps = np.flatnonzero(~present)
         length = int(gaps[0]) if len(gaps) else len(packed)
-        self._core.stats.hits += length
-        self._core.stats.misses += len(packed) - length
+        self._pool.stats.hits += length
+        self._pool.stats.misses += len(packed) - length
         return length
 
     def get(self, keys: Keys, *, timeout_s: float | None = None) -> GetResult:
-        """All blocks at once, in memory that the client allocates: `blocks[i]` is a read-only memoryview, or None on a
-        miss. The client uses the memory again, up to 64 MiB of it, when nothing refers to any of the blocks."""
+        """Read all blocks at once, into memory that the client allocates.
+
+        When nothing refers to any of the blocks any more, the client uses up to 64 MiB of this memory again.
+
+        Returns: A `GetResult`, whose `blocks[i]` is a read-only memoryview, or None on a miss.
+        """
         options = self._options(timeout_s)
         packed = pack_keys(keys)
         block_bytes = self.namespace.block_bytes
@@ -402,13 +469,18 @@ class KVStoreClient:
         wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> npt.NDArray[np.bool_]:
-        """Receive block i straight into `out[slots[i]]` (`out[i]` without slots). -> which blocks arrived: `(n,)` bool.
+        """Receive block i straight into `out[slots[i]]`, or into `out[i]` without `slots`.
 
-        `out`: writable memory of `(rows, block_bytes)` bytes: an array, a CPU tensor or a buffer that can be viewed as
-        uint8. A row whose block is missing may have been written to. `wait_s`: wait so long for blocks that some client
-        has promised; the call then takes `wait_s` and `timeout_s` at most. A block that nobody has promised, or whose
-        promise ends, is missing at once. Raises `IndexError` for a slot outside `out`, `ValueError` for two equal
-        slots.
+        * `out`: Writable memory of `(rows, block_bytes)` bytes: an array, a CPU tensor or a buffer. It must be possible
+          to view `out` as uint8. A row whose block is missing may have been overwritten.
+        * `slots`: For each key, the row of `out` for its block. No row may be named twice. By default, key i has row i.
+        * `wait_s`: How long to wait for blocks that some client has promised, in seconds; 0 to 600. The call then takes
+          at most `wait_s` + `timeout_s`; this sum must be at most 600. A block that no client has promised, or whose
+          promise ends, is a miss at once.
+
+        Returns: An `(n,)` array of bool: which blocks arrived.
+
+        Raises: `IndexError` for a slot outside `out`; `ValueError` for two equal slots.
         """
         return drive(self._get_into_steps(keys, out, slots, wait_s=wait_s, timeout_s=timeout_s, alone=True))
 
@@ -422,39 +494,46 @@ class KVStoreClient:
         timeout_s: float | None = None,
         alone: bool = False,
     ) -> Steps[npt.NDArray[np.bool_]]:
-        """`get_into` in steps, for a thread that has many calls under way."""
+        """Run `get_into` in steps, for a thread that has many calls in progress."""
         wait_s = _arguments.seconds("wait_s", wait_s, MAX_TIMEOUT_S, zero=True)
         options = self._options(timeout_s, wait_s=wait_s, alone=alone)
         if options.timeout_s + options.wait_s > MAX_TIMEOUT_S:
             raise ValueError(
-                f"wait_s={wait_s} and timeout_s={options.timeout_s:g}: expected {MAX_TIMEOUT_S:g} s together at most"
+                f"wait_s={wait_s} and timeout_s={options.timeout_s:g}: expected a sum of at most {MAX_TIMEOUT_S:g} s"
             )
         packed = pack_keys(keys)
         rows = writable_rows(out, self.namespace.block_bytes)
         if slots is None and len(packed) > len(rows):
-            raise IndexError(f"slot {len(rows)}: out has {len(rows)} rows")
+            raise IndexError(f"slot {len(rows)} does not exist: out has {len(rows)} rows")
         places = None if slots is None else _arguments.slots(slots, len(packed), len(rows))
         present = yield from self._place(packed, rows, places, options)
         self._count(present)
         return present
 
     def _asked(self, keys: Keys) -> frozenset[Link]:
-        """The shards that a read of these keys asks first."""
+        """Return the shards to which a read of these keys sends its first requests."""
         return self._shards.asked(pack_keys(keys), self.replicas)
 
     @contextlib.contextmanager
     def borrow(
         self, keys: Keys, *, verify: bool = False, timeout_s: float | None = None
     ) -> Generator[list[memoryview | None], None, None]:
-        """Read blocks where they are: `with client.borrow(keys) as blocks`, a read-only memoryview each, or None.
+        """Read blocks where they are: `with client.borrow(keys) as blocks`.
 
-        With shared memory (`stats.path`) the views are of the server's own memory: nothing is copied, whatever the size
-        of the blocks, and nothing is checked unless `verify` asks for it or they have MACs (and then only once: the
-        server could change them afterwards). Without it they are received as by `get`. The server keeps the blocks
-        until the end of the `with` block, when `blocks` is emptied. A view, or an array or
-        tensor made of one, that is still there by then keeps all blocks of the call until it is gone and this client
-        makes its next call. The server lends a quarter of its memory to one client, so give back soon. A child process
-        must not use views that its parent borrowed.
+        With shared memory (see `stats.path`), the views show the server's own memory, so nothing is copied, whatever
+        the size of the blocks. Blocks are checked only if `verify` is set or they have MACs, and only once: the server
+        could change them after that. Without shared memory, the blocks are received as by `get`.
+
+        The server keeps the blocks until the end of the `with` block, when all elements of `blocks` become None. If
+        anything still refers to a view then, such as an array or a tensor made of it, the server keeps all blocks of
+        the call. It keeps them until the view is gone and this client makes its next call. The server lends at most a
+        quarter of its memory to one client, so give blocks back soon. A child process must not use views that its
+        parent borrowed.
+
+        * `verify`: Whether to check the blocks against their checksums.
+
+        Returns: A context manager. Its `blocks` is a list with a read-only memoryview for each block, or None on a
+        miss.
         """
         options = self._options(timeout_s)
         packed = pack_keys(keys)
@@ -469,8 +548,8 @@ class KVStoreClient:
             blocks += found if len(unique) == len(packed) else [found[origin] for origin in first.tolist()]
             del found
             hits = int(np.count_nonzero(borrowed.present[first]))
-            self._core.stats.hits += hits
-            self._core.stats.misses += len(packed) - hits
+            self._pool.stats.hits += hits
+            self._pool.stats.misses += len(packed) - hits
             yield blocks
         finally:
             blocks[:] = [None] * len(blocks)
@@ -479,9 +558,12 @@ class KVStoreClient:
     def stream_get(
         self, keys: Keys, *, timeout_s: float | None = None
     ) -> Generator[tuple[int, memoryview], None, None]:
-        """Yield the blocks that are found, as they arrive, in any order: `(index into keys, read-only memoryview)`.
+        """Read blocks one by one, in the order in which they arrive.
 
-        A block stays valid as long as it is referenced. Each block may take `timeout_s`. The caller may stop early.
+        A block stays valid as long as something refers to it. The deadline `timeout_s` applies to each block. The
+        caller may stop early.
+
+        Returns: A generator of `(index into keys, read-only memoryview)` for each block that is found.
         """
         options = self._options(timeout_s)
         packed = pack_keys(keys)
@@ -493,7 +575,10 @@ class KVStoreClient:
         return self._stream(packed, unique, repeats, options)
 
     def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
-        """Remove blocks. -> how many were there."""
+        """Remove blocks.
+
+        Returns: An int: the number of blocks that were there.
+        """
         options = self._options(timeout_s)
         packed = pack_keys(keys)
         if not len(packed):
@@ -502,16 +587,21 @@ class KVStoreClient:
         return self._writer.delete(packed[unique], options)
 
     def purge(self, *, all_namespaces: bool = False, timeout_s: float | None = None) -> int:
-        """Remove all blocks of this client's namespace, from memory and disk of every shard. -> how many there were;
-        with `replicas` each copy counts.
+        """Remove all blocks of this client's namespace from the memory and the disk of every shard.
 
-        It raises the namespace's `generation`. From then on no block from before is found, and engines neither use nor
-        set the copies that they hold. Returns when the blocks cannot come back, not even after a crash, and when
-        clients that keep copies have heard of it, 3 s later at most. Blocks that any client sets meanwhile may be
-        removed or not. `all_namespaces`: empty the whole store instead, whoever uses it. A large disk tier takes
-        seconds: give a `timeout_s` that allows for it. A shard that does not answer is not emptied; that raises, or
-        with `fail_open` the shard is left out of the count. Purge again when it is back: until then its blocks are
-        misses for clients that know of the purge.
+        The purge raises the namespace's `generation`. From then on, no earlier block is found, and engines neither use
+        nor set the copies that they hold. The call returns when the blocks cannot come back, not even after a crash.
+        It also waits, for at most 3 s, until the clients that keep copies have received the new generation. Blocks that
+        a client sets during the purge may or may not be removed. Emptying a large disk tier takes seconds, so give a
+        `timeout_s` that allows for it.
+
+        A shard that does not answer is not emptied. The call then raises an error; with `fail_open`, it leaves that
+        shard out of the count. Purge again when the shard is back. Until then, its blocks are misses for clients that
+        know of the purge.
+
+        * `all_namespaces`: Whether to empty the whole store instead, for all its users.
+
+        Returns: An int: the number of blocks that were there. With `replicas`, each copy counts.
         """
         replies = self.purge_shards(all_namespaces=all_namespaces, timeout_s=timeout_s)
         return sum(reply.purged for reply in replies.values())
@@ -519,47 +609,87 @@ class KVStoreClient:
     def purge_shards(
         self, *, all_namespaces: bool = False, model: str = "", id_prefix: str = "", timeout_s: float | None = None
     ) -> dict[str, wire.PurgeReply]:
-        """`purge`, with what each shard answered, by its name. With `all_namespaces` and one of the others: the
-        namespaces whose model matches the pattern `model` (as `fnmatch` has it) and whose id begins with `id_prefix`.
-        Raises `ProtocolError`, with nothing done, if a shard of an earlier release does not know these two."""
+        """Purge as `purge` does, and return each shard's answer.
+
+        * `all_namespaces`: Whether to purge all namespaces that `model` and `id_prefix` select. By default, `model` and
+          `id_prefix` select all namespaces of the store.
+        * `model`: A pattern, as in `fnmatch`, for the models of the namespaces to purge. An empty pattern matches any
+          model. This option needs `all_namespaces`.
+        * `id_prefix`: The beginning of the ids of the namespaces to purge, in hexadecimal. An empty one matches any id.
+          This option needs `all_namespaces`.
+
+        Returns: A dict from a shard's name to its `PurgeReply`.
+
+        Raises: `ProtocolError`, with nothing removed, if a shard of an earlier release does not know `model` and
+        `id_prefix`.
+        """
         return self._shards.purge(self._repairs, self._options(timeout_s), all_namespaces, model, id_prefix)
 
     # ---- every shard -----------------------------------------------------------------------------------------
 
     def sync(self, *, timeout_s: float | None = None) -> None:
-        """Return when every deferred set of this client can be read. Raises if too many nodes fail for that."""
+        """Wait until all blocks of this client's deferred sets can be read.
+
+        Returns: None.
+
+        Raises: without `fail_open`, `ConnectionLost` or `Timeout` if the number of nodes that fail is at least the
+        number of copies of a block.
+        """
         self._shards.sync(self._options(timeout_s))
 
     def ping(self, *, timeout_s: float | None = None) -> float:
-        """-> seconds until all shards had answered. Raises `ConnectionLost` or `Timeout`, even with `fail_open`."""
+        """Measure how long it takes until all shards have answered.
+
+        Returns: A float: the time in seconds.
+
+        Raises: `ConnectionLost` or `Timeout`, even with `fail_open`.
+        """
         return self._shards.ping(self._options(timeout_s))
 
     def info(self, *, timeout_s: float | None = None) -> StoreInfo:
-        """The state of the store. A shard that does not answer raises, or with `fail_open` it is left out; `shards()`
-        lists it with the reason."""
+        """Request the state of the store.
+
+        The call raises an error if a shard does not answer; with `fail_open`, that shard is left out. `shards()` gives
+        the reason.
+
+        Returns: A `StoreInfo`.
+        """
         return self._shards.info(self.namespace, self._options(timeout_s))
 
     def scrub(self, *, timeout_s: float | None = None) -> dict[str, int]:
-        """Have every shard check its blocks on disk now; returns without waiting for the check.
+        """Have every shard check its blocks on disk now, and return without waiting for the check.
 
-        -> by shard (its `name` in `info`), the value of `disk.scrub_passes` with which the check is complete; 0 if the
-        shard has no active disk tier. Shards that do not answer raise, or with `fail_open` they are left out.
+        The call raises an error if a shard does not answer; with `fail_open`, that shard is left out.
+
+        Returns: A dict from a shard's name to the value of `disk.scrub_passes` at which the check is complete. The
+        value is 0 for a shard without an active disk tier.
         """
         return self._shards.scrub(self._options(timeout_s))
 
     def shards(self, *, timeout_s: float | None = None) -> list[ShardStatus]:
-        """Ask every shard that this client knows for its state. A shard that does not answer is listed with the reason
-        and does not raise. The list is empty while no node of a cluster is known (`directory_error` may say why)."""
+        """Request the state of every shard that this client knows.
+
+        The list is empty while no node of a cluster is known; `directory_error` may say why.
+
+        Returns: A list of `ShardStatus`.
+
+        No error is raised for a shard that does not answer. The list contains that shard, with the reason.
+        """
         return self._shards.statuses(self._options(timeout_s))
 
     def locate(
         self, key: bytes, *, replicas: int | None = None, ask: bool = True, timeout_s: float | None = None
     ) -> list[Location]:
-        """The shards that may have a key's block, its owner first, then the other replicas, then old owners.
+        """List the shards that may have a key's block: its owner first, then the other replicas, then old owners.
 
-        `replicas`: assume that clients keep so many copies; None: as many as this client keeps. `ask`: ask the shards
-        whether they have the block. Raises `ConnectionLost` if no shard is known; a shard that does not answer does not
-        raise.
+        * `key`: The key, 8 to 64 bytes.
+        * `replicas`: The number of copies that clients are assumed to keep; 1 to 3. By default, the number of this
+          client.
+        * `ask`: Whether to ask the shards if they have the block. If False, `Location.present` is None.
+
+        Returns: A list of `Location`.
+
+        Raises: `ConnectionLost` if no shard is known. No error is raised for a shard that does not answer.
         """
         if replicas is not None:
             replicas = _arguments.whole_number("replicas", replicas, 1, wire.MAX_REPLICAS)
@@ -568,9 +698,9 @@ class KVStoreClient:
     # ---- internals -------------------------------------------------------------------------------------------
 
     def _options(self, timeout_s: float | None, **chosen: Any) -> Options:
-        """The options of one call, completed by those of the client."""
+        """Return the options of one call: `chosen`, and the client's own options for the others."""
         if timeout_s is None:
-            timeout_s = self._core.timeout_s
+            timeout_s = self._pool.timeout_s
         else:
             timeout_s = _arguments.seconds("timeout_s", timeout_s, MAX_TIMEOUT_S)
         return Options(timeout_s=timeout_s, fail_open=self.fail_open, **chosen)
@@ -586,8 +716,8 @@ class KVStoreClient:
         slots: Sequence[int] | None,
         options: Options,
     ) -> Steps[npt.NDArray[np.bool_]]:
-        """Read blocks into `rows[slots[i]]`, or `rows[i]` without slots. The block of a repeated key is read once and
-        copied."""
+        """Read block i into `rows[slots[i]]`, or into `rows[i]` without slots. If a key is repeated, its block is read
+        once and then copied."""
         first, unique = first_occurrences(packed)
         present = yield from self._get_into(packed, rows, slots, first, unique, options)
         if len(unique) < len(packed):
@@ -613,8 +743,8 @@ class KVStoreClient:
 
     def _count(self, present: npt.NDArray[np.bool_]) -> None:
         hits = int(present.sum())
-        self._core.stats.hits += hits
-        self._core.stats.misses += len(present) - hits
+        self._pool.stats.hits += hits
+        self._pool.stats.misses += len(present) - hits
 
     def _stream(
         self,
@@ -633,5 +763,5 @@ class KVStoreClient:
                             yield repeat, block
                         del block
         finally:
-            self._core.stats.hits += hits
-            self._core.stats.misses += len(packed) - hits
+            self._pool.stats.hits += hits
+            self._pool.stats.misses += len(packed) - hits

@@ -1,6 +1,6 @@
 """Parses the endpoint that a client is given: addresses of nodes, or the URL of a cluster.
 
-This is the only place that parses endpoints. No state; usable in any thread.
+No other module parses endpoints. This one has no state, so any thread may use it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstore.tls import SYSTEM, TLSOptions
 ENDPOINT_VARIABLE: Final = "KVSTORE_ENDPOINT"  # the environment variable that is used when no endpoint is given
 TLS_VARIABLES: Final = {"tls_ca": "KVSTORE_TLS_CA", "tls_cert": "KVSTORE_TLS_CERT", "tls_key": "KVSTORE_TLS_KEY"}
 _SCHEME: Final = re.compile(r"(?:(tcp|tls)://)?(.*?)/?", re.DOTALL)
-_EXPECTED: Final = (
+_ENDPOINT_EXPECTED: Final = (
     "expected tcp://HOST:PORT, tls://HOST:PORT or HOST:PORT, a list of those, etcd://HOST:PORT/NAME, "
     "etcds://HOST:PORT/NAME or dns://HOST:PORT"
 )
@@ -27,8 +27,8 @@ _EXPECTED: Final = (
 class Endpoints(NamedTuple):
     """Either `nodes`, the host and port of each node, or `cluster`, the URL of the directory that lists the nodes.
 
-    scheme: "tls" or "tcp", if the nodes were given with it; else empty. tls: how to connect to nodes with TLS; None:
-    without it, or not known yet (`with_tls`).
+    * `scheme`: "tls" or "tcp" if the addresses of the nodes begin with that word, else empty.
+    * `tls`: How to connect to nodes with TLS. It is None until `with_tls` sets it, and for connections without TLS.
     """
 
     nodes: Sequence[tuple[str, int]]
@@ -38,16 +38,16 @@ class Endpoints(NamedTuple):
 
 
 def with_tls(endpoints: Endpoints, tls_ca: str | None, tls_cert: str | None, tls_key: str | None) -> Endpoints:
-    """-> the endpoints, with how to connect to their nodes.
+    """Return the endpoints with their TLS options set.
 
-    That is with TLS, if they were given as ``tls://`` or if a file is given here or in the environment; never without
-    it, if one is. Raises `TypeError` and `ValueError`.
+    TLS is used if the endpoints were given as ``tls://``, or if a file is given here or in the environment. A client
+    that uses TLS never falls back to a plain connection. Raises `TypeError` and `ValueError`.
     """
     given = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
     files = {}
     for name, value in given.items():
         if value is not None and not isinstance(value, str):
-            raise TypeError(f"{name}={value!r}: a {type(value).__name__}: expected the path of a PEM file")
+            raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: expected the path of a PEM file")
         file = os.environ.get(TLS_VARIABLES[name], "") if value is None else value
         origin = TLS_VARIABLES[name] if value is None else name
         if file and not (name == "tls_ca" and file == SYSTEM):
@@ -68,28 +68,28 @@ def with_tls(endpoints: Endpoints, tls_ca: str | None, tls_cert: str | None, tls
 
 
 def parse_endpoints(endpoint: str | Sequence[str] | None) -> Endpoints:
-    """The nodes or the cluster that `endpoint` names. None: use the environment's `KVSTORE_ENDPOINT`.
+    """Return the nodes or the cluster that `endpoint` names. If it is None, `KVSTORE_ENDPOINT` is read instead.
 
     A node is ``HOST:PORT``, ``tcp://HOST:PORT`` or ``tls://HOST:PORT``, with an IPv6 address in brackets. Several nodes
-    are a list, or one string with commas. A cluster is ``etcd://HOST:PORT[,HOST:PORT...]/NAME``, ``etcds://`` or
-    ``dns://SERVICE:PORT``. A ``/`` at the end is ignored. Raises `TypeError` for a value that is not a string,
-    `ValueError` for an invalid endpoint, a node that is named twice, or no endpoint at all.
+    are given as a list, or as one string with commas. A cluster is ``etcd://HOST:PORT[,HOST:PORT...]/NAME``,
+    ``etcds://`` or ``dns://SERVICE:PORT``. A ``/`` at the end is ignored. Raises `TypeError` for a value that is not a
+    string. Raises `ValueError` for an invalid endpoint, for a node that is named twice, and if no endpoint is given.
     """
     given: object = endpoint
     if given is None:
         given = os.environ.get(ENDPOINT_VARIABLE, "")
         if not given:
-            raise ValueError(f"endpoint: none given, and {ENDPOINT_VARIABLE} is not set: {_EXPECTED}")
+            raise ValueError(f"endpoint: none given, and {ENDPOINT_VARIABLE} is not set: {_ENDPOINT_EXPECTED}")
     if isinstance(given, str):
         given = given.strip()
         if is_cluster_url(given):
             return Endpoints((), str(parse_cluster_url(given)))
         return _parse_nodes(given.split(","))
     if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
-        raise TypeError(f"endpoint={given!r}: a {type(given).__name__}: {_EXPECTED}")
+        raise TypeError(f"endpoint={given!r} is of type {type(given).__name__}: {_ENDPOINT_EXPECTED}")
     for each in given:
         if not isinstance(each, str):
-            raise TypeError(f"endpoint: {each!r} in the list: a {type(each).__name__}: {_EXPECTED}")
+            raise TypeError(f"endpoint: {each!r} in the list is of type {type(each).__name__}: {_ENDPOINT_EXPECTED}")
     if len(given) == 1:
         return parse_endpoints(given[0])
     return _parse_nodes(given)
@@ -97,13 +97,16 @@ def parse_endpoints(endpoint: str | Sequence[str] | None) -> Endpoints:
 
 def _parse_nodes(texts: Sequence[str]) -> Endpoints:
     if not texts:
-        raise ValueError(f"endpoint: an empty list: {_EXPECTED}")
+        raise ValueError(f"endpoint: an empty list: {_ENDPOINT_EXPECTED}")
     nodes: list[tuple[str, int]] = []
     known: set[tuple[str, int]] = set()
     schemes: set[str] = set()
     for text in texts:
         if is_cluster_url(text):
-            raise ValueError(f"endpoint {text!r} in a list of {len(texts)}: a cluster's URL stands alone; {_EXPECTED}")
+            raise ValueError(
+                f"endpoint {text!r} is in a list of {len(texts)}, but a cluster's URL must be the only endpoint: "
+                f"{_ENDPOINT_EXPECTED}"
+            )
         parts = _SCHEME.fullmatch(text.strip())
         assert parts is not None
         schemes.add(parts[1] or "")
@@ -111,11 +114,11 @@ def _parse_nodes(texts: Sequence[str]) -> Endpoints:
             host, port = parse_address(text, parts[2])
         except ValueError:
             others = f"; schemes of clusters are {', '.join(SCHEMES.names())}" if "://" in text else ""
-            raise ValueError(f"endpoint {text!r}: {_EXPECTED}{others}") from None
+            raise ValueError(f"endpoint {text!r}: {_ENDPOINT_EXPECTED}{others}") from None
         if (host.lower(), port) in known:
             raise ValueError(f"endpoint {text!r} is named twice: expected each node once")
         known.add((host.lower(), port))
         nodes.append((host, port))
     if "tls" in schemes and len(schemes) > 1:
-        raise ValueError(f"endpoint {', '.join(texts)}: expected tls:// before each of them, or before none")
-    return Endpoints(nodes, scheme=max(schemes))  # "tls", or else "tcp" if one of them says so
+        raise ValueError(f"endpoint {', '.join(texts)}: expected tls:// before each of the nodes, or before none")
+    return Endpoints(nodes, scheme=max(schemes))  # "tls" or "tcp" if some node has it, else empty

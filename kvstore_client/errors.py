@@ -6,15 +6,15 @@ from typing import Final
 
 from kvstore.wire import ErrorCode
 
-MOST_TEXT: Final = 1000  # characters that another program has said
+MAX_QUOTED: Final = 1000  # the most characters of another program's text that are quoted
 
 
 class KVStoreError(Exception):
-    """Base of all errors of kvstore."""
+    """The base class of all errors of kvstore."""
 
 
 class ConnectionLost(KVStoreError):
-    """The server cannot be reached, or went away during the call."""
+    """The server cannot be reached, or the connection to it was lost during the call."""
 
 
 class Timeout(KVStoreError):
@@ -26,19 +26,19 @@ class BlockSizeMismatch(KVStoreError, ValueError):
 
 
 class KeySizeMismatch(KVStoreError, ValueError):
-    """A key's length is outside 8 to 64 bytes, or differs from the other keys of the batch or the namespace."""
+    """A key is not 8 to 64 bytes long, or has another length than the other keys of the batch or the namespace."""
 
 
 class NotAuthorized(KVStoreError):
-    """The server refuses these credentials."""
+    """The server refuses the client's credentials, or these credentials do not allow the call."""
 
 
 class OutOfMemory(KVStoreError):
-    """The server can never place a block of this size."""
+    """A server can never store a block of the namespace's size, because its segments are smaller."""
 
 
 class ProtocolError(KVStoreError):
-    """The two sides do not understand each other, or a request breaks a rule of the protocol."""
+    """Client and server do not understand each other, or a request breaks a rule of the protocol."""
 
 
 _BY_CODE: dict[int, type[KVStoreError]] = {
@@ -52,13 +52,13 @@ _BY_CODE: dict[int, type[KVStoreError]] = {
 
 
 def readable(text: str) -> str:
-    """-> what another program has said, for messages and logs: one line, the first `MOST_TEXT` characters of it."""
-    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text[:MOST_TEXT])[:MOST_TEXT]
-    return shown if len(text) <= MOST_TEXT else f"{shown}… ({len(text)} characters)"
+    """Return the text of another program for messages and logs: one line with its first `MAX_QUOTED` characters."""
+    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text[:MAX_QUOTED])[:MAX_QUOTED]
+    return shown if len(text) <= MAX_QUOTED else f"{shown}… ({len(text)} characters)"
 
 
 def from_wire(code: int, message: str) -> KVStoreError:
-    """The exception for an ERROR reply."""
+    """Return the exception for an ERROR reply."""
     return _BY_CODE.get(code, ProtocolError)(readable(message))
 
 

@@ -1,4 +1,4 @@
-"""The names of blocks: namespaces, prefix keys of tokens, and keys packed as the wire takes them."""
+"""The names of blocks: namespaces, prefix keys of tokens, and arrays of keys in the form that the protocol sends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Keys: TypeAlias = "Iterable[bytes] | npt.NDArray[np.uint8]"
 KeyArray: TypeAlias = "npt.NDArray[np.uint8]"
 TokenIds: TypeAlias = "Iterable[int] | npt.NDArray[np.integer[Any]]"
 
-# Bytes of one element, for the names of dtypes that NumPy, torch and engines use.
+# The size of one element in bytes, for each dtype. The names are those that NumPy, torch and engines use.
 DTYPES: Final = {
     "float64": 8,
     "float32": 4,
@@ -43,19 +43,40 @@ DTYPES: Final = {
     "uint16": 2,
     "uint8": 1,
 }
+# Other names of some of these.
+_DTYPE_ALIASES: Final = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
 _MAX_TOKEN: Final = (1 << 32) - 1
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that must agree for the bytes of two blocks to be interchangeable. Namespaces with equal fields are
-    the same namespace. Immutable and hashable.
+    """Everything that must be equal for the bytes of two blocks to be interchangeable.
 
-    Fields: `model`; `dtype`, one of `DTYPES`; `block_tokens`, tokens per block; `block_bytes`, the size of every block;
-    `layout`, how the bytes of a block are ordered; `rank` of `world`, if an engine splits a block over several
-    processes; `tenant`; `extra`, names and values of anything else that must agree (adapter, quantisation …).
+    Two namespaces with equal fields are the same namespace. Namespaces are immutable and hashable. For most models,
+    `for_model` computes `block_bytes` from the model's shape.
 
-    For most models `block_bytes` follows from the model's shape: see `for_model`. Raises `TypeError` for a field of a
-    wrong type and `ValueError` for one outside its range, naming the field.
+    * `model`: The model's name.
+    * `dtype`: The type of the elements: a name of `DTYPES`, such as "bfloat16", or a dtype of torch or NumPy. The
+      namespace keeps the name.
+    * `block_tokens`: Tokens per block; at least 1.
+    * `block_bytes`: The size of every block, in bytes; 1 to 64 MiB.
+    * `layout`: A name for the order of the bytes in a block. The namespace's users may agree on any name.
+    * `rank`: The number of the part that this namespace holds, if an engine splits blocks over several processes; 0 to
+      `world` - 1.
+    * `world`: The number of parts that each block is split into; at least 1.
+    * `tenant`: The tenant that the blocks belong to, if any. If clients must log in, the server sets it.
+    * `extra`: Names and values of anything else that must be equal, such as an adapter or a quantisation.
+    * `version`: The version of this description. Do not set it.
+
+    Raises: `TypeError` for a field of a wrong type and `ValueError` for one outside its range. The error's text names
+    the field.
     """
 
     model: str
@@ -79,103 +100,133 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ):
             number = _arguments.whole_number(f"Namespace.{name}", getattr(self, name), least, most)
             msgspec.structs.force_setattr(self, name, number)  # NumPy's integers become Python's
-        for name in ("model", "dtype", "layout", "tenant"):
+        msgspec.structs.force_setattr(self, "dtype", _dtype_name("Namespace.dtype", self.dtype))
+        for name in ("model", "layout", "tenant"):
             value = getattr(self, name)
             if not isinstance(value, str):
-                raise TypeError(f"Namespace.{name}={value!r}: a {type(value).__name__}: expected a string")
-        _itemsize("Namespace.dtype", self.dtype)
+                raise TypeError(f"Namespace.{name}={value!r} is of type {type(value).__name__}: expected a string")
+        if not self.model:
+            raise ValueError("Namespace.model='': expected the model's name, such as 'Qwen/Qwen2.5-7B-Instruct'")
         if self.rank >= self.world:
             raise ValueError(f"Namespace.rank={self.rank}: expected less than world={self.world}")
         if not isinstance(self.extra, dict) or not all(
             isinstance(text, str) for pair in self.extra.items() for text in pair
         ):
             raise TypeError(f"Namespace.extra={self.extra!r}: expected a dict of strings to strings")
-        msgspec.structs.force_setattr(self, "extra", dict(self.extra))  # the caller may change its own dict later
+        msgspec.structs.force_setattr(self, "extra", dict(self.extra))  # a copy, as the caller may change its dict
 
     def __hash__(self) -> int:
         return hash(self.canonical())
 
     @classmethod
     def for_model(
-        cls, name: str, *, layers: int, kv_heads: int, head_size: int, dtype: str, block_tokens: int, **rest: Any
+        cls, name: str, *, layers: int, kv_heads: int, head_size: int, dtype: Any, block_tokens: int, **rest: Any
     ) -> Namespace:
-        """The namespace of a model whose layers all keep keys and values of one shape.
+        """Return the namespace of a model whose layers all keep keys and values of the same shape.
 
-        `block_bytes` = `layers` * 2 * `block_tokens` * `kv_heads` * `head_size` * bytes of a `dtype` element: the
-        layout `(layers, 2, block_tokens, kv_heads, head_size)`. With tensor parallelism, give the `kv_heads` that one
-        rank holds, and `rank` and `world`. `rest`: further fields of a `Namespace`.
+        `block_bytes` = `layers` * 2 * `block_tokens` * `kv_heads` * `head_size` * bytes of a `dtype` element. The
+        layout is `(layers, 2, block_tokens, kv_heads, head_size)`.
+
+        * `name`: The model's name.
+        * `layers`: The number of layers that keep keys and values; at least 1.
+        * `kv_heads`: The number of key/value heads; at least 1. With tensor parallelism, give the heads of one rank,
+          and `rank` and `world` too.
+        * `head_size`: The number of elements in one head; at least 1.
+        * `dtype`: As in `Namespace`.
+        * `block_tokens`: As in `Namespace`.
+        * `rest`: Further fields of a `Namespace`, except `block_bytes`.
+
+        Returns: A `Namespace`.
+
+        Raises: The errors of `Namespace`, and `ValueError` if a block would be larger than 64 MiB.
         """
         if "block_bytes" in rest:
-            raise TypeError("block_bytes: it is computed from the model's shape; Namespace(...) takes it as given")
+            raise TypeError("block_bytes is computed from the model's shape here; to choose it, call Namespace(...)")
         shape = {"layers": layers, "kv_heads": kv_heads, "head_size": head_size, "block_tokens": block_tokens}
-        block_bytes = 2 * _itemsize("dtype", dtype)
+        dtype = _dtype_name("dtype", dtype)
+        block_bytes = 2 * DTYPES[dtype]
         for field, value in shape.items():
             block_bytes *= _arguments.whole_number(field, value, 1)
         if block_bytes > MAX_BLOCK_BYTES:
             raise ValueError(
-                f"{', '.join(f'{field}={value}' for field, value in shape.items())}, dtype={dtype!r}: a block of "
+                f"{', '.join(f'{field}={value}' for field, value in shape.items())}, dtype={dtype!r}: a block has "
                 f"{block_bytes} bytes: expected at most {MAX_BLOCK_BYTES}; choose fewer block_tokens"
             )
         return cls(model=name, dtype=dtype, block_tokens=block_tokens, block_bytes=block_bytes, **rest)
 
     def keys(self, token_ids: TokenIds) -> KeyArray:
-        """The keys of a prompt's full blocks, head first: `prefix_keys(token_ids, self.block_tokens)`."""
+        """Return the keys of a prompt's full blocks, head first: `prefix_keys(token_ids, self.block_tokens)`."""
         return prefix_keys(token_ids, self.block_tokens)
 
     def canonical(self) -> bytes:
-        """Canonical JSON: keys sorted, no spaces, UTF-8."""
+        """Return this namespace as canonical JSON: keys sorted, no spaces, UTF-8."""
         return msgspec.json.encode(self, order="sorted")
 
     @property
     def id(self) -> str:
-        """xxh3-128 of the canonical JSON, in hexadecimal."""
+        """The namespace's id: the XXH3-128 hash of the canonical JSON, in hexadecimal."""
         return namespace_id(self.canonical()).hex()
 
 
-def _itemsize(name: str, dtype: object) -> int:
-    if not isinstance(dtype, str):
-        raise TypeError(f"{name}={dtype!r}: a {type(dtype).__name__}: expected a string, such as 'bfloat16'")
-    itemsize = DTYPES.get(dtype)
-    if itemsize is None:
+def _dtype_name(name: str, dtype: Any) -> str:
+    """Return the name of a dtype in `DTYPES`. `name`: the argument, for the error."""
+    torch = sys.modules.get("torch")  # not imported here, because there are its dtypes only if it was imported already
+    if isinstance(dtype, np.dtype) or (isinstance(dtype, type) and issubclass(dtype, np.generic)):
+        found = np.dtype(dtype).name
+    elif isinstance(dtype, str) or (torch is not None and isinstance(dtype, torch.dtype)):
+        found = str(dtype).removeprefix("torch.")
+        found = _DTYPE_ALIASES.get(found, found)
+    else:
+        raise TypeError(
+            f"{name}={dtype!r} is of type {type(dtype).__name__}: expected a name, such as 'bfloat16', or a dtype of "
+            "torch or NumPy"
+        )
+    if found not in DTYPES:
         raise ValueError(f"{name}={dtype!r}: expected one of {', '.join(DTYPES)}")
-    return itemsize
+    return found
 
 
 def prefix_keys(
     token_ids: TokenIds, block_tokens: int, seed: bytes = b"", parent: bytes | KeyArray | None = None
 ) -> KeyArray:
-    """The chain of prefix keys of a token sequence: row i names block i and everything before it.
+    """Return the chain of prefix keys of a token sequence. Row i names block i together with everything before it.
 
-    `token_ids`: n tokens, each 0 to 2**32 - 1: a list, a 1-D array or CPU tensor of integers, or any iterable of ints.
-    -> `(n // block_tokens, 16)` uint8; a last block that is not full has no key. Another `seed` (a salt, an adapter)
-    gives another chain for the same tokens. `parent`, the last key of an earlier call, continues that call's chain;
-    `seed` is then not used. So if `len(a)` is a multiple of `block_tokens`, the keys of `a + b` are the keys of `a`
-    and then the keys of `b` with `parent=keys_of_a[-1]`.
+    The last block has no key if it is not full. If `len(a)` is a multiple of `block_tokens`, the keys of `a + b` are
+    the keys of `a`, followed by the keys of `b` with `parent=keys_of_a[-1]`. Thread-safe.
 
-    The keys are the same on every machine. The layout, for other implementations (XXH3-128 with seed 0 throughout,
-    canonical digest: 16 bytes, big-endian, high half first)::
+    The keys are the same on every machine. Other implementations can compute them as follows. The hash is XXH3-128,
+    always with seed 0. Its digest is in the canonical form: 16 bytes, big-endian, high half first::
 
         key[-1] = xxh3_128(seed)                                            # the root; or `parent`
         key[i]  = xxh3_128(key[i-1] + tokens of block i, each as 4 bytes little-endian unsigned)
 
-    Raises `TypeError` for tokens that are not integers, `ValueError` for a token out of range or `block_tokens` < 1.
-    Thread-safe.
+    * `token_ids`: n tokens, each 0 to 2**32 - 1, as a list, a 1-D array or CPU tensor of integers, or any iterable of
+      ints.
+    * `block_tokens`: The number of tokens in a block; at least 1.
+    * `seed`: A salt or an adapter's name. With another seed, the same tokens have another chain of keys. The seed is
+      not used if `parent` is given.
+    * `parent`: The last key of an earlier call, to continue that call's chain.
+
+    Returns: An `(n // block_tokens, 16)` array of uint8.
+
+    Raises: `TypeError` for tokens that are not integers; `ValueError` for a token outside its range, or for
+    `block_tokens` < 1.
     """
     block_tokens = _arguments.whole_number("block_tokens", block_tokens, 1)
     return _cext.prefix_keys(_token_array(token_ids), block_tokens, seed, parent)
 
 
 def _token_array(token_ids: Any) -> npt.NDArray[np.integer[Any]]:
-    """The tokens as `_cext.prefix_keys` takes them; int32 and int64 arrays without a copy."""
-    torch = sys.modules.get("torch")  # never imported here: tensors exist only if torch was imported already
+    """Return the tokens as an array that `_cext.prefix_keys` accepts. Arrays of int32 and int64 are not copied."""
+    torch = sys.modules.get("torch")  # not imported here, because there are tensors only if torch was imported already
     if torch is not None and isinstance(token_ids, torch.Tensor):
         if token_ids.device.type != "cpu":
-            raise ValueError(f"token_ids: a tensor on {token_ids.device}: expected one in CPU memory")
+            raise ValueError(f"token_ids is a tensor on {token_ids.device}: expected one in CPU memory")
         array: npt.NDArray[Any] = token_ids.detach().numpy()
     elif isinstance(token_ids, np.ndarray):
         array = token_ids
     elif isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(token_ids, Iterable):
-        raise TypeError(f"token_ids: a {type(token_ids).__name__}: expected integers in a list, array or iterable")
+        raise TypeError(f"token_ids is of type {type(token_ids).__name__}: expected an array or iterable of integers")
     else:
         listed = token_ids if isinstance(token_ids, list | tuple) else list(token_ids)
         try:
@@ -183,23 +234,25 @@ def _token_array(token_ids: Any) -> npt.NDArray[np.integer[Any]]:
         except (OverflowError, ValueError) as error:  # too large, or lists of unequal length
             raise ValueError(f"token_ids: {error}: expected integers, 0 to 2**32 - 1") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TypeError(f"token_ids: {array.dtype} of shape {array.shape}: expected one row of integers")
+        raise TypeError(f"token_ids: an array of {array.dtype} of shape {array.shape}: expected one row of integers")
     if array.dtype in (np.int32, np.int64):
         return array
-    if len(array) and int(array.max()) > _MAX_TOKEN:  # checked here, since int64 may not hold it
+    if len(array) and int(array.max()) > _MAX_TOKEN:  # checked before the conversion, because int64 may be too small
         raise ValueError(f"token_ids: {int(array.max())}: expected 0 to 2**32 - 1")
     return array.astype(np.int64)
 
 
 def pack_keys(keys: Keys) -> KeyArray:
-    """`keys` as one C-contiguous `(n, key_bytes)` uint8 array; not copied if it is one already.
+    """Return `keys` as one C-contiguous `(n, key_bytes)` uint8 array. An array of this form is not copied.
 
-    Raises `KeySizeMismatch` for keys of unequal lengths or outside 8 to 64 bytes, `ValueError` for an array of another
-    dtype or shape, `TypeError` for keys that are not bytes.
+    Raises `KeySizeMismatch` for keys of unequal lengths and for keys that are not 8 to 64 bytes long. Raises
+    `ValueError` for an array of another dtype or shape, and `TypeError` for keys that are not bytes.
     """
     if isinstance(keys, np.ndarray):
         if keys.dtype != np.uint8 or keys.ndim != 2:
-            raise ValueError(f"keys: an array of {keys.dtype} {keys.shape}: expected uint8 (n, key_bytes)")
+            raise ValueError(
+                f"keys: an array of {keys.dtype} of shape {keys.shape}: expected uint8 of shape (n, key_bytes)"
+            )
         packed = np.ascontiguousarray(keys)
     else:
         packed = _join_keys(keys)
@@ -210,10 +263,10 @@ def pack_keys(keys: Keys) -> KeyArray:
 
 def _join_keys(keys: Iterable[bytes]) -> KeyArray:
     if isinstance(keys, bytes | bytearray | memoryview | str):
-        raise TypeError(f"keys: a single {type(keys).__name__}: expected a list, or another iterable, of bytes objects")
+        raise TypeError(f"keys is of type {type(keys).__name__}: expected a list, or another iterable, of bytes")
     if not isinstance(keys, list | tuple):
         if not isinstance(keys, Iterable):
-            raise TypeError(f"keys: a {type(keys).__name__}: expected a list, or another iterable, of bytes objects")
+            raise TypeError(f"keys is of type {type(keys).__name__}: expected a list, or another iterable, of bytes")
         keys = list(keys)
     if not keys:
         return np.empty((0, MIN_KEY_BYTES), dtype=np.uint8)

@@ -1,7 +1,7 @@
-"""Memory that a server on this host copies blocks from, without a copy by the client.
+"""Memory of a client that a server on this host can read, so that the client need not copy blocks for a `set`.
 
-A `set` whose blocks lie in such memory only tells the server where they are. Blocks in any other memory are first
-copied into memory of this kind, a few at a time.
+For blocks in such memory, a `set` sends only their addresses. Blocks in any other memory are first copied into memory
+of this kind, a few at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.pages import FileMap, collapse, populate
+from kvstore.huge_pages import FileMap, collapse, populate
 
-# The server reads it through a mapping of its own, which must never fail.
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# The server reads the memory through a mapping of its own. The seals fix the memory's size, so that no read can fail.
+_REGION_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _STEP_BYTES: Final = 8 << 20
 
@@ -31,17 +31,18 @@ _numbers = itertools.count(1)
 
 
 class _Registry:
-    """All regions that `host_memory` made and that are still in use. Thread-safe."""
+    """The regions that `host_memory` made and that are still in use. Thread-safe."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []  # their addresses, in order
+        self._starts: list[int] = []  # the regions' addresses, in order
         self._regions: dict[int, weakref.ref[SharedRegion]] = {}  # by address
-        # Regions that are gone: no Python code runs in a finalizer, where Ctrl-C would be lost.
+        # References to freed regions. A finalizer only appends to it, because Ctrl-C during Python code of a finalizer
+        # would be lost.
         self._gone: deque[weakref.ref[SharedRegion]] = deque()
         self.new_lock()
 
     def new_lock(self) -> None:
-        """Also in a child process: another thread of the parent may have held the lock."""
+        """Make a new lock. A child process needs one, because a thread of the parent may hold the old one."""
         self._lock = threading.Lock()
 
     def add(self, region: SharedRegion) -> None:
@@ -52,7 +53,7 @@ class _Registry:
 
     @property
     def used(self) -> bool:
-        """Whether there is any region."""
+        """Whether any region is in use."""
         return bool(self._starts)
 
     def find(self, address: int, nbytes: int) -> SharedRegion | None:
@@ -63,7 +64,7 @@ class _Registry:
         return region if region is not None and address + nbytes <= region.address + region.nbytes else None
 
     def _forget_gone(self) -> None:
-        """Before anything else: another region may have the address of one that is gone."""
+        """Forget freed regions. This is done before each use, because a new region may have a freed one's address."""
         if self._gone:
             self._gone.clear()
             self._regions = {start: region for start, region in self._regions.items() if region() is not None}
@@ -75,12 +76,13 @@ os.register_at_fork(after_in_child=_registry.new_lock)
 
 
 class SharedRegion:
-    """A piece of memory that can be given to a server: a sealed memfd, mapped. Thread-safe."""
+    """A piece of memory that can be shared with a server: a sealed memfd that is mapped here. Thread-safe."""
 
     def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
-        """descriptor: of such memory that another process made, to be closed with this; None: it is made. Raises
-        `OSError`, too, if that memory is not what this process needs."""
-        self.number = next(_numbers)  # no other region of this process ever has it
+        """Map the memfd `descriptor`, which another process made for such memory. This object closes the descriptor.
+        If `descriptor` is None, make a new memfd. Raises `OSError`, for example if the given memfd has another size or
+        lacks the seals."""
+        self.number = next(_numbers)  # never used again in this process
         self.nbytes = nbytes
         made = descriptor is None
         if descriptor is None:
@@ -89,34 +91,45 @@ class SharedRegion:
         self._close = weakref.finalize(self, os.close, self.descriptor)
         if made:
             os.ftruncate(self.descriptor, nbytes)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        elif os.fstat(self.descriptor).st_size != nbytes or fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) != _SEALS:
-            raise OSError(errno.EBADF, "this is not the memory that was offered")
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _REGION_SEALS)
+        elif (
+            os.fstat(self.descriptor).st_size != nbytes
+            or fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) != _REGION_SEALS
+        ):
+            raise OSError(errno.EBADF, "this memory has another size than expected, or lacks the seals")
         mapped = FileMap(self.descriptor, nbytes, writable=True)
         self.memory, self.address = mapped.memory, mapped.address
 
     def populate(self) -> None:
-        """Take the pages now, huge ones where the kernel gives them: page faults would take half of the server's
-        speed."""
+        """Have the kernel allocate the pages now, as huge pages if possible. Otherwise, page faults would halve the
+        server's speed."""
         for start in range(0, self.nbytes, _STEP_BYTES):
             size = min(_STEP_BYTES, self.nbytes - start)
-            with contextlib.suppress(OSError):  # an older kernel, or no huge page is free: pages come when touched
+            with contextlib.suppress(OSError):  # an older kernel, or no free huge page: allocated at first access
                 collapse(self.address + start, size)
                 populate(self.address + start, size)
 
 
 class _Rows(np.ndarray):
-    """An array over a region, which lives as long as the array or a view of it."""
+    """An array in a region. It keeps the region alive, and so does every view of it."""
 
     region: SharedRegion
 
 
 def host_memory(rows: int, row_bytes: int, *, wait: bool = True) -> npt.NDArray[np.uint8]:
-    """-> an array of `(rows, row_bytes)` uint8, zeros, in memory that servers on this host copy blocks from.
+    """Allocate memory from which servers on this host can copy blocks.
 
-    Use it as the source of `set`, and as the destination of reads like any other array. Its pages are taken now, and
-    are huge where the kernel gives them; that takes a second for some GiB. `wait=False`: a thread takes them, in the
-    background. Raises `OSError` if the kernel has none of them. A child process shares the memory with its parent.
+    Use it as the source of `set`. It can also be the destination of reads, like any other array. A child process shares
+    it with its parent.
+
+    * `rows`: The number of rows, one for each block.
+    * `row_bytes`: The size of a row in bytes: the namespace's `block_bytes`.
+    * `wait`: Whether to allocate all pages before returning, which takes about a second for a few GiB. If False, a
+      thread allocates the pages in the background. Huge pages are used if the kernel has them.
+
+    Returns: A `(rows, row_bytes)` array of uint8, filled with zeros.
+
+    Raises: `OSError` if the kernel refuses to allocate the memory.
     """
     region = SharedRegion(max(1, rows * row_bytes))
     if wait:
@@ -127,10 +140,18 @@ def host_memory(rows: int, row_bytes: int, *, wait: bool = True) -> npt.NDArray[
 
 
 def memory_of_process(process: int, descriptor: int, rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
-    """-> the array that `host_memory` made in another process of this host, by the descriptor of its region there.
+    """Open the array that `host_memory` made in another process of this host.
 
-    Both processes read and write it; it lasts as long as one of them has it. Raises `OSError` if this process may not
-    open it, or if it is other memory or of another size.
+    Both processes can read and write it. The memory is freed when neither process uses it any more.
+
+    * `process`: The other process's id.
+    * `descriptor`: The file descriptor of the array's region in that process.
+    * `rows`: The number of rows that the array has in that process.
+    * `row_bytes`: The size of a row in bytes in that process.
+
+    Returns: A `(rows, row_bytes)` array of uint8.
+
+    Raises: `OSError` if this process may not open the memory, or if it is not memory of this size from `host_memory`.
     """
     opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     return _array(SharedRegion(max(1, rows * row_bytes), opened), rows, row_bytes)
@@ -145,10 +166,10 @@ def _array(region: SharedRegion, rows: int, row_bytes: int) -> npt.NDArray[np.ui
 
 
 def any_regions() -> bool:
-    """Whether there is memory from `host_memory`."""
+    """Return whether any memory from `host_memory` is in use."""
     return _registry.used
 
 
 def region_of(address: int, nbytes: int) -> SharedRegion | None:
-    """-> the region that holds these bytes; None: they are in other memory."""
+    """Return the region that holds the `nbytes` bytes at `address`, or None if they are in other memory."""
     return _registry.find(address, nbytes)

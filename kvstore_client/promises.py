@@ -1,4 +1,4 @@
-"""What a client has promised to set."""
+"""Promises: blocks that a client has announced and will set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore.wire import Promised
+from kvstore.wire import PromiseOutcome
 from kvstore_client import _arguments
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.promising import UNASKED, Promiser, Told
@@ -19,16 +19,15 @@ from kvstore_client.keys import KeyArray
 
 
 class Promise:
-    """Blocks that this client will set: see `KVStoreClient.promise`. Use it in a `with` or `async with` statement, or
-    call `withdraw`. Its methods wait for the store.
+    """Blocks that this client will set: see `KVStoreClient.promise`.
 
-    Each `(n,)` bool, by key:
+    Use it in a `with` or `async with` statement, or call `withdraw`. Its methods wait for the store. Thread-safe.
 
-    mine: this client has promised it, or its shard could not be asked: compute it, and set it.
-    present: it is in the store.
-    others: another client has promised it: `get_into(…, wait_s=…)` waits for it.
-
-    Thread-safe.
+    * `mine`: An `(n,)` array of bool. It is True for each block that this client has promised, or whose shard did not
+      answer. Compute these blocks and set them.
+    * `present`: An `(n,)` array of bool. It is True for each block that is in the store.
+    * `others`: An `(n,)` array of bool. It is True for each block that another client has promised.
+      `get_into(…, wait_s=…)` waits for such blocks.
     """
 
     def __init__(
@@ -40,27 +39,37 @@ class Promise:
         ttl_s: float,
         options: Options,
     ) -> None:
-        """Makes the promise. unique: the positions of the first occurrence of each key. first: for each key its first
-        occurrence."""
+        """Make the promise.
+
+        * `unique`: The positions of all first occurrences of keys.
+        * `first`: For each key, the position of its first occurrence.
+        """
         self._promiser = promiser
         self._packed = packed
         self._ttl_s = ttl_s
         self._options = options
-        self._lock = threading.Lock()  # whoever withdraws must know all who were told
+        self._lock = threading.Lock()  # guards `_told`, because `withdraw` must reach every shard in it
         self._withdrawn = False
         self._told: list[Told] = []
         made = promiser.make(packed, unique, ttl_s, options)
         self._told = made.told
-        self._mine = unique[made.answers[unique] == Promised.MINE]
+        self._mine = unique[made.answers[unique] == PromiseOutcome.MINE]
         answers = made.answers[first]
-        self.mine: npt.NDArray[np.bool_] = (answers == Promised.MINE) | (answers == UNASKED)
-        self.present: npt.NDArray[np.bool_] = answers == Promised.PRESENT
-        self.others: npt.NDArray[np.bool_] = answers == Promised.OTHERS
+        self.mine: npt.NDArray[np.bool_] = (answers == PromiseOutcome.MINE) | (answers == UNASKED)
+        self.present: npt.NDArray[np.bool_] = answers == PromiseOutcome.PRESENT
+        self.others: npt.NDArray[np.bool_] = answers == PromiseOutcome.OTHERS
 
     def renew(self, ttl_s: float | None = None) -> None:
-        """Promise for `ttl_s` more from now, as long as at first if that is None, what is this client's and was not set
-        when it was last renewed; at the shards that own it now, also if they have lost it, by a restart or with the
-        connection. After `withdraw` it does nothing. Raises as `KVStoreClient.promise`."""
+        """Promise the blocks again, for `ttl_s` from now, except blocks that an earlier renewal found in the store.
+
+        The promise goes to the shards that own the blocks now. Some of them may have lost the earlier promise, because
+        they were restarted or the connection was lost. After `withdraw`, this method does nothing.
+
+        * `ttl_s`: How long the promise lasts from now, in seconds; above 0, at most 600. By default, the time given to
+          `KVStoreClient.promise`.
+
+        Raises: The errors of `KVStoreClient.promise`.
+        """
         if ttl_s is None:
             ttl_s = self._ttl_s
         ttl_s = _arguments.seconds("ttl_s", ttl_s, wire.MAX_PROMISE_MS / 1000)
@@ -68,17 +77,19 @@ class Promise:
             if not self._withdrawn:
                 before = self._told
                 made = self._promiser.make(self._packed, self._mine, ttl_s, self._options)
-                # What is set now will not be set again, also if a store that is restarted or full loses it.
-                self._mine = self._mine[made.answers[self._mine] != Promised.PRESENT]
-                # A shard that has not answered may do so yet: what it was told before holds as long as it did.
+                # A block that is in the store now will not be set again, even if a restarted or full store loses it.
+                self._mine = self._mine[made.answers[self._mine] != PromiseOutcome.PRESENT]
+                # A shard that has not answered yet may still do so. Until then, the promise that it has is kept.
                 unanswered = [_without(each, made.told) for each in before if each.link in made.silent]
                 self._promiser.hold(self._packed, unanswered)
                 self._told = made.told + unanswered
                 self._promiser.withdraw(self._packed, before)
 
     def withdraw(self) -> None:
-        """Say that what was not set will not be: who waits for it misses at once. Does not raise for a shard that
-        cannot be reached, because that ends the promise, too."""
+        """End the promise for the blocks that were not set. Clients that wait for these blocks get a miss at once.
+
+        No error is raised for a shard that is out of reach, because that shard ends the promise by itself.
+        """
         with self._lock:
             self._withdrawn = True
             told, self._told = self._told, []
@@ -108,6 +119,6 @@ class Promise:
 
 
 def _without(told: Told, others: Sequence[Told]) -> Told:
-    """The positions there that the others of its link do not have."""
+    """Return `told` without the positions that `others` have for the same link."""
     known = [each.positions for each in others if each.link is told.link]
     return Told(told.link, np.setdiff1d(told.positions, np.concatenate(known)) if known else told.positions)

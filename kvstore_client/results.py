@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,15 +10,20 @@ from kvstore.wire import ShardInfo
 
 
 class SetResult(NamedTuple):
-    """How many blocks of a `set` had which outcome.
+    """The number of blocks of a `set` for each outcome.
 
-    `created`: new. `existed`: there already (or being written by another client) and left alone. `forced`: replaced.
-    `duplicated`: repeated in the batch. `error`: not stored, because there was no room or the server was out of reach;
-    or, if the set is not deferred, not stored on all replicas; or with fewer copies than the client's `min_copies`.
-    `copies`: the least number of copies that any block of the call is known to have, 0 if one was not stored.
-    `evicted`: how many blocks made room for these, as far as the shards have answered. `refused`: how many of the
-    blocks in `error` a shard refused because there was no room, or room only at the cost of the blocks before them in
-    their chain.
+    * `total`: All blocks of the call.
+    * `created`: Blocks that were not in the store before.
+    * `existed`: Blocks that were already in the store, or that another client is writing. They were not changed.
+    * `forced`: Blocks that were replaced.
+    * `duplicated`: Blocks whose key repeats an earlier key of the batch.
+    * `error`: Blocks that were not stored, because there was no room or the server was out of reach. It includes blocks
+      that a set with `deferred=False` did not store on all replicas, and blocks with fewer copies than the client's
+      `min_copies`.
+    * `copies`: The lowest number of copies that any block of the call is known to have; 0 if one was not stored.
+    * `evicted`: Other blocks that were evicted to make room, as reported by the shards that have answered.
+    * `refused`: The blocks in `error` that a shard refused for lack of room. Either the shard had no room at all, or it
+      could have made room only by evicting earlier blocks of the same chain.
     """
 
     total: int
@@ -33,8 +38,12 @@ class SetResult(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """How much of a chain there is: `present` leading keys without a gap, and `promised` leading keys of which each is
-    present or was promised by some client; `promised` is at least `present`."""
+    """How much of a chain is present or promised.
+
+    * `present`: The number of leading keys that are present, without a gap.
+    * `promised`: The number of leading keys that are either present or promised by some client, without a gap. It is
+      at least `present`.
+    """
 
     present: int
     promised: int
@@ -42,11 +51,18 @@ class Lookup(NamedTuple):
 
 @dataclass(frozen=True)
 class GetResult:
-    """`blocks[i]` is the block of key i as a read-only memoryview of `block_bytes` bytes, or None on a miss.
+    """The blocks of a `get`. Iteration, `len` and an index give its `blocks`.
 
-    ``np.frombuffer(block, dtype=np.float16)`` makes an array of it without a copy; ``bytes(block)`` copies it.
-    `duplicate`: how many keys repeat an earlier key of the batch; they share its block, and `hit` and `miss` count them
-    like any other key.
+    ``np.frombuffer(block, dtype=np.float16)`` makes an array of a block without a copy; ``bytes(block)`` copies it.
+    PyTorch warns about blocks because they are read-only: ``torch.frombuffer(bytearray(block), dtype=torch.float16)``
+    copies the block first.
+
+    * `total`: The number of keys in the call.
+    * `hit`: The number of keys whose block was found.
+    * `miss`: The number of keys whose block was not found.
+    * `duplicate`: The number of keys that repeat an earlier key of the batch. These keys share the earlier key's block,
+      and `hit` and `miss` count them like any other key.
+    * `blocks`: The block of each key: a read-only memoryview of `block_bytes` bytes, or None on a miss.
     """
 
     total: int
@@ -55,62 +71,115 @@ class GetResult:
     duplicate: int
     blocks: Sequence[memoryview | None]
 
+    def __iter__(self) -> Iterator[memoryview | None]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, position: int) -> memoryview | None:
+        return self.blocks[position]
+
 
 @dataclass(frozen=True)
 class StoreInfo:
-    """The state of all shards that answered. Block counts are of this client's namespace, in memory."""
+    """The state of all shards that answered. The block counts include only this client's namespace, and only memory.
+
+    * `block_bytes`: The size of a block of the namespace, in bytes.
+    * `total_blocks`: The number of blocks that the whole memory could hold.
+    * `full_blocks`: The number of blocks that are stored.
+    * `free_blocks`: The number of further blocks that fit without evicting a block of this or another namespace.
+    * `shards`: The report of each shard on its memory, disk, counters and namespaces.
+    """
 
     block_bytes: int
-    total_blocks: int  # blocks that the whole memory could hold
-    full_blocks: int  # blocks that are stored
-    free_blocks: int  # blocks that still fit without evicting a block of this or another namespace
+    total_blocks: int
+    full_blocks: int
+    free_blocks: int
     shards: Sequence[ShardInfo]
 
 
 @dataclass(frozen=True)
 class ShardStatus:
-    """One shard as this client sees it."""
+    """One shard as this client sees it.
+
+    * `name`: The shard's name.
+    * `node`: The node's id in a cluster, else HOST:PORT.
+    * `zone`: The node's zone; empty if it has none.
+    * `state`: The node's state in the directory, "joining", "serving" or "draining"; "listed" without a directory.
+    * `endpoint`: The shard's address.
+    * `weight`: The size of the shard's block memory in bytes. The shard owns keys in proportion to it.
+    * `takes_sets`: Whether blocks are set on the shard; False while its node drains.
+    * `info`: The shard's report; None if it does not answer.
+    * `error`: Why the shard does not answer; empty if it does.
+    * `path`: How blocks are received from the shard: "shared memory", a transport's name, "tls" or "tcp".
+    """
 
     name: str
-    node: str  # the node's id in a cluster, else HOST:PORT
-    zone: str  # empty: none
-    state: str  # as registered: "joining", "serving" or "draining"; "listed" without a directory
+    node: str
+    zone: str
+    state: str
     endpoint: str
-    weight: float  # bytes of block memory, in proportion to which the shard owns keys
-    takes_sets: bool  # whether blocks are set on it: not while it drains
-    info: ShardInfo | None  # None: the shard does not answer
-    error: str  # why it does not answer; empty if it does
-    path: str = "tcp"  # how blocks come from it: "shared memory" or "tcp"
+    weight: float
+    takes_sets: bool
+    info: ShardInfo | None
+    error: str
+    path: str = "tcp"
 
 
 @dataclass(frozen=True)
 class Location:
-    """A shard that may have a block."""
+    """A shard that may have a block.
 
-    role: str  # "owner", "replica", or "old owner": it owned the block before a node joined or began to drain
+    * `role`: "owner", "replica" or "old owner". An old owner owned the block before a node joined or began to drain.
+    * `node`: The node's id in a cluster, else HOST:PORT.
+    * `zone`: The node's zone; empty if it has none.
+    * `state`: As in `ShardStatus`.
+    * `shard`: The shard's name.
+    * `endpoint`: The shard's address.
+    * `present`: Whether the shard has the block; None if it was not asked, or did not answer.
+    """
+
+    role: str
     node: str
-    zone: str  # empty: none
+    zone: str
     state: str
     shard: str
     endpoint: str
-    present: bool | None  # None: the shard was not asked, or did not answer
+    present: bool | None
 
 
 @dataclass
 class ClientStats:
-    """Counters of one client since it was made. Updated without a lock: exact enough to monitor, not to bill."""
+    """Counters of one client since it was made. They are updated without a lock, so they suit monitoring, not billing.
+
+    * `hits`: Blocks that reads found.
+    * `misses`: Blocks that reads did not find.
+    * `blocks_set`: Blocks that sets created or replaced.
+    * `bytes_in`: Bytes of blocks received.
+    * `bytes_out`: Bytes of blocks given to `set`.
+    * `checksum_errors`: Blocks that did not match their checksum or their MAC.
+    * `failures`: Connections that broke or could not be made.
+    * `reconnects`: Connections that were made again.
+    * `unanswered`: Blocks of reads and sets for which no shard answered in time.
+    * `found_elsewhere`: Blocks that were found at a shard other than the first one asked.
+    * `failovers`: Blocks that were requested from another shard because a shard failed.
+    * `repaired`: Blocks that were set again on owners that lacked them.
+    * `repairs_dropped`: Blocks that were not repaired because too many others were waiting to be repaired.
+    * `path`: How blocks are received: "shared memory" of a shard on this host, a transport's name, "tls" or "tcp".
+    """
 
     hits: int = 0
     misses: int = 0
     blocks_set: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-    checksum_errors: int = 0  # blocks that did not match their checksum, or their MAC
-    failures: int = 0  # connections that broke or could not be made
+    checksum_errors: int = 0
+    failures: int = 0
     reconnects: int = 0
-    unanswered: int = 0  # blocks asked for or set about which no shard answered in time
-    found_elsewhere: int = 0  # blocks found at another shard than the one asked first
-    failovers: int = 0  # blocks looked for elsewhere because a shard failed
-    repaired: int = 0  # blocks set on owners that lacked them
-    repairs_dropped: int = 0  # blocks not repaired because too many were waiting
-    path: str = "tcp"  # how blocks come: "shared memory" of a shard on this host, a transport's name, "tls" or "tcp"
+    unanswered: int = 0
+    found_elsewhere: int = 0
+    failovers: int = 0
+    repaired: int = 0
+    repairs_dropped: int = 0
+    path: str = "tcp"

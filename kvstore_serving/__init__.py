@@ -1,1 +1,1 @@
-"""Serving with engines around a store: the load generator and the proxy. Extra `serving` of the distribution."""
+"""Serving with several engines and one store: the load generator and the proxy. Needs the extra `serving`."""

@@ -1,9 +1,10 @@
-"""Server-sent events, as far as OpenAI-compatible endpoints use them: bytes to the data of events, and back.
+"""Server-sent events, as OpenAI-compatible endpoints use them: parses bytes into the data of events, and encodes
+events.
 
-Pure: no sockets, no clocks. The bytes of a stream may be cut anywhere; the events are the same wherever the cuts are.
-What an engine sends is not trusted: an event beyond the reader's limit is an error before it is held. Only ``data:``
-lines matter to OpenAI's API; other fields are skipped. Comments keep a connection alive: they are told apart from
-events. A stream is whole only if it ends with ``[DONE]``: without it, the engine died.
+Pure: it uses no sockets and no clocks. The bytes of a stream may arrive in pieces of any size, without effect on the
+events. Data from an engine is not trusted: an event that exceeds the reader's limit is an error before it can fill the
+memory. OpenAI's API uses only ``data:`` lines, so other fields are skipped. Comments, which keep a connection alive,
+are returned as `Comment`. A stream is complete only if it ends with ``[DONE]``; otherwise the engine has died.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ _encoder: Final = msgspec.json.Encoder()
 
 
 class EventError(ValueError):
-    """What came is no stream of events, or an event is too large."""
+    """The bytes are not a stream of events, or contain an event that is too large."""
 
 
 class Comment(bytes):
-    """A comment's line, with its colon: it is no event."""
+    """The line of a comment, including its colon. It is not an event."""
 
 
 class EventReader:
-    """Takes bytes as they come. One stream, one thread. max_event_bytes: of one event."""
+    """Parses the bytes of one stream as they arrive. Used by one thread. `max_event_bytes`: the most bytes of one
+    event."""
 
     def __init__(self, max_event_bytes: int) -> None:
         self._max = max_event_bytes
         self._rest = bytearray()
-        self._searched = 0  # no line ends before this place
+        self._searched = 0  # no line ends before this position
         self._data: list[bytes] = []
         self._data_bytes = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """-> the data of the events that are complete now, and the comments, in order. Raises `EventError`."""
+        """Return the data of the events that are complete now, and the comments, in order. Raises `EventError`."""
         self._rest += piece
         events: list[bytes] = []
         start = 0
@@ -55,21 +57,21 @@ class EventReader:
         del self._rest[:start]
         self._searched = len(self._rest)
         if self._data_bytes + len(self._rest) > self._max:
-            raise EventError(f"an event of more than {self._max} bytes; expected a chunk of OpenAI's API")
+            raise EventError(f"an event has more than {self._max} bytes; expected a chunk of OpenAI's API")
         return events
 
 
 def encode(chunk: dict[str, Any]) -> bytes:
-    """-> a chunk as an event."""
+    """Return a chunk as an event."""
     return b"data: %b\n\n" % _encoder.encode(chunk)
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """-> the chunk that an event carries. Raises `EventError`."""
+    """Return the chunk in an event's data. Raises `EventError`."""
     try:
         chunk = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise EventError(f"an event that is no JSON ({error}); expected a chunk of OpenAI's API") from None
+        raise EventError(f"an event is not JSON ({error}); expected a chunk of OpenAI's API") from None
     if not isinstance(chunk, dict):
-        raise EventError(f"an event that is {type(chunk).__name__}; expected a JSON object")
+        raise EventError(f"an event is of type {type(chunk).__name__}; expected a JSON object")
     return chunk

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# check.sh [PYTEST ARGUMENT...]: what a change needs while it is being made, in a few minutes: style, types, and the
-# unit and integration tests that are quick, inside the environment of run.sh. Left out: engines, chaos, a real
-# installation, the tests of tests/slow.txt (more than a second each) and those marked `exclusive` (they measure time).
+# check.sh [PYTEST ARGUMENT...]: runs the checks for work on a change, in a few minutes: style, types, and the quick
+# unit and integration tests, inside the environment of run.sh. It leaves out engines, chaos, a real installation, the
+# tests of tests/slow.txt (each takes more than a second) and those marked `exclusive` (they measure time).
 set -euo pipefail
 started=$SECONDS
 scripts/programs.sh

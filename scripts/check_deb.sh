@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds the Debian package and tries what is in it, unpacked: its files, its server and its manual pages. It is not
-# installed, which would make a user and write to /etc here: `make check-service` does that in a system of its own.
+# Builds the Debian package, unpacks it and tries its files, its server and its manual pages. The package is not
+# installed, because that would make a user and write to /etc on this machine. `make check-service` installs it in a
+# separate system.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scratch=$(mktemp -d)
@@ -15,7 +16,7 @@ package=$(echo "$scratch"/llm-kvstore_*.deb)
 echo "deb: ${package##*/}, $(du -h "$package" | cut -f1)"
 dpkg-deb -x "$package" "$scratch/root"
 dpkg-deb -e "$package" "$scratch/control"
-grep -qx /etc/kvstore/server.toml "$scratch/control/conffiles" || fail "the settings are no conffile"
+grep -qx /etc/kvstore/server.toml "$scratch/control/conffiles" || fail "/etc/kvstore/server.toml is no conffile"
 for script in postinst prerm postrm; do
     sh -n "$scratch/control/$script"
 done
@@ -28,10 +29,10 @@ done
 [[ $(readlink "$scratch/root/usr/bin/kvstore") == /opt/kvstore/bin/kvstore ]] || fail "/usr/bin/kvstore leads elsewhere"
 head -1 "$scratch/root/opt/kvstore/bin/kvstore-server" | grep -q '^#!/opt/kvstore/bin/python' || fail "wrong interpreter"
 if grep -rIl "$scratch" "$scratch/root/opt/kvstore" | grep .; then
-    fail "these files name the folder that the package was built in"
+    fail "these files contain the name of the folder in which the package was built"
 fi
 
-# An environment runs wherever it is, if its interpreter is called.
+# An environment runs in any folder if its interpreter is called directly.
 python=$scratch/root/opt/kvstore/bin/python
 cd "$scratch"
 "$python" -m kvstore --config root/etc/kvstore/server.toml --port 0 --memory 64MiB --segment 4MiB --check-config

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds an sdist and from it a manylinux wheel, installs that into a scratch environment outside the tree, where every
-# compiler fails, and tries it from an empty folder, with a server that `kvstore ping` asks. This finds a source that the
-# sdist lacks, a module or a file of the page that the wheel lacks, and an import that is no base dependency, which a
-# run from the checkout cannot.
+# Builds an sdist and from it a manylinux wheel. Installs the wheel into a scratch environment outside the checkout,
+# where every compiler fails, and tries it from an empty folder, with a server and `kvstore ping`. This finds sources
+# that are missing from the sdist, modules or page files that are missing from the wheel, and imports of packages that
+# are no base dependency. A run from the checkout cannot find these.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scratch=$(mktemp -d)

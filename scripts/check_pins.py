@@ -1,7 +1,7 @@
-"""Checks that this environment, made from the pins alone, has what pyproject.toml asks for.
+"""Checks that this environment, made from the pins alone, has all that pyproject.toml requires.
 
-Runs inside a new environment. A dependency added to pyproject.toml but not to requirements/test.txt ends
-here, with its name, and not in an ImportError of some test.
+It runs inside a new environment. It names each dependency that was added to pyproject.toml but not to
+requirements/test.txt. Without this check, a missing pin would show only as an ImportError in a test.
 """
 
 import sys
@@ -24,8 +24,8 @@ for line in project["dependencies"] + project["optional-dependencies"]["test"]:
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:
-        problems.append(f"pyproject.toml asks for {line}, requirements/test.txt does not pin it")
+        problems.append(f"pyproject.toml requires {line}, but requirements/test.txt does not pin it")
     else:
         if not requirement.specifier.contains(installed, prereleases=True):
-            problems.append(f"pyproject.toml asks for {line}, requirements/test.txt pins {installed}")
+            problems.append(f"pyproject.toml requires {line}, but requirements/test.txt pins {installed}")
 sys.exit("\n".join(problems) or 0)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # deb.sh FOLDER: builds a Debian package of the server and the command line into FOLDER, for the Debian release and the
-# architecture it is built on. A virtual environment with all Python packages goes to /opt/kvstore; it uses the system's
-# Python, so the package depends on exactly that version. PYTHON (default /usr/bin/python3) is that interpreter.
+# architecture on which it is built. A virtual environment with all Python packages goes to /opt/kvstore; it uses the
+# system's Python, so the package depends on exactly that version. PYTHON (default: /usr/bin/python3) is the system's
+# interpreter.
 set -euo pipefail
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
@@ -11,18 +12,18 @@ for program in dpkg-deb gzip; do
     command -v "$program" >/dev/null || { echo "deb: no $program; on Debian: apt-get install dpkg gzip" >&2; exit 1; }
 done
 "$python" -c 'import ensurepip, venv' 2>/dev/null || {
-    echo "deb: $python makes no virtual environments; on Debian: apt-get install python3-venv python3-dev gcc" >&2
+    echo "deb: $python cannot make virtual environments; on Debian: apt-get install python3-venv python3-dev gcc" >&2
     exit 1
 }
 unset PYTHONPATH VIRTUAL_ENV
-# /usr/bin/python3 belongs to another package than the one that is depended on, and may lead to another Python tomorrow.
+# /usr/bin/python3 belongs to another package than the required interpreter, and may later link to another Python.
 python=$(readlink -f "$(command -v "$python")")
 
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
 chmod 755 "$root"
 venv=$root/opt/kvstore
-# What was installed, and not this checkout, whose modules Python would take if it were run here.
+# Check the installed package; if Python ran here, it would import this checkout's modules.
 installed() { (cd "$root" && PYTHONDONTWRITEBYTECODE=1 "$venv/bin/python" "$@"); }
 "$python" -m venv "$venv"
 PYTHON=$venv/bin/python scripts/wheel.sh "$root/wheels"
@@ -37,7 +38,7 @@ installed "$PWD/scripts/shell_files.py" completion "$root/completion"
 "$venv/bin/python" -m pip uninstall -q -y pip setuptools
 rm -rf "$root/wheels"
 find "$venv" -name __pycache__ -type d -prune -exec rm -rf {} +
-# Scripts name the folder that the environment was made in.
+# Scripts name the folder in which the environment was made.
 grep -rlI "$venv" "$venv" | xargs -r sed -i "s|$venv|/opt/kvstore|g"
 
 install -D -m 644 packaging/kvstore-server.service "$root/usr/lib/systemd/system/kvstore-server.service"

@@ -1,10 +1,12 @@
-"""mkdocs hook: README.md, CHANGELOG.md and CONTRIBUTING.md become pages, and links out of docs/ become plain text.
+"""mkdocs hook: README.md, CHANGELOG.md and CONTRIBUTING.md become pages, and links to files outside docs/ become plain
+text.
 
-The three files stay where readers of the repository look for them; the site shows the same text.
+The three files stay at the top of the repository, and the site shows the same text.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """What is not part of the site, such as the tests, is named and not linked."""
+    """Replace links to files outside the site, such as tests, with their names."""
 
     def plain(link: re.Match[str]) -> str:
-        return f"`{link[2].removeprefix('../')}`" if link[2].startswith("../") else link[0]
+        target = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), link[2]))
+        return link[0] if "://" in link[2] or target.startswith("docs/") else f"`{target}`"
 
     return _LINK.sub(plain, markdown)
 

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# environment.sh full|test: prints the path of a virtual environment, making it first when it is missing.
+# environment.sh full|test: prints the path of a virtual environment, and makes it first if it is missing.
 #
 #   test   what requirements/test.txt pins
-#   full   that and the engine of requirements/engine.txt (torch and vLLM for the CPU, 3.5 GB); where the engine cannot
+#   full   that and the engine of requirements/engine.txt (torch and vLLM for the CPU, 3.5 GB); if the engine cannot
 #          be had the reason is printed and `test` is used instead, except in CI, where that is an error
 #
 # Environments are shared by all checkouts, so the project itself is never installed in one. They live in $KVSTORE_CACHE
 # (default: kvstore in the user's cache folder) under a name that hashes everything they are made from. Scripts in a
-# virtual environment hold its path, so one is not built elsewhere and moved in: it is built in place under a lock, and
-# one without the stamp `.complete`, written last, counts as absent and is made again.
+# virtual environment contain its path, so it is built in place under a lock, not moved in. An environment without the
+# stamp `.complete`, which is written last, counts as missing and is made again.
 #
-# From the environment: PYTHON (default: python3.11 where there is one, else python3), ENGINE=0 (full means test),
+# From the environment: PYTHON (default: python3.11 if it is installed, else python3), ENGINE=0 (full means test),
 # KVSTORE_CACHE, CI=true.
 set -euo pipefail
 kind=$1
@@ -31,7 +31,7 @@ find_python() {
     return 1
 }
 
-# Where the environment of this kind belongs: a change of any pin or declared dependency changes the name.
+# The path of the environment of this kind: a change of any pin or declared dependency changes the name.
 place() {
     local hash
     hash=$({
@@ -42,7 +42,7 @@ place() {
     echo "$cache/venv-$1-$version-$hash"
 }
 
-# Also false when the interpreter under the environment has gone.
+# This is also false if the environment's base interpreter no longer exists.
 complete() { [[ -e $1/.complete ]] && "$1/bin/python" -c '' 2>/dev/null; }
 
 why_no_engine() {
@@ -53,7 +53,8 @@ why_no_engine() {
     fi
 }
 
-# A file index that lacks a package makes pip say so, package by package; every other warning and error passes.
+# pip reports every package that a file index lacks; these lines are dropped, and all other warnings and errors are
+# kept.
 pip() { "$venv/bin/python" -m pip "$@" 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2); }
 
 build() {
@@ -62,7 +63,7 @@ build() {
         pip install -q --no-deps -r requirements/test.txt &&
         "$venv/bin/python" scripts/check_pins.py || return
     if [[ $1 == full ]]; then
-        # Compiling all of torch and vLLM ahead takes longer than compiling what gets imported.
+        # To compile all of torch and vLLM in advance takes longer than to compile only the imported modules.
         pip install -q --no-deps --no-compile -r requirements/engine.txt &&
             "$venv/bin/python" -W ignore -c \
                 'import torch, vllm.platforms as p; assert p.current_platform.is_cpu(), "not the CPU build of vLLM"' \
@@ -88,7 +89,7 @@ provide() {
     touch "$venv/.complete"
 }
 
-# Environments that no run has used for two weeks were made from pins long replaced.
+# Environments that no run has used for two weeks are removed: their pins have been replaced.
 prune() {
     find "$cache" -maxdepth 2 -path '*/venv-*/.complete' -mtime +14 -printf '%h\0' | xargs -0r rm -rf -- || true
 }
@@ -104,7 +105,7 @@ if [[ $kind == full ]]; then
     fi
     if [[ -n $reason ]]; then
         if [[ ${CI:-} == true ]]; then
-            say "no engine: $reason; in CI that is an error"
+            say "no engine, which is an error in CI: $reason"
             exit 1
         fi
         say "no engine, so its tests are skipped: $reason"

@@ -1,7 +1,8 @@
-"""Cuts what an engine needs of vLLM's CUDA wheel into pieces that travel one by one, and joins them: see gpu_vllm.sh.
+"""Cuts the files of vLLM's CUDA wheel that an engine needs into pieces that are sent one by one, and joins the pieces:
+see gpu_vllm.sh.
 
 A piece is a folder with one part of an archive (tar, xz), and a list of all parts with their sizes and SHA-256 sums.
-The list is the same in every piece, so any piece says what is missing.
+Every piece has the same list, so any piece shows which parts are missing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 MIB: Final = 1 << 20
 LIST: Final = "parts.json"
-# Libraries of over this size that travel; smaller ones all do.
+# The only libraries of at least `SMALL_BYTES` that are sent; all smaller ones are sent.
 LARGE_LIBRARIES: Final = ("vllm/_C_stable_libtorch.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")
 SMALL_BYTES: Final = 300_000
 SUFFIXES: Final = (".py", ".json", ".jinja", ".so", ".typed")
@@ -31,14 +32,14 @@ SPARE_MIB: Final = 1.5
 
 
 def wanted(entry: zipfile.ZipInfo) -> bool:
-    """Whether a file of the wheel travels."""
+    """Return whether a file of the wheel is sent."""
     if ".dist-info/" in entry.filename or entry.filename in LARGE_LIBRARIES:
         return True
     return entry.filename.endswith(SUFFIXES) and (not entry.filename.endswith(".so") or entry.file_size < SMALL_BYTES)
 
 
 def pack(wheel: Path, archive: Path) -> None:
-    """Write what travels of the wheel to an archive."""
+    """Write those files of the wheel that are sent into an archive."""
     part = archive.with_suffix(".part")
     with (
         zipfile.ZipFile(wheel) as source,
@@ -54,7 +55,7 @@ def pack(wheel: Path, archive: Path) -> None:
 
 
 def tree_bytes() -> int:
-    """The bytes of the checkout's files, as far as git does not ignore them."""
+    """Return the bytes of the checkout's files that git does not ignore."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, capture_output=True, check=True).stdout.split(b"\0")
     paths = [ROOT / os.fsdecode(name) for name in names if name]
@@ -62,12 +63,12 @@ def tree_bytes() -> int:
 
 
 def folder_bytes(folder: Path) -> int:
-    """The bytes of the files in a folder."""
+    """Return the bytes of the files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def cut(wheel: Path, folder: Path, wheels: Path | None) -> None:
-    """Make the pieces, and say what each call carries."""
+    """Make the pieces, and print what is sent in each call."""
     archive = folder / f"{wheel.name.removesuffix('.whl')}.tar.xz"
     if not archive.exists():
         print("gpu-vllm: packing what an engine needs (two to three minutes)", file=sys.stderr)
@@ -100,7 +101,7 @@ def cut(wheel: Path, folder: Path, wheels: Path | None) -> None:
 
 
 def missing(listed: list[dict[str, object]], folder: Path) -> Iterator[str]:
-    """The names of parts that are not in the folder, or not whole."""
+    """Yield the names of parts that are not in the folder, or are incomplete."""
     for part in listed:
         path = folder / str(part["name"])
         if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != part["sha256"]:
@@ -108,7 +109,7 @@ def missing(listed: list[dict[str, object]], folder: Path) -> Iterator[str]:
 
 
 class Joined(io.RawIOBase):
-    """The parts as one file, read from its beginning to its end."""
+    """The parts as one file, to be read from beginning to end."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._files = [path.open("rb") for path in paths]
@@ -125,7 +126,7 @@ class Joined(io.RawIOBase):
 
 
 def join(piece: Path, target: Path) -> None:
-    """Add a piece; unpack when all are there."""
+    """Add a piece, and unpack vLLM when all pieces are there."""
     listing = piece / LIST
     if not listing.exists():
         sys.exit(f"gpu-vllm: {piece} has no {LIST}; expected a piece that `gpu_vllm.sh prepare` made")

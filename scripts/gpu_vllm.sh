@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The real vLLM for a GPU machine without a network, whose torch is older than the one vLLM asks for.
+# Brings the real vLLM to a GPU machine without a network, whose torch is older than vLLM requires.
 #
 #   gpu_vllm.sh prepare FOLDER [WHEELS]   downloads vLLM's CUDA wheel into FOLDER (327 MB, once) and makes pieces of it,
 #                                         FOLDER/1, FOLDER/2 …, each small enough to travel in one call with the checkout,
@@ -7,8 +7,8 @@
 #   gpu_vllm.sh join PIECE TARGET         there: adds a piece to those in TARGET; with the last one, unpacks vLLM into
 #                                         TARGET/site. Says what is missing, or that vLLM is there
 #
-# Only what an engine with a dense model on a Hopper GPU needs travels: vLLM's Python, its operators
-# (_C_stable_libtorch) and FlashAttention 3. KVSTORE_CALL_MIB (default: 64) is what one call takes.
+# Only the files that an engine with a dense model on a Hopper GPU needs are sent: vLLM's Python, its operators
+# (_C_stable_libtorch) and FlashAttention 3. KVSTORE_CALL_MIB (default: 64) is the limit of one call.
 set -euo pipefail
 version=0.32.0 # as in requirements/engine.txt
 

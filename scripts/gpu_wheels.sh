@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # gpu_wheels.sh FOLDER: downloads the wheels of requirements/gpu.txt into FOLDER, for a GPU machine without a network.
 #
-# They are for Python 3.12 on Linux x86-64 with glibc 2.34 or later, or, with PYTHON, for that interpreter's version.
-# What FOLDER has already is not downloaded again; wheels of other versions are removed.
+# They are for Python 3.12 on Linux x86-64 with glibc 2.34 or later. If PYTHON is set, they are for its version.
+# Wheels that are already in FOLDER are not downloaded again; wheels of other versions are removed.
 set -euo pipefail
 if (($# != 1)) || [[ $1 == -* ]]; then
-    echo "usage: gpu_wheels.sh FOLDER (got: ${*:-nothing}): where the wheels of requirements/gpu.txt go" >&2
+    echo "usage: gpu_wheels.sh FOLDER (got: ${*:-nothing}); FOLDER gets the wheels of requirements/gpu.txt" >&2
     exit 2
 fi
 mkdir -p "$1"
@@ -15,7 +15,7 @@ scratch=$(mktemp -d "$folder/.downloading.XXXXXX")
 trap 'rm -rf "$scratch"' EXIT
 
 platforms="--platform manylinux2014_x86_64 --platform manylinux_2_12_x86_64 --platform manylinux1_x86_64"
-for minor in {34..17}; do # pip matches each exactly
+for minor in {34..17}; do # pip accepts only the platforms that are listed
     platforms="$platforms --platform manylinux_2_${minor}_x86_64"
 done
 version=3.12

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# install.sh VENV [WHEEL]: installs the package as a user does, a wheel with its base dependencies, into the virtual
-# environment VENV, which is made when missing. Without WHEEL, one is built first. The pins of test.txt are constraints:
-# known-good versions, nothing more. It says what it does, and on a terminal for how long already.
+# install.sh VENV [WHEEL]: installs the package as a user does, as a wheel with its base dependencies, into the virtual
+# environment VENV, which is made if it is missing. Without WHEEL, a wheel is built first. The pins of test.txt are used
+# only as constraints, so that dependencies have tested versions. It prints its progress and, on a terminal, the time so
+# far.
 set -euo pipefail
 venv=$1
 wheel=${2:-}
@@ -14,7 +15,7 @@ stop_clock() {
 }
 trap 'rm -rf "$wheels"; stop_clock' EXIT
 
-# TEXT COMMAND...: runs the command and says how long it took.
+# TEXT COMMAND...: runs the command and prints how long it took.
 step() {
     local text=$1 started=$SECONDS
     shift
@@ -37,5 +38,5 @@ if [[ -z $wheel ]]; then
 fi
 step "installing it with what it needs (mostly downloads)" \
     "$venv/bin/python" -m pip install -q -c "$scripts/../requirements/test.txt" "$wheel"
-# pip leaves an installed package alone when only its content changed, not its version.
+# pip does not replace an installed package if only its content changed, not its version.
 "$venv/bin/python" -m pip install -q --no-deps --no-index --force-reinstall "$wheel"

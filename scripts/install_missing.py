@@ -1,6 +1,7 @@
-"""install_missing.py WHEELS SITE: installs those wheels whose distribution this interpreter lacks into the folder SITE.
+"""install_missing.py WHEELS SITE: installs the wheels whose distribution this interpreter lacks into the folder SITE.
 
-Nothing is downloaded, and the interpreter's own packages stay as they are. The same wheels are not installed again.
+Nothing is downloaded, and the interpreter's own packages stay as they are. Wheels that an earlier run installed are not
+installed again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 
 def lacking(wheels: list[Path]) -> list[Path]:
-    """The wheels of distributions that this interpreter does not have, in whatever version."""
+    """Return the wheels of distributions that this interpreter does not have in any version."""
     missing = []
     for wheel in wheels:
         try:

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Sees to it that every program of requirements/programs.txt is there: installs the packages of those that are not, where
-# that is possible (root and apt). Tests of a program that stays missing skip; in CI a missing program is an error.
+# programs.sh [LIST]: installs the packages of all missing programs of LIST (default: requirements/programs.txt) if it
+# can, which takes root and apt. Tests that need a missing program are skipped; in CI a missing program is an error.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH=$PATH:/usr/sbin:/sbin
+list=${1:-requirements/programs.txt}
 
-missing() { # lines "PROGRAM PACKAGE" of what is not there
+missing() { # prints a line "PROGRAM PACKAGE" for each missing program
     local program package
     while read -r program package; do
         [[ $program == \#* || -z $program ]] || command -v "$program" >/dev/null || echo "$program $package"
-    done <requirements/programs.txt
+    done <"$list"
 }
 
 absent=$(missing)
@@ -22,7 +23,7 @@ if [[ -n $absent && $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
     absent=$(missing)
 fi
 if [[ -n $absent ]]; then
-    echo "programs: missing, and not installed here (that takes root and apt); tests that need them are skipped:" >&2
+    echo "programs: these are missing and were not installed (it takes root and apt); their tests are skipped:" >&2
     sed 's/\(.*\) \(.*\)/  \1 (Debian package \2)/' <<<"$absent" >&2
     [[ ${CI:-} != true ]]
 fi

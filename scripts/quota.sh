@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# quota.sh CORES COMMAND...: the command with so much processor time at most, as on a smaller machine: 0.5 is half a
-# core. `scripts/quota.sh 0.5 make check` finds tests that depend on the machine's speed. It needs root, and takes a
-# control group of its own (version 2, or 1), which is removed at the end. It says how long the command was held up.
+# quota.sh CORES COMMAND...: runs the command with at most the processor time of CORES cores, as on a smaller machine:
+# 0.5 is half a core. `scripts/quota.sh 0.5 make check` finds tests that depend on the machine's speed. It needs root,
+# and makes a control group (version 2, or 1), which is removed at the end. It prints how long the command was
+# throttled.
 set -euo pipefail
 if (($# < 2)) || ! [[ $1 =~ ^[0-9]+(\.[0-9]+)?$ ]] || ! awk -v cores="$1" 'BEGIN { exit cores < 0.01 }'; then
-    echo "quota.sh: got '${*:-nothing}', expected CORES COMMAND..., as in: scripts/quota.sh 0.5 make check" >&2
+    echo "quota.sh: got '${*:-nothing}', expected CORES COMMAND..., for example scripts/quota.sh 0.5 make check" >&2
     exit 2
 fi
 period_us=100000
@@ -25,9 +26,9 @@ remove() {
         if rmdir "$group" 2>/dev/null; then
             return
         fi
-        sleep 0.5 # a process of the command is ending
+        sleep 0.5 # a process of the command is still ending
     done
-    echo "quota.sh: $group stays: of the command still run: $(tr '\n' ' ' <"$group/cgroup.procs")" >&2
+    echo "quota.sh: $group is not removed, because processes of it still run: $(tr '\n' ' ' <"$group/cgroup.procs")" >&2
 }
 if ! mkdir "$group" 2>/dev/null || ! { trap remove EXIT && limit; } 2>/dev/null; then
     echo "quota.sh: cannot limit processor time: it takes root, and control groups mounted for writing" >&2
@@ -35,7 +36,7 @@ if ! mkdir "$group" 2>/dev/null || ! { trap remove EXIT && limit; } 2>/dev/null;
 fi
 
 status=0
-trap : INT TERM # the command ends by it; then the group is removed
+trap : INT TERM # the signal ends the command; then the group is removed
 (
     trap - INT TERM
     echo "$BASHPID" >"$group/cgroup.procs"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# serve.sh [ARGUMENT...]: runs kvstore-server in the foreground from the checkout's own .venv, installing the package
-# there first when it is missing or the sources are newer: the wheel that `make wheels` built of this commit, if it did,
-# or one that is compiled now.
+# serve.sh [ARGUMENT...]: runs kvstore-server in the foreground from the checkout's own .venv. It first installs the
+# package there if it is missing or older than the sources, from the wheel that `make wheels` built from this commit, or
+# else from one that it compiles.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 stamp=.venv/.installed
@@ -21,9 +21,9 @@ built_wheel() {
 
 if changed; then
     wheel=$(built_wheel)
-    echo "serve: installing kvstore into .venv, $([[ -n $wheel ]] && echo "from $wheel" || echo "compiled here"): takes about $([[ -n $wheel ]] && echo 15 || echo 30) s" >&2
+    echo "serve: installing kvstore into .venv, $([[ -n $wheel ]] && echo "from $wheel" || echo "compiled here"): takes about $([[ -n $wheel ]] && echo 15 || echo 50) s" >&2
     started=$(date +%s)
     scripts/install.sh .venv "$wheel"
-    touch -d "@$started" "$stamp" # an edit made meanwhile is seen next time
+    touch -d "@$started" "$stamp" # so the next run notices an edit during the installation
 fi
 exec .venv/bin/kvstore-server "$@"

@@ -1,8 +1,8 @@
-"""Rewrites the table of settings in docs/operations.md, and the sample file packaging/server.toml, from what
-kvstore/node/config.py says of each.
+"""Rewrites the table of settings in docs/operations.md, and the sample file packaging/server.toml, from the
+descriptions in kvstore/node/config.py.
 
-python scripts/settings_table.py           writes them
-python scripts/settings_table.py --check   exit status 1 when one is not what it should be
+    python scripts/settings_table.py           writes both
+    python scripts/settings_table.py --check   exit status 1 if one is out of date
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.node.settings_file import sample  # noqa: E402
 
 SAMPLE = ROOT / "packaging" / "server.toml"
 SAMPLE_HEADING = (
-    "Settings of kvstore-server: every one with its default. Remove the # of those that you change, and run "
+    "All settings of kvstore-server, with their defaults. Remove the # of those that you change, and run "
     "kvstore-server --config THIS_FILE --check-config. A flag wins over a variable, a variable over this file."
 )
 MANUAL = ROOT / "docs" / "operations.md"
@@ -28,7 +28,7 @@ END = "<!-- end of settings -->\n"
 
 
 def table() -> str:
-    """One row a setting, sections in bold."""
+    """Return the table: a row for each setting, sections in bold."""
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     section = ""
     for each in describe(ServerConfig):
@@ -51,7 +51,7 @@ def table() -> str:
 
 
 def with_table(manual: str) -> str:
-    """The manual with the table as it should be."""
+    """Return the manual with its table updated."""
     before, found, rest = manual.partition(BEGIN)
     _, found_end, after = rest.partition(END)
     if not found or not found_end:
@@ -68,7 +68,7 @@ def main() -> None:
         if "--check" not in sys.argv[1:]:
             file.write_text(text, encoding="utf-8")
         elif not file.exists() or file.read_text(encoding="utf-8") != text:
-            sys.exit(f"{file} does not say what the settings are: python scripts/settings_table.py")
+            sys.exit(f"{file} is out of date: run python scripts/settings_table.py")
 
 
 if __name__ == "__main__":

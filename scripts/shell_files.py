@@ -1,10 +1,10 @@
-"""Makes what belongs to the commands on a system: their manual pages, and completion for bash, zsh and fish.
+"""Makes the files that accompany the commands on a system: manual pages, and completion for bash, zsh and fish.
 
-python scripts/shell_files.py man FOLDER           kvstore-server.1, kvstore.1, and a page for each subcommand
-python scripts/shell_files.py completion FOLDER    bash/kvstore, zsh/_kvstore, fish/kvstore.fish; so for the server
+    python scripts/shell_files.py man FOLDER           kvstore-server.1, kvstore.1, and a page for each subcommand
+    python scripts/shell_files.py completion FOLDER    bash/kvstore, zsh/_kvstore, fish/kvstore.fish; and the server's
 
-Everything comes from the commands themselves and from the settings, as their --help does: from the package that is
-installed, or from this checkout with scripts/run.sh (`make man`).
+Like --help, all texts come from the commands themselves and from the settings, those of the installed package or, with
+scripts/run.sh (`make man`), those of this checkout.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ COMPLETION_FILES: Final = {"bash": "bash/{0}", "zsh": "zsh/_{0}", "fish": "fish/
 
 
 def escaped(text: str) -> str:
-    """Text as roff shows it: no word of it is a request, and a hyphen is one that can be copied."""
+    """Escape text for roff, so that it contains no requests, and its hyphens can be copied as hyphens."""
     text = text.replace("\\", "\\e").replace("-", "\\-")
-    text = re.sub(r",(?=\S)", r",\\:", text)  # a line may be broken after it
+    text = re.sub(r",(?=\S)", r",\\:", text)  # a line may break after the comma
     text = re.sub(r"[^\x00-\x7f]", lambda letter: f"\\[u{ord(letter[0]):04X}]", text)
     return re.sub(r"^(?=[.'])", r"\\&", text, flags=re.MULTILINE)
 
@@ -60,7 +60,7 @@ def example(lines: Sequence[str]) -> Iterator[str]:
 def page(name: str, summary: str, body: Sequence[str]) -> str:
     title = name.replace(" ", "-")
     head = f'.TH {title.upper()} 1 "" "kvstore {__version__}" "kvstore"'
-    # Lines are not stretched: they have long words.
+    # Lines are not justified, because they have long words.
     return "\n".join([head, ".ad l", ".nh", *section("NAME", f"{escaped(title)} \\- {escaped(summary)}"), *body, ""])
 
 
@@ -68,7 +68,7 @@ def page(name: str, summary: str, body: Sequence[str]) -> str:
 
 
 def paragraphs(text: str | None) -> list[str]:
-    """The paragraphs of a help text. Those that keep their lines begin with a backspace character."""
+    """Return the paragraphs of a help text. Those that keep their line breaks begin with a backspace character."""
     parts = re.split(r"\n\s*\n", (text or "").strip())
     return [part if part.startswith("\b") else " ".join(part.split()) for part in parts if part.strip()]
 
@@ -83,7 +83,7 @@ def described(text: str | None) -> Iterator[str]:
 
 
 def records(command: Any, context: Any, kind: str) -> Iterator[tuple[str, str]]:
-    """-> names and help of the arguments or the options of a command, as its --help shows them."""
+    """Yield names and help of the arguments or the options of a command, as its --help shows them."""
     for parameter in command.params:
         record = parameter.get_help_record(context)
         if parameter.param_type_name == kind and record is not None:
@@ -118,7 +118,7 @@ def command_page(name: str, command: Any) -> str:
 
 
 def pages(name: str, command: Any) -> Iterator[tuple[str, str]]:
-    """-> the file names and pages of a command and of all below it."""
+    """Yield the file names and pages of a command and of all below it."""
     yield f"{name.replace(' ', '-')}.1", command_page(name, command)
     for child, its in getattr(command, "commands", {}).items():
         yield from pages(f"{name} {child}", its)
@@ -152,19 +152,19 @@ def server_page() -> str:
             body += option(names, text)
     body += section("EXIT STATUS")
     for status, meaning in (
-        ("0", "SIGTERM or SIGINT ended it; or --check-config found nothing wrong."),
-        ("1", "It cannot start; the log says why."),
-        ("2", "A setting is unknown, wrong, or does not fit the others or this machine."),
+        ("0", "SIGTERM or SIGINT ended it, or --check-config found no error."),
+        ("1", "It could not start; the log says why."),
+        ("2", "A setting is unknown or wrong, or does not fit the others or this machine."),
     ):
         body += option(status, meaning)
     body += section("SIGNALS")
     body += option(
         "SIGTERM, SIGINT",
-        "Stop: drain if --drain-seconds is set, finish requests, write to disk what is only in memory. A second one "
+        "Stop: drain if --drain-seconds is set, finish requests, write to disk what is only in memory. A second signal "
         "ends the draining or, if there is none, stops the server at once.",
     )
     body += section("ENVIRONMENT")
-    body += option(CONFIG_VARIABLE, "The file, without --config.")
+    body += option(CONFIG_VARIABLE, "The file of settings, if --config is not given.")
     body += option(f"{ENVIRONMENT_PREFIX}<NAME>", f"A setting: {ENVIRONMENT_PREFIX}LOG_LEVEL for --log-level.")
     body += option("NOTIFY_SOCKET, WATCHDOG_USEC", "Set by systemd for units of Type=notify.")
     body += section("FILES", *option("/etc/kvstore/server.toml", "The settings of the systemd unit."))
@@ -176,18 +176,18 @@ def server_page() -> str:
 
 
 def completion(command: str, shell: str) -> str:
-    """The script that the command itself prints for a shell."""
+    """Return the script that the command itself prints for a shell."""
     done = subprocess.run(
         [sys.executable, "-m", MODULES[command], "--show-completion", shell],
-        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},  # for any shell, not the caller's
+        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},  # use `shell`, not the caller's shell
         capture_output=True,
         text=True,
         check=True,
     )
     if shell != "zsh":
         return done.stdout
-    # zsh reads the file when it first completes the command, as the function that completes it: it must do so, or else
-    # the first TAB of every shell does nothing.
+    # zsh reads the file when it first completes the command, as the body of the completing function. So the file must
+    # also run the completion; otherwise the first TAB in every shell does nothing.
     function = f"_{command.replace('-', '_')}_completion"
     return f'{done.stdout.rstrip()}\n\n[[ $funcstack[1] != _{command} ]] || {function} "$@"\n'
 

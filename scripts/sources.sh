@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# sources.sh FOLDER: copies what a build needs into FOLDER, so that what lies about in a checkout (extensions built in
-# place, build/ of an older state) cannot get into it, and the checkout stays as it was.
+# sources.sh FOLDER: copies the files that a build needs into FOLDER, so that old files in a checkout (extensions built
+# in place, an older build/) do not get into the build, and the checkout does not change.
 set -euo pipefail
 folder=$(cd "$1" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# test.sh [PYTEST ARGUMENT...]: all that must hold before a change lands, inside the environment of run.sh. With
-# arguments, which select tests, the check of a real installation is left out.
+# test.sh [PYTEST ARGUMENT...]: runs all checks that must pass before a change is merged, inside the environment of
+# run.sh. Arguments select tests; with arguments, the check of a real installation is left out.
 #
-# The tests run in TEST_WORKERS processes (four for two cores): the quick ones first, those that measure time last and
-# alone. Style, types and the installation are checked beside the first tests; each says so at once if it fails.
+# The tests run in TEST_WORKERS processes (four for two cores): the quick ones first, and those that measure time last
+# and alone. Style, types and the installation are checked while the first tests run; a failure is reported at once.
 set -euo pipefail
 started=$SECONDS
 scripts/programs.sh
@@ -17,12 +17,12 @@ beside_the_tests() {
     else
         failed=1
         cat "$said"
-        echo "test: style or types: FAILED, as said above; to repeat it: make lint"
+        echo "test: style or types: FAILED, see above; to repeat it: make lint"
     fi
     if (($# == 0)) && ! scripts/check_install.sh >"$said" 2>&1; then
         failed=1
         cat "$said"
-        echo "test: installation: FAILED, as said above; to repeat it: make check-install"
+        echo "test: installation: FAILED, see above; to repeat it: make check-install"
     fi
     return $failed
 }

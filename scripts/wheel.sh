@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# wheel.sh FOLDER: builds the wheel for one Python into FOLDER, isolated. PYTHON names the interpreter.
+# wheel.sh FOLDER: builds the wheel for one Python version into FOLDER, from a copy of the sources. PYTHON is the
+# interpreter.
 set -euo pipefail
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if ! command -v "${CC:-gcc}" >/dev/null; then
-    echo "wheel: no C compiler (${CC:-gcc}); on Debian: apt-get install gcc python3-dev" >&2
+    echo "wheel: the C compiler ${CC:-gcc} is not installed; on Debian: apt-get install gcc python3-dev" >&2
     exit 1
 fi
 copy=$(mktemp -d)

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # wheels.sh [FOLDER]: builds an sdist and, from it, a wheel for each Python from 3.10 to 3.13 that this machine has, into
 # FOLDER (default: dist). The wheels install without a compiler wherever glibc is as new as their names say
-# (manylinux_2_31: glibc 2.31, as in Debian 11 and Ubuntu 20.04); auditwheel finds that out from the symbols they use.
+# (manylinux_2_31: glibc 2.31, as in Debian 11 and Ubuntu 20.04); auditwheel finds this version from the symbols that
+# they use.
 #
-# PYTHONS names the interpreters (default: python3.10 to python3.13 on the PATH or of pyenv). For a free-threaded Python
-# and for aarch64 nothing is built: neither was ever tested.
+# PYTHONS names the interpreters (default: python3.10 to python3.13 on the PATH or of pyenv). Nothing is built for a
+# free-threaded Python or for aarch64, because neither has been tested.
 set -euo pipefail
 mkdir -p "${1:-dist}"
 folder=$(cd "${1:-dist}" && pwd)
@@ -31,10 +32,10 @@ if [[ -z $pythons ]]; then
     exit 1
 fi
 if [[ $(uname -m) != x86_64 ]]; then
-    say "got a machine of $(uname -m), expected x86_64: no wheel for another one was ever tested"
+    say "got a machine of $(uname -m), expected x86_64, because wheels for others have not been tested"
     exit 1
 fi
-rm -f "$folder/COMMIT" "$folder"/llm_kvstore-* # what is there in the end is of one state of the sources
+rm -f "$folder/COMMIT" "$folder"/llm_kvstore-* # all files in the folder must come from one state of the sources
 commit=
 if [[ -z $(git status --porcelain 2>&1) ]]; then
     commit=$(git rev-parse HEAD)
@@ -65,7 +66,7 @@ for python in $pythons; do
     say "$("$python" -V): $((SECONDS - started)) s"
 done
 cp "$scratch"/llm_kvstore-*.tar.gz "$folder"
-# `make serve` installs from here while the sources are those of this commit.
+# `make serve` installs a wheel from here if the sources are those of this commit.
 if [[ -n $commit ]]; then
     echo "$commit" >"$folder/COMMIT"
 fi

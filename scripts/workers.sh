@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# workers.sh: prints how many tests run at once. Half of a test is waiting, for a deadline to pass or something to happen;
-# the engines' tests compute.
+# workers.sh: prints how many tests run at once. Tests wait for deadlines or events half of the time; only the tests of
+# engines compute.
 set -euo pipefail
 cores=$(nproc)
 workers=$((2 * cores))

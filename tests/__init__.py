@@ -1,4 +1,5 @@
 import os
 
-# numpy starts a thread for each core, which looks for work for a while. No test multiplies large matrices.
+# By default, numpy starts a thread for each core, and these threads poll for work for a while. No test multiplies large
+# matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -23,12 +23,12 @@ from tests.support.disk import BLOCK
 from tests.support.harness import MakeNamespace, Server, StartServer, make_namespace
 
 _numbers = itertools.count()
-_VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder for sockets of vLLM, which engines that are killed leave behind
+_VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder for vLLM's sockets, which killed engines do not remove
 
 
-# How many examples property tests try: `dev` is for quick runs, `ci` is the whole budget. A test that wants more or
-# fewer takes a multiple, see tests/support/properties.py.
-# On a busy machine examples take as long as they like.
+# The number of examples that property tests try: few in `dev`, for quick runs, and the full number in `ci`. A test that
+# needs more or fewer uses a multiple; see tests/support/properties.py. Examples have no time limit, because the machine
+# may be busy.
 for _profile, _examples in (("dev", 20), ("ci", 100)):
     settings.register_profile(
         _profile, max_examples=_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(scheduling)
     config.pluginmanager.register(progress)
     config.addinivalue_line("markers", "soak: its length is KVSTORE_SOAK_S seconds")
-    if _VLLM_SOCKETS not in os.environ:  # else another process has made it, and starts this one
+    if _VLLM_SOCKETS not in os.environ:  # otherwise the process that starts this one has made it
         folder = tempfile.mkdtemp(prefix="kvstore-tests-")
         os.environ[_VLLM_SOCKETS] = folder
         config.add_cleanup(functools.partial(shutil.rmtree, folder))
@@ -49,17 +49,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported stays, so nobody looks for garbage in it before the end: each worker would for 5 of 14 s."""
+    """Make the garbage collector skip all imported objects, which stay until the end. Otherwise each worker would spend
+    5 of 14 s on them."""
     gc.disable()
     yield
     gc.freeze()
     gc.enable()
-    atexit.register(gc.unfreeze)  # some libraries complain of what they find left then
+    atexit.register(gc.unfreeze)  # some libraries report errors at the end if objects are still frozen
 
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
-    """Starts servers: `start_server("--shards", "3", memory="64MiB", segment="4MiB")`."""
+    """`start_server("--shards", "3", memory="64MiB", segment="4MiB")` starts a server, which is killed after the
+    test."""
     servers: list[Server] = []
 
     def start(*arguments: str, memory: str = "64MiB", segment: str = "4MiB", **extra_environment: str) -> Server:
@@ -75,20 +77,20 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 
 @pytest.fixture
 def clock(tmp_path: Path) -> Clock:
-    """For servers that are started with `**clock.environment`: their time, which a test sets forward."""
+    """A clock for servers that are started with `**clock.environment`; the test sets it forward."""
     return Clock(tmp_path / "clock")
 
 
 @pytest.fixture(scope="module")
 def tcp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for a module's tests of what asks a store for no blocks: it has no Unix socket. None may harm it."""
+    """A server without a Unix socket, shared by a module's tests, none of which may damage it."""
     with _started(tmp_path_factory, "off") as server, server.unharmed():
         yield server
 
 
 @pytest.fixture(scope="module", params=["off", "kv.sock"], ids=["tcp", "shared-memory"])
 def shared_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for a module, without and with a Unix socket, where clients read its memory. Tests use `server`."""
+    """A server for a module: once without and once with a Unix socket for shared memory. Tests use `server`."""
     with _started(tmp_path_factory, request.param) as server:
         yield server
 
@@ -104,14 +106,14 @@ def _started(folders: pytest.TempPathFactory, socket: str) -> Iterator[Server]:
 
 @pytest.fixture
 def server(shared_server: Server) -> Iterator[Server]:
-    """A server of one shard, shared by a module's tests: none of them may harm it."""
+    """A server of one shard, shared by a module's tests, none of which may damage it."""
     with shared_server.unharmed():
         yield shared_server
 
 
 @pytest.fixture
 def new_namespace(request: pytest.FixtureRequest) -> MakeNamespace:
-    """`new_namespace(block_bytes)`: a namespace that no other test uses."""
+    """`new_namespace(block_bytes)` makes a namespace that no other test uses."""
 
     def make(block_bytes: int = 4096, **fields: object) -> Namespace:
         return make_namespace(block_bytes, f"{request.node.name}-{next(_numbers)}", **fields)
@@ -121,11 +123,11 @@ def new_namespace(request: pytest.FixtureRequest) -> MakeNamespace:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """For the disk tier of a server."""
+    """A folder for the disk tier of a server."""
     return tmp_path / "disk"
 
 
 @pytest.fixture
 def namespace(request: pytest.FixtureRequest, new_namespace: MakeNamespace) -> Namespace:
-    """A namespace that no other test uses, of the module's `BLOCK_BYTES`, else as for tests of the disk."""
+    """A namespace that no other test uses, with the module's `BLOCK_BYTES`, or the block size of the disk tests."""
     return new_namespace(getattr(request.module, "BLOCK_BYTES", BLOCK))

@@ -1,7 +1,9 @@
-"""Simulates clusters too large for one machine: placement and changes of up to 1000 nodes, on a trace of requests.
+"""Simulates clusters of up to 1000 nodes, which are too large for one machine, with the requests of a trace. It shows
+how evenly blocks are placed, and what changes of the cluster cost.
 
-`python -m benchmarks.cluster_sim --trace FILE` replays a trace through a cluster of the server's block indices
-(`cluster`), placed by the server's own placement, while nodes join, leave and crash (`scenarios`), and looks at how
-evenly keys and reads lie (`balance`); `tables` and `charts` hold what the terminal and the documents show.
-`python -m benchmarks.cluster_sim.batch_latency` measures, on real servers, what it costs to ask many shards.
+`python -m benchmarks.cluster_sim --trace FILE` replays a trace through a simulated cluster (`cluster`), which uses the
+server's own block indices and placement. Meanwhile nodes join, leave and crash (`scenarios`). It also measures how
+evenly keys and reads are spread (`balance`). `tables` and `charts` make the tables and charts of the terminal and the
+documents. `python -m benchmarks.cluster_sim.batch_latency` measures the cost of requests to many shards on real
+servers.
 """

@@ -1,8 +1,10 @@
-"""A cluster of 4 to 1000 nodes on a trace of requests: balance, keys moved, hit rate around changes.
+"""Simulates a cluster of 4 to 1000 nodes with the requests of a trace, and measures balance, moved keys, and the hit
+rate around changes.
 
-The trace is a file in Mooncake's format (--trace). Placement, eviction index and policy are the server's; sockets and
-bytes are left out. A reference to a block is a hit when it and every block before it in its request were there. What a
-change costs is the hit rate of a minute, or five, beside that of the same time without the change.
+The trace is a file in Mooncake's format (--trace). The simulation uses the server's placement, block index and eviction
+policy, but no sockets, and blocks have no content. A reference to a block is a hit if this block and every block before
+it in the request were present. The cost of a change is the hit rate that is lost during one minute, or during five
+minutes, compared with the same minutes without the change.
 """
 
 from __future__ import annotations
@@ -58,19 +60,19 @@ REPLICAS = (1, 2)
 ZONES = 3
 CAPACITY = 400.0
 CAPACITIES = (50.0, 100.0, 200.0)
-MANY = 256  # from so many nodes on, the sweeps are left out
+MANY = 256  # the sweeps leave out clusters of this many nodes or more
 QUICK_REQUESTS = 1000
 
 
 def _numbers(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers of at least 1 with commas, such as 10,100")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers of at least 1 and commas, such as 10,100")
     return [int(part) for part in parts]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark only."""
+    """The options that only this benchmark has."""
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help=".jsonl or .jsonl.gz")
     parser.add_argument("--nodes", type=_numbers, default=list(NODES), help=f"default: {','.join(map(str, NODES))}")
     parser.add_argument("--replicas", type=_numbers, default=list(REPLICAS), help="default: 1,2")
@@ -80,10 +82,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=CAPACITY,
         metavar="PERCENT",
-        help=f"room of all nodes together, of the trace's different blocks; default: {CAPACITY:g}",
+        help=f"memory of all nodes together, in percent of the trace's distinct blocks; default: {CAPACITY:g}",
     )
     parser.add_argument("--scenario", choices=list(SCENARIOS), action="append", help="default: all of them")
-    parser.add_argument("--requests", type=int, metavar="N", help="only the first N requests of the trace")
+    parser.add_argument("--requests", type=int, metavar="N", help="use only the first N requests of the trace")
 
 
 class Simulation:
@@ -95,7 +97,7 @@ class Simulation:
         self._steady: dict[tuple[int, int, float, int], Outcome] = {}
 
     def balance(self) -> None:
-        """Measure the balance of placement alone, without caches."""
+        """Measure only the balance of placement, without caches."""
         keys = UNIFORM_KEYS // 10 if self._benchmark.quick else UNIFORM_KEYS
         for count in sorted({*self._options.nodes, *RUN_SHARDS}):
             found = uniform(count, keys)
@@ -126,7 +128,7 @@ class Simulation:
                     self._scenario(SCENARIO_GROUP, name, nodes, replicas, self._options.capacity)
 
     def sweeps(self) -> None:
-        """Run the sweeps: grace periods, small memories, runs."""
+        """Run the sweeps over grace periods, small memories, and lengths of runs."""
         small = [nodes for nodes in self._options.nodes if nodes < MANY]
         for nodes in small:
             for grace_s in GRACES_S:
@@ -178,7 +180,7 @@ class Simulation:
     def _change(
         self, changes: list[Change], nodes: int, replicas: int, capacity: float, run: int = 1, spares: int = 0
     ) -> tuple[dict[str, float], Outcome]:
-        """Run one scenario. -> its cost compared with the same cluster without the change, and its outcome."""
+        """Run one scenario. Return its outcome, and its cost compared with the same cluster without the change."""
         where = (nodes, replicas, capacity, run)
         if where not in self._steady:
             self._steady[where] = self._replay([], *where, 0)

@@ -1,7 +1,9 @@
-"""How evenly keys and reads are spread over shards, how many keys move when a shard joins, and the effect of runs.
+"""Measures how evenly keys and reads are spread over shards, how many keys move when a shard joins, and how both depend
+on the length of runs.
 
-All R keys of a *run* of a chain go to the shard of the run's first key. R = 1 is the server's placement. Blocks of the
-trace have 512 tokens; `parts` cuts each into so many keys, as for an engine with smaller blocks.
+A *run* is R consecutive keys of a chain, all placed on the shard of the first one. In the server's placement, R is 1.
+Blocks of the trace have 512 tokens. `parts` is the number of smaller blocks, each with its own key, into which a block
+is cut, as for an engine with smaller blocks.
 """
 
 from __future__ import annotations
@@ -17,31 +19,31 @@ from kvstore.cluster.placement import Placement
 
 RUNS: Final = (1, 4, 16, 64)
 RUN_SHARDS: Final = (8, 64, 256)
-PARTS: Final = (1, 32)  # keys of 512 tokens, and of 16
+PARTS: Final = (1, 32)  # one key for 512 tokens, or one for 16 tokens
 TRACE_BLOCK_TOKENS: Final = 512
 UNIFORM_KEYS: Final = 1_000_000
 
 
 def shards(count: int) -> Placement:
-    """Shards of equal weight, each on a node of its own."""
+    """Return shards of equal weight, each on a separate node."""
     return Placement([f"node-{number}/0" for number in range(count)], [1.0] * count)
 
 
 def max_to_mean(counts: npt.NDArray[np.int64]) -> float:
-    """The fullest shard's load, as a multiple of its fair share."""
+    """Return the fullest shard's load, as a multiple of the mean load."""
     return float(counts.max() / counts.mean())
 
 
 class Uniform(NamedTuple):
-    """The balance of keys that are asked for equally often."""
+    """The balance of keys that are requested equally often."""
 
     max_to_mean: float
     moved_by_join: float
-    fair: float  # what a node that joins should get: 1 / (count + 1)
+    fair: float  # the share that a joining node should get: 1 / (count + 1)
 
 
 def uniform(count: int, keys: int) -> Uniform:
-    """The balance of random keys on `count` shards."""
+    """Return the balance of random keys on `count` shards."""
     drawn = np.random.default_rng(count).integers(0, 256, (keys, 8), dtype=np.uint8)
     owners = shards(count).owners(drawn)
     moved = float((owners != shards(count + 1).owners(drawn)).mean())
@@ -49,17 +51,19 @@ def uniform(count: int, keys: int) -> Uniform:
 
 
 class OnTrace(NamedTuple):
-    """The balance of a trace. `reads`: each reference counts as a read. `asked`: how many shards each prompt asks."""
+    """The balance of a trace. `reads`: the balance if each reference counts as a read. `asked`: the number of shards to
+    which requests for a prompt are sent."""
 
     keys: float
     reads: float
     asked_mean: float
     asked_p95: float
-    hottest_share: float  # of all reads, those of the shard that is read most
+    hottest_share: float  # the share of all reads that go to the most read shard
 
 
 def on_trace(trace: Trace, count: int, run: int, parts: int) -> OnTrace:
-    """The balance of a trace: keys and reads by shard, and shards asked by prompt."""
+    """Return the balance of a trace: the keys and reads of each shard, and the number of shards that each prompt
+    uses."""
     first = _first_of_run(trace, run, parts)
     keys = _part_keys(trace.distinct * parts)
     owners = shards(count).owners(keys)[first].reshape(trace.distinct, parts)
@@ -76,17 +80,18 @@ def on_trace(trace: Trace, count: int, run: int, parts: int) -> OnTrace:
 
 
 def placing_keys(trace: Trace, run: int) -> Keys:
-    """For each block the key of its run's first block."""
+    """Return, for each block, the key of its run's first block."""
     return trace.keys[_first_of_run(trace, run, 1)]
 
 
 def _part_keys(count: int) -> Keys:
-    """Random keys for the parts of blocks, in place of hashes."""
+    """Return random keys for the parts of blocks. They replace hashes."""
     return np.random.default_rng(count).integers(0, 256, (count, 8), dtype=np.uint8)
 
 
 def _first_of_run(trace: Trace, run: int, parts: int) -> Numbers:
-    """For each part (block * parts + part), the part that begins its run. A block's prefix is always the same."""
+    """Return, for each part (block * parts + part), the first part of its run. A part always belongs to the same run,
+    because a block always has the same prefix."""
     first: Numbers = np.empty(trace.distinct * parts, dtype=np.intp)
     seen = np.zeros(trace.distinct, dtype=np.bool_)
     for chain in trace.chains:

@@ -1,8 +1,10 @@
-"""What it costs to ask many shards for one prompt: calls of 512 keys, on real servers of 8, 32 and 64 shards.
+"""Measures the cost of sending one prompt's keys to many shards, with calls of 512 keys on real servers with 8, 32 and
+64 shards.
 
-Placement looks at the first eight bytes of a key, so keys that share them emulate runs: R keys of a chain in a row on
-one shard. R = 1 is what keys are like. All keys are there, every call is one at a time, all R take turns. All shards
-share this machine's cores, which is the worst for many of them: hardly any of the work is done at the same time.
+A run is R consecutive keys of a chain on one shard. Placement uses only the first eight bytes of a key, so runs are
+emulated by keys that begin with the same eight bytes. Real keys have R = 1. All keys are present, calls are made one at
+a time, and all values of R are measured in each round. All shards share this machine's cores. This is the worst case
+for many shards, because hardly any of their work runs in parallel.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ LOOKUPS: Final = ("contains", "match_prefix", "get_into")
 
 
 def run_blocks(run: int) -> Blocks:
-    """Blocks whose keys share their first eight bytes with the other keys of their run."""
+    """Return blocks in which all keys of a run have the same first eight bytes."""
     blocks = Blocks(Batch(KEYS, KEYS), BLOCK_BYTES, seed=run)
     blocks.keys[:, :8] = blocks.keys[np.arange(KEYS) // run * run, :8]
     return blocks
 
 
 def _calling(name: str, calls: int, call: Callable[[], Any], expected: Any, blocks: Blocks) -> Operation:
-    """An operation of several calls; its time is the median of the calls."""
+    """Return an operation of several calls, whose time is the median over the calls."""
 
     def run() -> float:
         times = []
@@ -47,7 +49,7 @@ def _calling(name: str, calls: int, call: Callable[[], Any], expected: Any, bloc
             result = call()
             times.append(time.perf_counter() - begin)
             if not np.array_equal(result, expected):
-                raise AssertionError(f"{name}: not all keys are there")
+                raise AssertionError(f"{name}: some keys are missing")
         return float(np.median(times))
 
     if name.startswith("get_into"):
@@ -56,7 +58,7 @@ def _calling(name: str, calls: int, call: Callable[[], Any], expected: Any, bloc
 
 
 def operations(client: Any, all_blocks: Sequence[tuple[int, Blocks]], calls: int) -> list[Operation]:
-    """The operations: every kind of lookup with every run."""
+    """Return the operations: every kind of lookup with every length of runs."""
     everything = np.ones(KEYS, dtype=np.bool_)
     found = []
     for run, blocks in all_blocks:

@@ -19,7 +19,8 @@ Panel = tuple[str, Sequence[Line]]
 
 
 def _around_a_change(result: Result) -> Iterator[tuple[str, float, list[Line]]]:
-    """Hit rate around a change, for the number of nodes nearest to ten; a panel for each number of replicas."""
+    """Draw the hit rate around a change, for the number of nodes nearest to ten, with a panel for each number of
+    replicas."""
     cases = [case for case in result.group(SCENARIO_GROUP) if case.parameters["by_minute"]]
     nodes = min({case.parameters["nodes"] for case in cases}, key=lambda count: abs(count - 10))
     for count in sorted({case.parameters["replicas"] for case in cases if case.parameters["nodes"] == nodes}):
@@ -30,7 +31,8 @@ def _around_a_change(result: Result) -> Iterator[tuple[str, float, list[Line]]]:
 
 
 def _lost(case: CaseResult, steady: CaseResult) -> tuple[list[int], list[float]]:
-    """By minute, the points of hit rate lost against the unchanged cluster, over the minutes that end with this one."""
+    """Return, for each minute, the hit rate minus that of the unchanged cluster, in percentage points, over the
+    `_WINDOW_MINUTES` minutes that end with this one."""
     mine, theirs = case.parameters["by_minute"], steady.parameters["by_minute"]
     minutes = list(range(_WINDOW_MINUTES - 1, len(mine["hits"])))
     points = []
@@ -56,7 +58,7 @@ def _draw_change(axes: Any, panel: tuple[str, float, list[Line]]) -> None:
 def _lines_by(
     cases: Sequence[Mapping[str, Any]], by: str, label: str, x: str, y: str, scale: float = 1.0
 ) -> list[Line]:
-    """A line for each value of one parameter: another one against a third."""
+    """Draw the parameter `y` against the parameter `x`, with a line for each value of the parameter `by`."""
     lines = []
     for value in sorted({about[by] for about in cases}):
         mine = [about for about in cases if about[by] == value]
@@ -72,7 +74,7 @@ def _plot(axes: Any, panel: Panel) -> None:
 
 
 def _graces(result: Result) -> list[Panel]:
-    """The cost of a join by grace period; a line for each number of nodes."""
+    """Draw the cost of a join against the grace period, with a line for each number of nodes."""
     cases = [case.parameters for case in result.group(GRACE_GROUP)]
     worst = (("worst minute", "drop_minute"), ("worst 5 minutes", "drop_five_minutes"))
     return [(title, _lines_by(cases, "nodes", "{} nodes and one more", "grace_s", what, 100)) for title, what in worst]
@@ -95,22 +97,23 @@ def _powers_of_two(axes: Any, panel: Panel, label: str) -> None:
 
 
 def _runs(result: Result) -> list[tuple[int, Panel]]:
-    """Balance of reads and shards asked, by run, for the smallest blocks that were measured."""
+    """Draw the balance of reads, and the number of shards that are asked, against the length of runs. Only the smallest
+    measured blocks are shown."""
     cases = [case.parameters for case in result.group(RUN_GROUP)]
     tokens = min((about["block_tokens"] for about in cases), default=0)
     mine = [about for about in cases if about["block_tokens"] == tokens]
-    columns = (("keys", "keys, max / mean"), ("reads", "reads, max / mean"), ("asked_mean", "shards asked by a prompt"))
+    columns = (("keys", "keys, max / mean"), ("reads", "reads, max / mean"), ("asked_mean", "shards used by a prompt"))
     lines = [(title, _lines_by(mine, "shards", "{} shards", "run", what)) for what, title in columns]
     return [(tokens, panel) for panel in lines if panel[1]]
 
 
 def _draw_runs(axes: Any, panel: tuple[int, Panel]) -> None:
     axes.set_yscale("log")
-    _powers_of_two(axes, panel[1], f"keys in a run, each of {panel[0]} tokens")
+    _powers_of_two(axes, panel[1], f"keys in a run, {panel[0]} tokens each")
 
 
 def _latencies(result: Result) -> Iterator[Panel]:
-    """Latency of calls on real servers by run; a panel for each call."""
+    """Draw the latency of calls on real servers against the length of runs, with a panel for each kind of call."""
     for call in result.cases[0].parameters["calls"]:
         lines = []
         for case in result.cases:

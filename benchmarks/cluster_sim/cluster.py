@@ -1,9 +1,11 @@
-"""A cluster without sockets and bytes: the server's placement, and its block index and policy on every node.
+"""A simulated cluster, without sockets and without the content of blocks. It uses the server's placement, and its block
+index and policy on every node.
 
-A request of the trace does what an engine does through the client: it looks up the whole chain, reads the leading run
-that is there, and sets the rest. As in the client, a block is looked for at its owners in the *new* placement, then at
-its owners in the *old* one (see `kvstore.cluster.members`). A block found at a later candidate is set on the owners
-that lacked it. Every node is one shard; all have the same capacity. Only the steps of a scenario take time.
+A request of the trace does what an engine does through the client: it looks up the whole chain, reads the leading
+blocks that are present, and sets the rest. Like the client, it first looks for a block at the block's owners in the
+*new* placement, and then at its owners in the *old* placement (see `kvstore.cluster.members`). If a later candidate has
+the block, the block is set on the owners that lacked it. Every node is one shard, and all nodes have the same capacity.
+Only the steps of a scenario take time; requests take none.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from kvstore.cluster.members import State
 from kvstore.cluster.placement import Placement
 
 POLICY: Final = "default"
-NOBODY: Final = -1
+NO_SHARD: Final = -1
 
 Numbers = npt.NDArray[np.intp]
 
@@ -37,15 +39,15 @@ class Cache:
         self._tick = 1
 
     def find(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Which keys are there; does not count as a use."""
+        """Return which keys are present. This does not count as a use."""
         return np.frombuffer(self._index.contains(keys.tobytes(), 0.0, False, 0), dtype=np.bool_)
 
     def use(self, keys: Keys) -> None:
-        """Use the keys, as a GET does."""
+        """Count a use of these keys, as a GET does."""
         self._index.contains(keys.tobytes(), 0.0, True, self._ticks(len(keys)))
 
     def insert(self, keys: Keys) -> None:
-        """Insert the keys, as a SET does."""
+        """Insert these keys, as a SET does."""
         index, packed = self._index, keys.tobytes()
         room = index.missing(packed) - index.free
         if room > 0:
@@ -55,7 +57,7 @@ class Cache:
         index.commit(mine, self._sums[: len(mine)], self._ticks(len(keys)))
 
     def hottest(self) -> Keys:
-        """All keys, the most recent first."""
+        """Return all keys, the most recent first."""
         slots = self._index.ready_slots()
         recent = slots[np.argsort(self._index.ticks_of(slots))[::-1]]
         return np.frombuffer(self._index.keys_of(recent), dtype=np.uint8).reshape(-1, KEY_BYTES)
@@ -67,7 +69,8 @@ class Cache:
 
 @dataclass
 class Node:
-    """One node. `state`: as others see it; empty if it is not a member. `cache`: None while it does not answer."""
+    """One node. `state`: its state as the other nodes see it, or empty if it is not a member. `cache`: None while the
+    node does not answer."""
 
     name: str
     zone: str
@@ -78,7 +81,7 @@ class Node:
 
 @dataclass
 class _Move:
-    """Blocks that are moved to their owners, evenly over a period of time."""
+    """Blocks that move to their new owners, at an even rate over a period of time."""
 
     keys: Keys
     begin_s: float
@@ -87,8 +90,12 @@ class _Move:
 
 
 class Cluster:
-    """The nodes and the clients' view of them. `keys`: by block number. `placing`: other keys to use for placement, if
-    any. `spares`: so many further owners in the new placement are asked while a node joins or drains."""
+    """The nodes, and the clients' view of them.
+
+    keys: the key of each block number
+    placing: other keys, if placement must not use `keys`
+    spares: the number of further owners in the new placement that are asked while a node joins or drains
+    """
 
     def __init__(
         self,
@@ -102,7 +109,7 @@ class Cluster:
     ) -> None:
         self.replicas = replicas
         self.repaired = self.copied = 0
-        self.moved: list[float] = []  # at each change of the view: the share of keys whose owner is another
+        self.moved: list[float] = []  # the share of keys whose owner changed, at each change of the view
         self.nodes: list[Node] = []
         self._capacity, self._zones, self._spares = capacity, zones, spares
         self._keys = keys
@@ -118,29 +125,31 @@ class Cluster:
     # ---- changes: each takes effect with the next `look_again` ------------------------------------------------------
 
     def add(self, state: State) -> int:
-        """Add an empty node. -> its number."""
+        """Add an empty node. Return its number."""
         number = len(self.nodes)
         self.nodes.append(Node(f"node-{number}/0", f"zone-{number % self._zones}", state, Cache(self._capacity)))
         return number
 
     def set_state(self, numbers: Sequence[int], state: State | None) -> None:
-        """Set a node's state. None: it is no longer a member."""
+        """Set a node's state. If it is None, the node is no longer a member."""
         for number in numbers:
             self.nodes[number].state = state
 
     def kill(self, numbers: Sequence[int]) -> None:
-        """Stop nodes without notice: they answer no more and lose their blocks; the others do not know yet."""
+        """Stop nodes without notice. They stop answering and lose their blocks, but the other nodes do not know it
+        yet."""
         for number in numbers:
             self.nodes[number].cache = None
 
     def restart(self, numbers: Sequence[int]) -> None:
-        """Bring nodes back empty, and let them join."""
+        """Bring nodes back without blocks, and let them join."""
         for number in numbers:
             self.nodes[number].cache = Cache(self._capacity)
         self.set_state(numbers, "joining")
 
     def drain(self, numbers: Sequence[int], now_s: float, duration_s: float) -> None:
-        """Drain nodes: they announce that they leave, and move all blocks, the hottest first, evenly over that time."""
+        """Drain nodes. They announce that they leave, and move all their blocks at an even rate over `duration_s`
+        seconds, the hottest first."""
         self.set_state(numbers, "draining")
         for number in numbers:
             cache = self.nodes[number].cache
@@ -148,7 +157,8 @@ class Cluster:
                 self._moves.append(_Move(cache.hottest(), now_s, duration_s))
 
     def fill(self, numbers: Sequence[int], now_s: float, duration_s: float) -> None:
-        """Let all other nodes copy to these nodes the blocks that these own in the new placement, the hottest first."""
+        """Let all other nodes copy blocks to these nodes: the blocks that these nodes own in the new placement, the
+        hottest first."""
         for number, node in enumerate(self.nodes):
             if node.state is not None and node.cache is not None and number not in numbers:
                 keys = node.cache.hottest()
@@ -156,14 +166,14 @@ class Cluster:
                 self._moves.append(_Move(keys[theirs], now_s, duration_s))
 
     def look_again(self) -> float:
-        """Update the view of all clients to the present members. -> the share of keys whose owner changed."""
+        """Update the view of all clients to the current members. Return the share of keys whose owner changed."""
         before = self._owners
         new = self._placed([number for number, node in enumerate(self.nodes) if node.state in _NEW], self._spares)
         self._readers = self._owners = new[:, : self.replicas]
         olds = [number for number, node in enumerate(self.nodes) if node.state in _OLD]
         if olds and any(node.state in ("joining", "draining") for node in self.nodes):
             old = self._placed(olds)
-            old[(old[:, :, None] == new[:, None, :]).any(axis=2)] = NOBODY
+            old[(old[:, :, None] == new[:, None, :]).any(axis=2)] = NO_SHARD
             self._readers = np.concatenate([new, old], axis=1)
         moved = float((before[:, 0] != self._owners[:, 0]).mean()) if before.size else 0.0
         self.moved.append(moved)
@@ -184,7 +194,7 @@ class Cluster:
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> None:
-        """Move the blocks that are due by now."""
+        """Move the blocks that are due by `now_s`."""
         for move in self._moves:
             share = min(1.0, (now_s - move.begin_s) / move.duration_s)
             until = int(len(move.keys) * share)
@@ -196,10 +206,11 @@ class Cluster:
         self._moves = [move for move in self._moves if move.done < len(move.keys)]
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain, head first, and set the missing blocks. -> how many leading blocks were there."""
+        """Request a chain, head first, and set the missing blocks. Return the number of leading blocks that were
+        present."""
         keys, readers = self._keys[chain], self._readers[chain]
         column = self._look(keys, readers)
-        missing = np.flatnonzero(column == NOBODY)
+        missing = np.flatnonzero(column == NO_SHARD)
         run = int(missing[0]) if len(missing) else len(chain)
         holders = readers[np.arange(run), column[:run]]
         for number, positions in _by_node(holders):
@@ -212,12 +223,12 @@ class Cluster:
         return run
 
     def _look(self, keys: Keys, readers: Numbers) -> Numbers:
-        """For each key the first column of `readers` that has it, or `NOBODY`."""
-        column: Numbers = np.full(len(keys), NOBODY, dtype=np.intp)
+        """Return, for each key, the first column of `readers` that has the key, or `NO_SHARD`."""
+        column: Numbers = np.full(len(keys), NO_SHARD, dtype=np.intp)
         for number in range(readers.shape[1]):
-            left = np.flatnonzero(column == NOBODY)
+            left = np.flatnonzero(column == NO_SHARD)
             for owner, some in _by_node(readers[left, number]):
-                cache = self.nodes[owner].cache if owner != NOBODY else None
+                cache = self.nodes[owner].cache if owner != NO_SHARD else None
                 if cache is not None:
                     positions = left[some]
                     column[positions[cache.find(keys[positions])]] = number
@@ -243,7 +254,7 @@ _OLD: Final = ("serving", "draining")
 
 
 def _by_node(numbers: Numbers) -> Iterator[tuple[int, Numbers]]:
-    """Each node's number with its positions, by ascending number."""
+    """Yield each node's number and its positions, in ascending order of number."""
     if not len(numbers):
         return
     order = np.argsort(numbers, kind="stable")

@@ -1,7 +1,7 @@
 """Scenarios: changes of a cluster while a trace is replayed, such as joins, leaves, crashes and restarts.
 
-Every scenario begins its change at the same time of the trace, so that the minutes after it can be compared with the
-same minutes of an unchanged cluster.
+In all scenarios the change begins at the same time of the trace. So the minutes after it can be compared with the same
+minutes of an unchanged cluster.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from benchmarks.cluster_sim.cluster import Cluster
 from benchmarks.eviction.traces import Trace
 
 MINUTE_S: Final = 60.0
-NOTICE_S: Final = 3.0  # until the members' list says that a node is dead
+NOTICE_S: Final = 3.0  # the time until the list of members shows that a node is dead
 DRAIN_S: Final = 60.0
 FILL_S: Final = 15.0
-FILLED_S: Final = 20.0  # a node that was filled serves
+FILLED_S: Final = 20.0  # the grace period if blocks are copied to the nodes that join
 RESTART_DRAIN_S: Final = 30.0
 RESTART_S: Final = 10.0
 GRACE_S: Final = 300.0
 GRACES_S: Final = (0.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-BATCHES: Final = 10  # of a rolling restart
+BATCHES: Final = 10  # the number of steps in a rolling restart
 
 Action = Callable[[Cluster, float], object]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change: at `at_s` of the trace, `act(cluster, at_s)` is called; then all clients get the new view, unless
-    `unnoticed`."""
+    """A change. At the time `at_s` of the trace, `act(cluster, at_s)` is called. Then all clients get the new view,
+    unless the change is `unnoticed`."""
 
     at_s: float
     act: Action
@@ -39,14 +39,15 @@ class Change:
 
 @dataclass
 class Outcome:
-    """The results by minute of the trace. `moved`: for each change of view, the share of keys whose owner changed."""
+    """The results for each minute of the trace. `moved`: the share of keys whose owner changed, for each change of the
+    view."""
 
     hits: list[int] = field(default_factory=list)
     references: list[int] = field(default_factory=list)
     moved: list[float] = field(default_factory=list)
-    repaired: int = 0  # by clients
-    copied: int = 0  # by nodes
-    reads: list[int] = field(default_factory=list)  # by node
+    repaired: int = 0  # the number of blocks that clients repaired
+    copied: int = 0  # the number of blocks that nodes copied
+    reads: list[int] = field(default_factory=list)  # the reads of each node
 
     @property
     def hit_rate(self) -> float:
@@ -56,7 +57,8 @@ class Outcome:
 def replay(
     trace: Trace, cluster: Cluster, changes: Sequence[Change], progress: Callable[[int], object] = lambda done: None
 ) -> Outcome:
-    """Replay every request in order, with changes at their times. `progress` is called with the requests done."""
+    """Replay every request in order, with the changes at their times. `progress` is called with the number of finished
+    requests."""
     waiting = sorted(changes, key=lambda change: change.at_s)
     outcome = Outcome()
     for number, (chain, now_s) in enumerate(zip(trace.chains, trace.times_s, strict=True)):
@@ -86,8 +88,8 @@ def replay(
 
 
 def join(at_s: float, count: int = 1, grace_s: float = GRACE_S, fill_s: float = 0.0) -> list[Change]:
-    """Empty nodes join. During the grace period, blocks are also read from their old owners; with `fill_s`, the old
-    owners copy blocks to the new owners."""
+    """Empty nodes join. During the grace period, blocks are also read from their old owners. If `fill_s` is above 0,
+    the old owners copy blocks to the new owners."""
     added: list[int] = []
 
     def begin(cluster: Cluster, _: float) -> None:
@@ -102,7 +104,7 @@ def join(at_s: float, count: int = 1, grace_s: float = GRACE_S, fill_s: float = 
 
 
 def leave(at_s: float, numbers: Sequence[int], drain_s: float = DRAIN_S) -> list[Change]:
-    """Nodes leave; if they have the time, they move their blocks before."""
+    """Nodes leave. If `drain_s` is above 0, they first move their blocks to other nodes."""
 
     def end(cluster: Cluster, _: float) -> None:
         cluster.set_state(numbers, None)
@@ -114,7 +116,7 @@ def leave(at_s: float, numbers: Sequence[int], drain_s: float = DRAIN_S) -> list
 
 
 def crash(at_s: float, numbers: Sequence[int]) -> list[Change]:
-    """Nodes stop answering; the others learn of it later."""
+    """Nodes stop answering, and the other nodes notice it later."""
     return [
         Change(at_s, lambda cluster, _: cluster.kill(numbers), unnoticed=True),
         Change(at_s + NOTICE_S, lambda cluster, _: cluster.set_state(numbers, None)),
@@ -124,7 +126,8 @@ def crash(at_s: float, numbers: Sequence[int]) -> list[Change]:
 def rolling_restart(
     at_s: float, nodes: int, grace_s: float = GRACE_S, fill_s: float = 0.0, pause_s: float = MINUTE_S
 ) -> list[Change]:
-    """Restart all nodes in turn, one (or a tenth of them) every `pause_s`: drained, stopped, brought back empty."""
+    """Restart all nodes in turn, one node (or a tenth of them) every `pause_s` seconds. Each node is drained, stopped
+    and brought back empty."""
     batches = min(BATCHES, nodes)
     changes = []
     for batch in range(batches):
@@ -144,7 +147,8 @@ def rolling_restart(
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario. `changes`: the changes of a cluster with so many nodes in so many zones. `spares`: see `Cluster`."""
+    """A scenario. `changes`: returns the changes for a given number of nodes and a given number of zones. `spares`: see
+    `Cluster`."""
 
     changes: Callable[[float, int, int], list[Change]]
     spares: int = 0
@@ -187,14 +191,14 @@ SCENARIOS: Final[dict[str, Scenario]] = {
 
 
 class Drop(NamedTuple):
-    """The largest drop of the hit rate against the same minutes without the change; as shares."""
+    """The largest drops of the hit rate, as shares, compared with the same minutes without the change."""
 
     minute: float
     five_minutes: float
 
 
 def drop(outcome: Outcome, steady: Outcome, at_s: float) -> Drop:
-    """The drop between the change and the end of the trace."""
+    """Return the drop between the change and the end of the trace."""
     first = int(at_s // MINUTE_S)
     found = []
     for width in (1, 5):

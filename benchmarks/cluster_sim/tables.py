@@ -1,4 +1,5 @@
-"""The tables of the cluster simulator for the terminal and the documents, each a function of its results.
+"""The tables of the cluster simulator for the terminal and the documents. Each is a function of the simulator's
+results.
 
 `benchmarks.draw` fills its document from `CLUSTER_TABLES`.
 """
@@ -33,17 +34,17 @@ RUN_CRASH_GROUP: Final = "crash by run"
 SCENARIO_GROUP: Final = "scenario"
 GRACE_GROUP: Final = "grace"
 MEMORY_GROUP: Final = "memory"
-# The scenarios of which every minute is kept, for the chart.
+# For these scenarios the result keeps every minute, because the chart needs it.
 LINES: Final = (STEADY, JOIN_AT_ONCE, JOIN, JOIN_FILLED, LEAVE, CRASH, RESTART, RESTART_FILLED)
 
 _BALANCE: Final = Table(
     cases(BALANCE_GROUP), ("shards", "{p[shards]}"), ("keys, max / mean", "{p[max_to_mean]:.3f}"),
-    ("moved by one more, %", "{p[moved_by_join]:pt.2f}"), ("fair, %", "{p[fair]:pt.2f}"),
+    ("moved when a shard joins, %", "{p[moved_by_join]:pt.2f}"), ("fair share, %", "{p[fair]:pt.2f}"),
 )  # fmt: skip
 _RUNS: Final = Table(
     cases(RUN_GROUP), ("block", "{p[block_tokens]} tokens"), ("shards", "{p[shards]}"), ("R", "{p[run]}"),
     ("keys, max / mean", "{p[keys]:.2f}"), ("reads, max / mean", "{p[reads]:.2f}"),
-    ("shards asked, mean", "{p[asked_mean]:.1f}"), ("p95", "{p[asked_p95]:.0f}"),
+    ("shards used, mean", "{p[asked_mean]:.1f}"), ("p95", "{p[asked_p95]:.0f}"),
 )  # fmt: skip
 _WORST: Final = (
     ("worst minute, points", "{p[drop_minute]:pt.2f}"),
@@ -56,13 +57,13 @@ _GRACES: Final = Table(cases(GRACE_GROUP), _NODES, ("grace, s", "{p[grace_s]:g}"
 
 
 def _if_moved(template: str) -> Cell:
-    """What a change costs: empty where nothing changes."""
+    """Return a cell with the cost of a change. It is empty if nothing changes."""
     return lambda row: text(template, row) if row.p["moved"] else ""
 
 
 def _scenarios(group: str) -> Table:
     return Table(
-        cases(group), _NODES, ("replicas", "{p[replicas]}"), ("room", "{p[capacity]:g} %"),
+        cases(group), _NODES, ("replicas", "{p[replicas]}"), ("memory", "{p[capacity]:g} %"),
         ("scenario", "{p[scenario]}"), ("hit rate", "{p[hit_rate]:.4f}"),
         ("moved, %", _if_moved("{p[moved][0]:pt.2f}")),
         ("worst minute", _if_moved("{p[drop_minute]:pt.2f}")),
@@ -71,11 +72,11 @@ def _scenarios(group: str) -> Table:
     )  # fmt: skip
 
 
-_CHANGES: Final = "Changes, and the points of hit rate they cost"
+_CHANGES: Final = "Changes, and the points of hit rate that they cost"
 _TITLED: Final = (
     ("Random keys over equal shards", _BALANCE),
     ("Keys of a chain in runs of R", _RUNS),
-    ("What the crash of a node costs, by run", _RUN_CRASHES),
+    ("The cost of the crash of a node, by length of runs", _RUN_CRASHES),
     (_CHANGES, _scenarios(SCENARIO_GROUP)),
     ("A node joins, 1 replica, nothing is copied: by grace period", _GRACES),
     (_CHANGES, _scenarios(MEMORY_GROUP)),
@@ -83,14 +84,15 @@ _TITLED: Final = (
 
 
 def console_tables(measured: Sequence[Case]) -> list[ConsoleTable]:
-    """All findings, for the terminal."""
+    """Return all findings for the terminal."""
     result = Result({"cases": [case.to_json() for case in measured]})
     found = [(title, *described.headings_and_rows(result)) for title, described in _TITLED]
     return [console(title, headings, rows, left=("scenario",)) for title, headings, rows in found if rows]
 
 
 def _changes(result: Result) -> str:
-    """The cost of changes by size of the cluster: worst minute / worst five minutes, in points of hit rate."""
+    """Return the table of the cost of changes by size of the cluster. A cell has the worst minute and the worst five
+    minutes, in points of hit rate."""
     changed = cases(SCENARIO_GROUP, where=lambda row: bool(row.p["moved"]))(result)
     if not changed:
         return ""
@@ -107,7 +109,7 @@ def _changes(result: Result) -> str:
 
 
 def _latency(result: Result) -> str:
-    """The latency of calls on real servers by run, in ms."""
+    """Return the table of the latency of calls on real servers, by length of runs, in ms."""
     rows = []
     for row in cases()(result):
         for call in row.p["calls"]:

@@ -1,9 +1,10 @@
-"""Hit rate against capacity: the server's eviction policies beside textbook ones and the clairvoyant optimum.
+"""Measures hit rates at several capacities for the server's eviction policies, textbook policies and the clairvoyant
+optimum.
 
-A trace is a file in Mooncake's format (--trace), a part of one (--parts), or one that is made (--synthetic). A
-reference to a block is a hit when it and every block before it in its request were there. Capacities are shares of a
-trace's different blocks. At the end stands how far `default` is from the best of LRU, S3-FIFO and ARC on each trace.
-With --live it is replayed against a real server too, and both hit rates must agree within a point.
+A trace is a file in Mooncake's format (--trace), a part of one (--parts), or synthetic (--synthetic). A reference to a
+block is a hit if this block and every block before it in the request were present. Capacities are shares of a trace's
+distinct blocks. The last table shows how far `default` is from the best of LRU, S3-FIFO and ARC on each trace. With
+--live, the trace is also replayed against a real server, and both hit rates must agree within one percentage point.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def _percents(text: str) -> list[float]:
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected percents with commas, such as 1,5,25") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: expected percentages and commas, such as 1,5,25") from None
     if not all(0 < value <= 100 for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected more than 0, at most 100 percent each")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected percentages above 0 and at most 100")
     return values
 
 
@@ -67,40 +68,40 @@ def _ways(text: str) -> list[int | None]:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number, at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
     return int(text)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark only."""
+    """The options that only this benchmark has."""
     parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE", help=".jsonl or .jsonl.gz")
     names = f"{ALL}, {', '.join(SYNTHETIC)}"
     parser.add_argument(
         "--synthetic", choices=[ALL, *SYNTHETIC], action="append", default=[], metavar="NAME", help=names
     )
-    parser.add_argument("--seed", type=_count, default=0, metavar="N", help="other traces of the same kinds")
-    parser.add_argument("--parts", action="store_true", help="also parts and mixtures of each --trace")
+    parser.add_argument("--seed", type=_count, default=0, metavar="N", help="makes other traces of the same kinds")
+    parser.add_argument("--parts", action="store_true", help="also use parts and mixtures of each --trace")
     parser.add_argument(
         "--calls",
         type=_ways,
         default=[None],
         metavar="N,…",
-        help=f"how the server is called: {WHOLE}: look-up, get and set of all of a request's blocks on one connection; "
-        f"a number: as the vLLM connector does, in calls of so many blocks; default: {WHOLE}",
+        help=f"how the server is called. {WHOLE}: all blocks of a request in each call, on one connection; "
+        f"a number: as the vLLM connector does, in calls of this many blocks; default: {WHOLE}",
     )
     parser.add_argument(
         "--capacities",
         type=_percents,
         default=list(CAPACITIES),
         metavar="PERCENTS",
-        help=f"of a trace's different blocks; default: {','.join(f'{share:g}' for share in CAPACITIES)}",
+        help=f"in percent of a trace's distinct blocks; default: {','.join(f'{share:g}' for share in CAPACITIES)}",
     )
     parser.add_argument("--policy", choices=[*POLICIES, *BASELINES], action="append", help="default: all of them")
-    parser.add_argument("--requests", type=_count, metavar="N", help="only the first N requests of each trace")
+    parser.add_argument("--requests", type=_count, metavar="N", help="use only the first N requests of each trace")
     parser.add_argument("--million", action="store_true", help=f"time the policies in an index of {BLOCKS} blocks")
-    parser.add_argument("--live", action="store_true", help="replay against a server too, started for each capacity")
-    parser.add_argument("--endpoint", metavar="tcp://HOST:PORT", help="--live, but against this running server")
-    parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="draw hit rate against capacity")
+    parser.add_argument("--live", action="store_true", help="also replay against a server, new for each capacity")
+    parser.add_argument("--endpoint", metavar="tcp://HOST:PORT", help="like --live, but with this running server")
+    parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="draw a chart of the hit rate by capacity")
 
 
 def main() -> int:
@@ -143,7 +144,7 @@ def _traces(benchmark: Benchmark) -> Iterator[Trace]:
 
 
 def _capacity(trace: Trace, share: float) -> int:
-    """A capacity in blocks."""
+    """Return a capacity in blocks."""
     return max(1, int(trace.distinct * share / 100))
 
 
@@ -154,7 +155,7 @@ def _simulate(benchmark: Benchmark, trace: Trace) -> None:
     rates: dict[tuple[str, int | None], list[float]] = {
         (name, way): [] for way in options.calls for name in names if name in POLICIES
     }
-    rates |= {(name, None): [] for name in names if name not in POLICIES}  # they see the request, however it is called
+    rates |= {(name, None): [] for name in names if name not in POLICIES}  # they always see whole requests
     with benchmark.steps(trace.name, len(rates) * len(capacities) * len(trace.chains)) as step:
         for (name, way), found in rates.items():
             for share in capacities:

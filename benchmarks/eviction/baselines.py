@@ -1,7 +1,8 @@
-"""Textbook policies, written plainly, for comparison: S3-FIFO, ARC, SIEVE, and the clairvoyant optimum.
+"""Plain versions of textbook policies for comparison: S3-FIFO, ARC, SIEVE, and the clairvoyant optimum.
 
-They see a request as the server's policies do: its leading run of resident blocks is used, then the rest of its blocks
-enter (or are used, where they lie behind a hole); both tail first. Capacity is in blocks.
+They handle a request as the server's policies do. First, the request's leading run of resident blocks counts as used.
+Then its other blocks are inserted or, if they are resident behind a missing block, count as used. Both steps begin at
+the tail. Capacity is in blocks.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ _NEVER: Final = 1 << 60
 
 
 class Arc:
-    """ARC (Megiddo, Modha: ARC: a self-tuning, low overhead replacement cache, FAST 2003), its figure 4.
+    """ARC, as in figure 4 of Megiddo, Modha: ARC: a self-tuning, low overhead replacement cache, FAST 2003.
 
-    Two lists of resident blocks, those used once and those used more often, a list of ghosts each, and a target for
-    the length of the first that every hit on a ghost moves.
+    ARC has a list of resident blocks that were used once, a list of those used more often, and a list of ghosts for
+    each of the two. A target for the length of the first list moves with every hit on a ghost.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -28,7 +29,7 @@ class Arc:
         self._once, self._often, self._once_ghosts, self._often_ghosts = (OrderedDict[int, None]() for _ in range(4))
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain. -> how many of its leading blocks were there."""
+        """Request a chain. Return how many of its leading blocks were present."""
         blocks = chain.tolist()
         run = next((i for i, b in enumerate(blocks) if b not in self._once and b not in self._often), len(blocks))
         for block in blocks[:run][::-1] + blocks[run:][::-1]:
@@ -73,7 +74,7 @@ class Arc:
             self._replace(False)
 
     def _replace(self, was_used_often: bool) -> None:
-        """Evict one resident block, which becomes a ghost."""
+        """Evict one resident block, and make it a ghost."""
         if len(self._once) + len(self._often) < self._capacity:
             return
         length = len(self._once)
@@ -86,8 +87,8 @@ class Arc:
 class S3Fifo:
     """S3-FIFO (Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP 2023).
 
-    A small queue of a tenth, a main queue, and as many ghosts of the small one as the capacity. The server's own
-    differs in that it makes room for a request at once and remembers hashes.
+    S3-FIFO has a small queue with a tenth of the capacity, a main queue, and ghosts of the small queue, as many as the
+    capacity. The server's S3-FIFO differs in that it makes room for a whole request at once, and remembers hashes.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -97,7 +98,7 @@ class S3Fifo:
         self._ghosts = OrderedDict[int, None]()
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain. -> how many of its leading blocks were there."""
+        """Request a chain. Return how many of its leading blocks were present."""
         blocks = chain.tolist()
         run = next((i for i, b in enumerate(blocks) if b not in self._small and b not in self._main), len(blocks))
         for block in blocks[:run][::-1] + blocks[run:][::-1]:
@@ -139,8 +140,9 @@ class S3Fifo:
 class Sieve:
     """SIEVE (Zhang, Yang, Yue, Vigfusson, Rashmi: SIEVE is simpler than LRU, NSDI 2024).
 
-    One queue by age and a hand that goes from the old end to the new and round again: it takes the mark from blocks
-    that were used since it came by, and evicts the first without one.
+    SIEVE has one queue in the order of age, and a hand that moves from the old end to the new end, and then starts
+    again. The hand clears the marks of blocks that were used since it last passed, and evicts the first block without a
+    mark.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -151,7 +153,7 @@ class Sieve:
         self._oldest = self._newest = self._hand = -1
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain. -> how many of its leading blocks were there."""
+        """Request a chain. Return how many of its leading blocks were present."""
         blocks = chain.tolist()
         run = next((i for i, block in enumerate(blocks) if block not in self._marked), len(blocks))
         for block in blocks[:run][::-1] + blocks[run:][::-1]:
@@ -191,13 +193,15 @@ class Sieve:
 
 
 class Optimum:
-    """The most hits that are possible: evict the block that is needed last (Belady), even if it has just come (bypass).
+    """The policy with the most possible hits. It evicts the block whose next use is the latest (Belady), even if that
+    block has just been inserted (bypass).
 
-    A hit counts only if every block before it in the request hit too. The policy that is best without this rule is also
-    best with it, if among blocks that the same request needs next the deeper one is evicted first. The reason: equal
-    blocks are equal prefixes, so a block is never needed before its parent. So the resident blocks always include the
-    parents of each of them, and every resident block asked for is part of a leading run. A request is one moment: the
-    capacity holds between requests, and any of the resident and the new blocks may be kept after one.
+    A hit counts only if every block before it in the request was a hit, too. The best policy without this rule is also
+    the best with it, provided that it evicts the deeper one of two blocks that the same request needs next. This holds
+    because equal blocks are equal prefixes, so a block is never needed before its parent. So the parents of each
+    resident block are resident, and every resident block that is requested is part of a leading run. A request takes no
+    time: the capacity limits only the blocks that stay between requests, and any of the resident and new blocks may
+    stay.
     """
 
     def __init__(self, trace: Trace, capacity: int) -> None:
@@ -208,7 +212,7 @@ class Optimum:
         self._latest: list[tuple[int, int, int]] = []  # heap of (-request, -position, block); may be out of date
 
     def request(self, chain: Chain) -> int:
-        """Ask for the trace's next chain. -> how many of its leading blocks were there."""
+        """Request the trace's next chain. Return how many of its leading blocks were present."""
         resident = self._resident
         blocks = chain.tolist()
         run = next((i for i, block in enumerate(blocks) if block not in resident), len(blocks))
@@ -227,7 +231,7 @@ class Optimum:
 
 
 def _next_uses(trace: Trace) -> list[list[int]]:
-    """For each block of each request, the number of the next request that asks for it."""
+    """Return, for each block of each request, the number of the next request that needs the block."""
     upcoming = [_NEVER] * trace.distinct
     result = []
     for number in range(len(trace.chains) - 1, -1, -1):

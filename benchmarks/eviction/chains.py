@@ -1,7 +1,9 @@
-"""Do chains keep their heads? Fresh chains, set in calls of some blocks, are longer together than a server's memory.
+"""Tests whether chains keep their heads. New chains are set in calls of `CALL` blocks, and together need more memory
+than a server has.
 
-A block is usable if it and every block before it in its chain are there: match_prefix, as a share of contains. Each
-round sets the chains on a new server: with several shards, chance decides which blocks each one gets.
+A block is usable if this block and every block before it in its chain are present. The result is the number of blocks
+that match_prefix finds, as a share of the number that contains finds. Each round sets the chains on a new server,
+because the blocks that each of several shards gets are random.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ ROUNDS: Final = 7
 BLOCK_BYTES: Final = 64 << 10
 SLOTS: Final = 1024
 MEMORY: Final = SLOTS * BLOCK_BYTES
-CALL: Final = 64  # blocks
+CALL: Final = 64  # blocks in a call
 SHAPES: Final = ((600, 600, 600), (2000,))
 SHARDS: Final = (1, 4)
 CONNECTIONS: Final = (1, 3)
 
 
 def set_chain(clients: Sequence[KVStoreClient], keys: KeyArray) -> None:
-    """Set a chain in calls of `CALL` blocks, by the clients in turn."""
+    """Set a chain in calls of `CALL` blocks. The calls alternate between the clients."""
     blocks = np.zeros((CALL, BLOCK_BYTES), dtype=np.uint8)
     turns = itertools.cycle(clients)
     for start in range(0, len(keys), CALL):
@@ -42,7 +44,7 @@ def set_chain(clients: Sequence[KVStoreClient], keys: KeyArray) -> None:
 
 
 def round_of(policy: str, lengths: Sequence[int], shards: int, connections: int) -> list[tuple[int, int]]:
-    """-> for each chain, how many of its blocks are there, and how many are usable."""
+    """Return, for each chain, the number of its blocks that are present, and the number of those that are usable."""
     rng = np.random.default_rng()
     chains = [rng.integers(0, 256, (length, 16), dtype=np.uint8) for length in lengths]
     namespace = Namespace(model="benchmarks.eviction.chains", dtype="uint8", block_tokens=1, block_bytes=BLOCK_BYTES)

@@ -1,4 +1,5 @@
-"""Hit rate against capacity, a panel for each trace: `benchmarks.draw` makes the charts from `EVICTION_CHARTS`."""
+"""Charts of hit rate against capacity, with a panel for each trace. `benchmarks.draw` makes them from
+`EVICTION_CHARTS`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _OTHERS: Final = 12  # panels
 
 
 def draw(path: Path, cases: Sequence[CaseResult]) -> None:
-    """Draw a panel for each case. The optimum is the limit; textbook policies are dashed."""
+    """Draw a panel for each case. The optimum is drawn as the limit, and textbook policies are dashed."""
     columns = min(_COLUMNS, len(cases))
     rows = -(-len(cases) // columns)
     with figure(path, *((8, 4.5) if columns == 1 else (4 * columns, 3 * rows + 0.6))) as drawn:
@@ -40,13 +41,13 @@ def _panel(axes: Any, case: CaseResult) -> None:
     axes.set_xticks(capacities, [f"{share:g} %" for share in capacities])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("capacity, of the trace's different blocks")
+    axes.set_xlabel("capacity, share of the trace's distinct blocks")
     axes.set_ylabel("hit rate")
     axes.set_title(case.name, loc="left", fontsize=11)
 
 
 def _some(first: int, last: int) -> Chart:
-    """The chart of some traces, or of the first if there are no such."""
+    """Return the chart of the traces from `first` to `last`, or of all traces if there are none in this range."""
 
     def chart(result: Result, path: Path) -> None:
         cases = result.group(TRACE_GROUP)

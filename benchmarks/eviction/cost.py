@@ -1,8 +1,8 @@
-"""The cost of a policy: the time per block to look up, touch and insert blocks in a full index.
+"""Measures the cost of a policy, which is the time per block to look up, touch and insert blocks in a full index.
 
-The index is the server's. So a touch includes the look-up of the key and the policy's work; an insert includes an
-eviction, a look-up, and the begin and end of writing the block. Blocks come in chains and their slots are random, as in
-a server.
+The index is the server's, so a touch includes the look-up of the key and the policy's work. An insert includes an
+eviction, a look-up, and the begin and end of the block's write. Blocks come in chains and have random slots, as in a
+server.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvstore._index import BlockIndex
 BLOCKS: Final = 1_000_000
 QUICK_BLOCKS: Final = 50_000
 CHAIN: Final = 64
-CHAINS: Final = 2000  # a round
+CHAINS: Final = 2000  # chains in a round
 ASK: Final = "ask"
 TOUCH: Final = "touch"
 INSERT: Final = "insert"
-TARGET_S: Final = 1e-6  # of a touch or an insert
+TARGET_S: Final = 1e-6  # seconds for a touch or an insert
 
 
 class FullIndex:
-    """An index without a free slot. The time of an operation is that of one block."""
+    """An index without a free slot. The time of an operation is the time per block."""
 
     def __init__(self, policy: str, blocks: int) -> None:
         self._index = BlockIndex(KEY_BYTES, blocks, policy)
@@ -39,7 +39,7 @@ class FullIndex:
             self._insert(self._random.bytes(CHAIN * KEY_BYTES))
 
     def operations(self) -> list[Operation]:
-        """The operations. They set no `moved`: only their seconds count."""
+        """Return the operations. They do not set `moved`, because only their seconds count."""
         return [
             Operation(ASK, self._ask, before=self._choose),
             Operation(TOUCH, self._touch, before=self._choose),
@@ -47,7 +47,7 @@ class FullIndex:
         ]
 
     def _choose(self) -> None:
-        """Choose blocks; neighbours are mostly of one chain."""
+        """Choose blocks. Neighbours are mostly from the same chain."""
         ready = self._index.ready_slots()
         starts = self._random.integers(0, len(ready) - CHAIN, CHAINS).tolist()
         self._chains = [self._index.keys_of(ready[start : start + CHAIN]) for start in starts]
@@ -80,7 +80,7 @@ class FullIndex:
             index.evict(room, 0.0)
         slots = index.reserve(keys, False, self._ticks())
         index.commit(slots, _SUMS, self._ticks())
-        index.link(keys, b"", slots)  # a batch is a chain of its own
+        index.link(keys, b"", slots)  # each batch is a separate chain
 
     def _ticks(self) -> int:
         self._tick += CHAIN

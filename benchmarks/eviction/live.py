@@ -1,8 +1,8 @@
-"""Replays the trace against a running server, to compare it with the simulator at the same capacity.
+"""Replays the trace against a running server, to compare the server with the simulator at the same capacity.
 
-The size of blocks is chosen so that the server's memory holds as many as wanted. They are in a namespace of its own,
-which is emptied afterwards. As in the simulator, requests do not overlap. For the two hit rates to be comparable, the
-server must have one shard, no disk tier and no other blocks.
+The size of blocks is chosen so that the server's memory holds the wanted number of blocks. The blocks are in a separate
+namespace, which is emptied afterwards. As in the simulator, requests do not overlap. The two hit rates are comparable
+only if the server has one shard, no disk tier and no other blocks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from kvstore.wire import NamespaceInfo, ShardInfo
 from kvstore.wire.status import segment_slots
 from kvstore_client import KVStoreClient, Namespace
 
-AGREEMENT: Final = 0.01  # between live and simulated hit rate
-MAX_BLOCK_BYTES: Final = 64 << 10  # larger ones only take longer
+AGREEMENT: Final = 0.01  # the largest allowed difference between the live and the simulated hit rate
+MAX_BLOCK_BYTES: Final = 64 << 10  # larger blocks would only make the replay slower
 _SEGMENT_BYTES: Final = 1 << 20
-_BLOCK_BYTES: Final = 4096  # about, on a server of our own
+_BLOCK_BYTES: Final = 4096  # the approximate size for a server that is started here
 
 
 class LiveError(Exception):
-    """This server cannot replay a trace. The message says why, and what to do."""
+    """The trace cannot be replayed against this server. The message says why, and what to do."""
 
 
 @dataclass(frozen=True)
 class LiveResult:
-    """The result of a live replay. `capacity`: how many blocks the server had room for."""
+    """The result of a live replay. `capacity`: the number of blocks for which the server had room."""
 
     policy: str
     block_bytes: int
@@ -45,9 +45,11 @@ class LiveResult:
 
 
 class LiveCache:
-    """A server's namespace, used as an engine uses it: look up the chain, get the blocks found, set the rest.
+    """A server's namespace, used as an engine would use it: a request looks up a chain, gets the blocks that were
+    found, and sets the rest.
 
-    `call_blocks`: as for `ServerCache`, whose calls these are; `asking` makes the look-ups, `moving` everything else.
+    `call_blocks` has the same meaning as for `ServerCache`, which makes the same calls. The client `asking` makes the
+    look-ups, and the client `moving` makes all other calls.
     """
 
     def __init__(self, asking: KVStoreClient, moving: KVStoreClient, trace: Trace, call_blocks: int | None) -> None:
@@ -59,7 +61,7 @@ class LiveCache:
         self._out = np.empty_like(self._blocks)
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain, head first, and set the missing blocks. -> how many leading blocks were there."""
+        """Request a chain, head first, and set the missing blocks. Return how many leading blocks were present."""
         keys, as_connector, most = self._keys[chain], self._call_blocks is not None, self._call_blocks or len(chain)
         found = self._asking.match_prefix(keys, refresh=as_connector)
         run = 0
@@ -79,7 +81,7 @@ class LiveCache:
 
 
 def own_server(wanted: int) -> AbstractContextManager[str]:
-    """A server of this checkout with room for about `wanted` blocks. -> its endpoint."""
+    """Start a server of this checkout with room for about `wanted` blocks, and yield its endpoint."""
     segments = -(-wanted * _BLOCK_BYTES // _SEGMENT_BYTES)
     flags = ("--memory", f"{segments * _SEGMENT_BYTES}B", "--segment", f"{_SEGMENT_BYTES}B")
     return kvstore_server(0, flags=flags)
@@ -92,7 +94,7 @@ def replay_live(
     call_blocks: int | None = None,
     progress: Callable[[int], object] = lambda done: None,
 ) -> LiveResult:
-    """Replay with room for about `wanted` blocks. Raises `LiveError`, and `KVStoreError` as the client does."""
+    """Replay the trace with room for about `wanted` blocks. Raises `LiveError`, or the client's `KVStoreError`."""
     shard = _only_shard(endpoint)
     block_bytes = _block_bytes(shard, wanted)
     namespace = _namespace(block_bytes)
@@ -103,7 +105,7 @@ def replay_live(
             mine = _namespace_info(client)
         finally:
             client.delete(trace.keys)
-    # It grows as it fills: one that evicted nothing is not full.
+    # The server's memory grows with its blocks, so a server that has evicted nothing is not full yet.
     segments = mine.segments if mine.evicted else shard.memory_limit_bytes // shard.segment_bytes
     slots = segment_slots(shard.segment_bytes, block_bytes)
     with ServerCache(shard.policy, trace.keys, slots, segments, call_blocks) as cache:
@@ -120,25 +122,25 @@ def _only_shard(endpoint: str) -> ShardInfo:
     with KVStoreClient(endpoint, _namespace(1)) as client:
         shards = client.info().shards
     if len(shards) != 1:
-        raise LiveError(f"{endpoint} has {len(shards)} shards: the simulator is one; start the server with --shards 1")
+        raise LiveError(f"{endpoint} has {len(shards)} shards, but the simulator has one: use --shards 1")
     shard = shards[0]
     if shard.disk is not None:
-        raise LiveError(f"{endpoint} has a disk tier: the simulator has none; start the server without --disk")
+        raise LiveError(f"{endpoint} has a disk tier, but the simulator has none: do not use --disk")
     others = sum(namespace.blocks for namespace in shard.namespaces)
     if others:
-        raise LiveError(f"{endpoint} holds {others} blocks, which take room: use a server that holds none")
+        raise LiveError(f"{endpoint} holds {others} other blocks: use an empty server")
     return shard
 
 
 def _block_bytes(shard: ShardInfo, wanted: int) -> int:
-    """The block size with which the server's memory holds about `wanted` blocks."""
+    """Return the block size with which the server's memory holds about `wanted` blocks."""
     segments = shard.memory_limit_bytes // shard.segment_bytes
     block_bytes = shard.segment_bytes // max(1, round(wanted / segments))
     if not 1 <= block_bytes <= MAX_BLOCK_BYTES:
         most = wanted * MAX_BLOCK_BYTES
         raise LiveError(
-            f"the server's {format_size(shard.memory_limit_bytes)} hold {wanted} blocks of {block_bytes} bytes: "
-            f"expected 1 to {MAX_BLOCK_BYTES}; start it with --memory between {wanted}B and {format_size(most)}"
+            f"{wanted} blocks in the server's {format_size(shard.memory_limit_bytes)} have {block_bytes} bytes each: "
+            f"expected 1 to {MAX_BLOCK_BYTES}; start the server with --memory between {wanted}B and {format_size(most)}"
         )
     return block_bytes
 

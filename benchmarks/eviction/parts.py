@@ -1,6 +1,6 @@
-"""Parts and mixtures of a trace: what a policy that was tuned for the whole trace has not seen.
+"""Parts and mixtures of a trace. A policy that was tuned with the whole trace has not seen this traffic.
 
-A session is all requests that begin with the same blocks, up to the first block that tells them apart.
+A session consists of all requests that begin with the same blocks, up to the first block that only one session has.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Final
 from benchmarks.eviction.synthetic import Request, agents, mixed, new_only
 from benchmarks.eviction.traces import Trace
 
-_SHARED: Final = 50  # a block in more requests than this is in several sessions: a system prompt
+_SHARED: Final = 50  # a block in more requests than this belongs to a system prompt of several sessions
 
 
 def parts_of(trace: Trace, seed: int = 0) -> Iterator[Trace]:
-    """Thirds of its time, half and a sixth of its sessions, and mixtures with others."""
+    """Yield three thirds of the trace by time, a half and a sixth of its sessions, and mixtures with other traces."""
     requests = [chain.tolist() for chain in trace.chains]
     third = len(requests) // 3
     made: dict[str, Callable[[], Iterable[Request]]] = {
@@ -36,7 +36,7 @@ def parts_of(trace: Trace, seed: int = 0) -> Iterator[Trace]:
 
 
 def _sessions(requests: Sequence[Request], share: float, seed: int) -> Iterator[Request]:
-    """The requests of a random `share` of the sessions."""
+    """Return the requests of a random `share` of the sessions."""
     uses: dict[int, int] = {}
     for request in requests:
         for block in request:

@@ -1,13 +1,13 @@
-"""The server's own cache, used as clients use it, without sockets and without bytes.
+"""The server's own cache, used as clients use it, but without sockets and without the content of blocks.
 
-`ServerCache` is a shard without its loop. A request of the trace does what an engine does: MATCH_PREFIX of the whole
-chain, GET of the run that is there, SET of the rest. Each goes to the method that the shard's connections call with a
-decoded request. So every decision between the wire and the policy is the server's: which blocks a GET touches and when,
-how room is made, how the parts of a chain are joined, in which order blocks become readable. Blocks have no content,
-since no policy looks at it.
+`ServerCache` is a shard without its event loop. For each request of the trace, it gets an engine's commands:
+MATCH_PREFIX of the whole chain, GET of the leading run that is present, and SET of the rest. Each command goes to the
+method that the shard's connections call with a decoded request. So every decision between the wire and the policy is
+the server's own. Examples are which blocks a GET touches and when, how room is made, how the parts of a chain are
+joined, and in which order blocks become readable. Blocks have no content, because no policy uses it.
 
-With `call_blocks` it calls as the vLLM connector does: the look-up counts as a use and has a connection of its own;
-blocks are read and set in calls of so many, and before each SET its blocks are looked up again.
+If `call_blocks` is given, the cache makes the same calls as the vLLM connector. The look-up counts as a use, and is
+made on a separate connection. Each call reads or sets this many blocks, and blocks are looked up again before each SET.
 """
 
 from __future__ import annotations
@@ -20,59 +20,61 @@ from typing import Final, Protocol
 from benchmarks.eviction.traces import KEY_BYTES, Chain, Keys, Trace
 from kvstore import wire
 from kvstore._index import BlockIndex
-from kvstore.shard.account import Share
-from kvstore.shard.answers import Answers
+from kvstore.shard.account import AddressBudget
+from kvstore.shard.connection_limits import ConnectionLimits
+from kvstore.shard.handlers import RequestHandlers
 from kvstore.shard.outbox import Outbox
 from kvstore.shard.peer import Peer
-from kvstore.shard.places import Places
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
-from kvstore.shard.stream import Stream
-from kvstore.shard.turns import Line
-from kvstore.store.namespaces import Store
+from kvstore.shard.stream import ReplyStream
+from kvstore.shard.turns import SliceQueue
+from kvstore.store.namespaces import ShardStore
 from kvstore.wire.status import MAX_SEGMENT_SLOTS, segment_slots
 from kvstore_client import Namespace
 
-BLOCK_BYTES: Final = 64  # nothing is written to them
+BLOCK_BYTES: Final = 64  # no bytes are written to them
 POLICIES: Final[tuple[str, ...]] = BlockIndex.POLICIES
 _DEADLINE_MS: Final = 600_000
 
 
 class Cache(Protocol):
-    """A cache that can be asked for chains of blocks."""
+    """A cache that takes requests for chains of blocks."""
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain, head first, and store the missing blocks. -> how many leading blocks were there."""
+        """Request a chain, head first, and store the missing blocks. Return the number of leading blocks that were
+        present."""
 
 
 class _Answered(Outbox):
-    """Of a connection whose socket is never used: it keeps the shard's last answer."""
+    """Replaces a connection and its socket, and keeps the shard's last answer."""
 
     answer: wire.Reply
-    stream: Stream
+    stream: ReplyStream
 
     def reply(self, answer: wire.Reply) -> None:
         self.answer = answer
 
-    def add_stream(self, stream: Stream) -> None:
+    def add_stream(self, stream: ReplyStream) -> None:
         self.stream = stream
 
-    def resume(self, stream: Stream) -> None:
-        """Never needed: no block is half written between two requests."""
+    def resume(self, stream: ReplyStream) -> None:
+        """Do nothing. This is never called, because no block is half written between two requests."""
 
 
 class _Connection(Peer):
     def __init__(self, state: ShardState, port: int) -> None:
-        share = Share(state.account, "simulated")
-        super().__init__(state, socket.socket(), share, "simulated", port, Line(), lambda peer: None)
-        self.outbox = self.answered = _Answered(state, self.sock, share, self.session, Line())
+        share = AddressBudget(state.account, "simulated")
+        super().__init__(state, socket.socket(), share, "simulated", port, SliceQueue(), lambda peer: None)
+        self.outbox = self.answered = _Answered(state, self.sock, share, self.session, SliceQueue())
 
 
 class ServerCache:
     """A shard with room for exactly `segments * slots_per_segment` blocks, all of one namespace.
 
-    `keys`: by block number. `call_blocks`: blocks a call, of the connector's way of calling; None: all of a request's
-    blocks in one call, on one connection. It must be closed, since it has a memory mapping and a thread.
+    `keys`: the key of each block number. `call_blocks`: the number of blocks in a call, to make the same calls as the
+    connector. If it is None, all blocks of a request are sent in one call, on one connection. The cache must be closed,
+    because it has a memory mapping and a thread.
     """
 
     def __init__(
@@ -96,9 +98,9 @@ class ServerCache:
             disk=None,
         )
         self._state = ShardState(time.monotonic())
-        self._store = Store(config.memory_bytes, config.segment_bytes, config.policy, config.rules)
-        self._answers = Answers(
-            config, self._store, None, self._state, Places(self._state.account, "", lambda share: False)
+        self._store = ShardStore(config.memory_bytes, config.segment_bytes, config.policy, config.rules)
+        self._answers = RequestHandlers(
+            config, self._store, None, self._state, ConnectionLimits(self._state.account, "", lambda share: False)
         )
         namespace = Namespace(model="benchmarks.eviction", dtype="uint8", block_tokens=1, block_bytes=BLOCK_BYTES)
         self._asking, self._moving = (_Connection(self._state, port) for port in (0, 1))
@@ -111,7 +113,7 @@ class ServerCache:
 
     @classmethod
     def of(cls, policy: str, keys: Keys, capacity: int, call_blocks: int | None = None) -> ServerCache:
-        """A shard with room for `capacity` blocks, or a few less if they do not fit one segment."""
+        """Return a shard with room for `capacity` blocks, or for a few blocks less if they do not fit one segment."""
         segments = -(-capacity // MAX_SEGMENT_SLOTS)
         return cls(policy, keys, capacity // segments, segments, call_blocks)
 
@@ -124,7 +126,8 @@ class ServerCache:
         self._moving.sock.close()
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain, head first, and set the missing blocks. -> how many leading blocks were there."""
+        """Request a chain, head first, and set the missing blocks. Return the number of leading blocks that were
+        present."""
         as_connector, most = self._call_blocks is not None, self._call_blocks or len(chain)
         run = self._match(self._keys[chain].tobytes(), as_connector)
         for start in range(0, run, most):
@@ -138,7 +141,7 @@ class ServerCache:
 
     @property
     def blocks(self) -> int:
-        """How many blocks it holds now."""
+        """The number of blocks that the shard holds now."""
         return sum(namespace.memory.index.ready for namespace in self._store)
 
     def _match(self, keys: bytes, refresh: bool) -> int:
@@ -171,8 +174,8 @@ class ServerCache:
 
 
 def replay(trace: Trace, cache: Cache, progress: Callable[[int], object] = lambda done: None) -> float:
-    """The hit rate: the blocks of leading runs that were there, as a share of all references. `progress` is called with
-    the requests done."""
+    """Return the hit rate, which is the share of all references that were to present blocks of a leading run.
+    `progress` is called with the number of finished requests."""
     hits = 0
     for number, chain in enumerate(trace.chains):
         if len(chain):

@@ -1,8 +1,8 @@
 """Synthetic traces, one for each kind of traffic, so that a policy is not judged by a single recording.
 
-The same name and seed give the same trace on every machine: all randomness comes from `random.Random` with the trace's
-own seed. Lengths are in blocks. A chain whose last block occurs only once is a prompt whose last block is not full: its
-continuation does not contain that block.
+The same name and seed give the same trace on every machine, because all random numbers come from `random.Random` with
+the trace's own seed. Lengths are in blocks. If a chain's last block occurs only once, the chain is a prompt whose last
+block is not full, because a continuation of the prompt does not contain that block.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ class _Source:
         return list(itertools.islice(self._ids, count))
 
     def length(self, mean: float) -> int:
-        """A random length: at least 1, exponentially distributed above."""
+        """Return a random length, which is at least 1 and exponentially distributed above that."""
         return 1 + int(self.random.expovariate(1 / mean))
 
 
 def conversations(
     seed: int, count: int, pause: float, turns: float, first: float, growth: float, system: Sequence[int] = (1,)
 ) -> Iterator[Request]:
-    """Chats of `turns` turns on average, each turn the whole chat so far and more.
+    """Chats of `turns` turns on average. Each turn is the whole chat so far, with new blocks at its end.
 
-    `pause`: median requests of others between two turns of a chat (log-normal: some come back much later); `first`,
-    `growth`: median length of the first prompt, mean of what a turn adds; `system`: lengths of the system prompts.
+    `pause`: the median number of other chats' requests between two turns; it is log-normal, so some turns come much
+    later. `first`: the median length of the first prompt. `growth`: the mean number of blocks that a turn adds.
+    `system`: the lengths of the system prompts.
     """
     source = _Source(seed)
     chance = source.random
     prompts = [source.new(length) for length in system]
-    waiting: list[tuple[float, int, Request]] = []  # chats by when they go on
+    waiting: list[tuple[float, int, Request]] = []  # a heap of chats, by the time of their next turn
     for now in range(count):
         if waiting and (waiting[0][0] <= now or chance.random() >= 1 / turns):
             chat = heapq.heappop(waiting)[2]
@@ -59,9 +60,10 @@ def conversations(
 
 
 def agents(seed: int, count: int, prompts: int = 30, skew: float = 1.2, shift_every: int = 0) -> Iterator[Request]:
-    """Hot system prompts of 2 to 60 blocks, chosen by Zipf's law, each time with a tail that never comes back.
+    """Popular system prompts of 2 to 60 blocks, chosen by Zipf's law. Each request has a tail that occurs only once.
 
-    `shift_every`: after so many requests popularity is dealt anew, and a fifth of the prompts are new ones.
+    `shift_every`: after this number of requests, the popularity of prompts is chosen again, and a fifth of the prompts
+    are replaced.
     """
     source = _Source(seed)
     chance = source.random
@@ -75,7 +77,8 @@ def agents(seed: int, count: int, prompts: int = 30, skew: float = 1.2, shift_ev
 
 
 def tool_loops(seed: int, count: int, at_once: int = 40) -> Iterator[Request]:
-    """Agents that call tools: up to 30 quick steps a task, the context growing with each, `at_once` tasks in turn."""
+    """Agents that call tools. A task has up to 30 quick steps, each with a longer context. The steps of `at_once` tasks
+    are interleaved."""
     source = _Source(seed)
     chance = source.random
     tools = [source.new(chance.randint(5, 30)) for _ in range(6)]
@@ -91,7 +94,8 @@ def tool_loops(seed: int, count: int, at_once: int = 40) -> Iterator[Request]:
 
 
 def scan(seed: int, count: int, documents: int = 600, length: int = 40) -> Iterator[Request]:
-    """The same documents over and over, in the same order: what is used least recently is needed next."""
+    """The same documents again and again in the same order, so that the next block needed is always the least recently
+    used one."""
     source = _Source(seed)
     library = [source.new(length) for _ in range(documents)]
     for now in range(count):
@@ -99,7 +103,8 @@ def scan(seed: int, count: int, documents: int = 600, length: int = 40) -> Itera
 
 
 def jobs(seed: int, count: int, at_once: int = 6) -> Iterator[Request]:
-    """Batches of 5 to 80 questions on one document of 10 to 200 blocks; one document in five has been seen before."""
+    """Batches of 5 to 80 questions about one document of 10 to 200 blocks. One document in five has been used
+    before."""
     source = _Source(seed)
     chance = source.random
     seen: list[Request] = []
@@ -118,7 +123,7 @@ def jobs(seed: int, count: int, at_once: int = 6) -> Iterator[Request]:
 
 
 def documents(seed: int, count: int, library: int = 4000) -> Iterator[Request]:
-    """Retrieval: a document of 3 to 30 blocks chosen by Zipf's law, independently each time, and a question."""
+    """Retrieval. Each request has a document of 3 to 30 blocks, chosen independently by Zipf's law, and a question."""
     source = _Source(seed)
     chance = source.random
     texts = [source.new(chance.randint(3, 30)) for _ in range(library)]
@@ -128,14 +133,14 @@ def documents(seed: int, count: int, library: int = 4000) -> Iterator[Request]:
 
 
 def new_only(seed: int, count: int) -> Iterator[Request]:
-    """No block is ever asked for twice."""
+    """No block is requested twice."""
     source = _Source(seed)
     for _ in range(count):
         yield source.new(source.random.randint(2, 40))
 
 
 def mixed(seed: int, *parts: Iterator[Request]) -> Iterator[Request]:
-    """The requests of all parts, interleaved at random; each part keeps its order."""
+    """Return the requests of all parts, interleaved at random. Each part keeps its order."""
     requests = _apart(parts)
     order = [number for number, part in enumerate(requests) for _ in part]
     random.Random(seed).shuffle(order)
@@ -145,19 +150,19 @@ def mixed(seed: int, *parts: Iterator[Request]) -> Iterator[Request]:
 
 
 def in_turn(*parts: Iterator[Request]) -> Iterator[Request]:
-    """One part after the other: the traffic changes once and for all."""
+    """Return the parts one after another, so that the traffic changes permanently."""
     return itertools.chain.from_iterable(_apart(parts))
 
 
 def _apart(parts: Sequence[Iterator[Request]]) -> list[list[Request]]:
-    """The parts, renumbered so that no two have a block in common."""
+    """Return the parts, with blocks renumbered so that no two parts have a block in common."""
     return [
         [[block * len(parts) + number for block in request] for request in part] for number, part in enumerate(parts)
     ]
 
 
 def popular(seed: int, count: int, prompts: int, skew: float, length: tuple[int, int]) -> Iterator[Request]:
-    """Whole prompts chosen by Zipf's law with exponent `skew`, independently each time: nothing is new but the rare."""
+    """Whole prompts, chosen independently by Zipf's law with the exponent `skew`. Only the rare prompts are new."""
     source = _Source(seed)
     chance = source.random
     texts = [source.new(chance.randint(*length)) for _ in range(prompts)]
@@ -166,9 +171,9 @@ def popular(seed: int, count: int, prompts: int, skew: float, length: tuple[int,
 
 
 def retrieval(seed: int, count: int, library: int = 300, most: int = 4) -> Iterator[Request]:
-    """Some documents of a library behind a system prompt, by Zipf's law and in random order, and a question.
+    """Prompts of a system prompt, some documents of a library (chosen by Zipf's law, in random order), and a question.
 
-    A document's blocks depend on what is before them, so only prompts that begin with the same documents share them.
+    A document's blocks depend on the tokens before them, so only prompts that begin with the same documents share them.
     """
     source = _Source(seed)
     chance = source.random
@@ -188,8 +193,9 @@ def retrieval(seed: int, count: int, library: int = 300, most: int = 4) -> Itera
 
 
 def bursts(seed: int, count: int) -> Iterator[Request]:
-    """Few-shot jobs, one after the other: 20 to 300 short items behind examples of 4 to 60 blocks. Between the items
-    come chats of one turn behind a common prompt. A third of the jobs use the examples of an earlier one."""
+    """Few-shot jobs, one after another. A job has 20 to 300 short items, each after the same examples of 4 to 60
+    blocks. Between the items there are chats of one turn with a common system prompt. A third of the jobs use the
+    examples of an earlier job."""
     source = _Source(seed)
     chance = source.random
     system = source.new(4)
@@ -210,7 +216,7 @@ def bursts(seed: int, count: int) -> Iterator[Request]:
 
 
 def daily(seed: int, count: int, day: int = 3000) -> Iterator[Request]:
-    """Two services with prompts of their own; traffic goes from one to the other and back once a day."""
+    """Two services with separate prompts. Traffic moves from one service to the other and back once a day."""
     source = _Source(seed)
     chance = source.random
     services = [[source.new(chance.randint(4, 50)) for _ in range(60)] for _ in range(2)]
@@ -222,8 +228,8 @@ def daily(seed: int, count: int, day: int = 3000) -> Iterator[Request]:
 
 
 def books(seed: int, count: int, at_once: int = 25) -> Iterator[Request]:
-    """Short questions of 1 to 3 blocks, most of them often asked, beside sessions on very long documents: 100 to 500
-    blocks that are asked about 1 to 10 times."""
+    """Short questions of 1 to 3 blocks, most of which are asked often, mixed with sessions about very long documents. A
+    document has 100 to 500 blocks, and a session has 1 to 10 questions."""
     source = _Source(seed)
     chance = source.random
     common = [source.new(chance.randint(1, 3)) for _ in range(400)]
@@ -244,7 +250,8 @@ def books(seed: int, count: int, at_once: int = 25) -> Iterator[Request]:
 
 
 def retries(seed: int, count: int) -> Iterator[Request]:
-    """Prompts asked once, or again a few requests later, and then never: only what is recent is of use."""
+    """Prompts that are sent once, or once more a few requests later, and then never again. So only recent blocks are
+    useful."""
     source = _Source(seed)
     chance = source.random
     system = source.new(3)
@@ -257,7 +264,7 @@ def retries(seed: int, count: int) -> Iterator[Request]:
         yield recent[-1]
 
 
-# Each makes its trace from a number that is added to its seeds: other numbers give other traces of the same kind.
+# Each function adds the given number to its seeds. Other numbers give other traces of the same kind.
 SYNTHETIC: Final[dict[str, Callable[[int], Iterator[Request]]]] = {
     "conversations": lambda n: conversations(n + 1, 8000, pause=60, turns=6, first=8, growth=4),
     "slow-conversations": lambda n: conversations(n + 2, 10_000, pause=800, turns=4, first=12, growth=6),
@@ -297,5 +304,5 @@ SYNTHETIC: Final[dict[str, Callable[[int], Iterator[Request]]]] = {
 
 
 def make_trace(name: str, seed: int = 0) -> Trace:
-    """The trace of this name in `SYNTHETIC`; `seed` 0: the one that the documents show."""
+    """Return the trace with this name in `SYNTHETIC`. With `seed` 0, it is the trace that the documents show."""
     return Trace.of(f"{name}, seed {seed}" if seed else name, SYNTHETIC[name](seed))

@@ -1,4 +1,5 @@
-"""The tables of the eviction benchmark for the terminal and the documents, each a function of its results.
+"""The tables of the eviction benchmark for the terminal and the documents. Each is a function of the benchmark's
+results.
 
 `benchmarks.draw` fills its document from `EVICTION_TABLES`.
 """
@@ -27,19 +28,20 @@ ARC: Final = "ARC"
 SIEVE: Final = "SIEVE"
 OPTIMUM: Final = "optimum"
 TEXTBOOK: Final = (S3FIFO, ARC, SIEVE)
-ENVELOPE: Final = ("lru", S3FIFO, ARC)  # the default policy is held against the best of them at each capacity
+ENVELOPE: Final = ("lru", S3FIFO, ARC)  # the default policy is compared with the best of these at each capacity
 
-MOST_BELOW: Final = 0.003  # of hit rate: the default policy may be so far below them
+MOST_BELOW: Final = 0.003  # the default policy's hit rate may be at most this much lower
 
 
 def envelope(case: CaseResult) -> list[float]:
-    """The best hit rate of the `ENVELOPE` policies at each capacity; empty if none of them was replayed."""
+    """Return the best hit rate of the `ENVELOPE` policies at each capacity. It is empty if none of them was
+    replayed."""
     rates = case.parameters["hit_rate"]
     return [max(column) for column in zip(*(rates[name] for name in ENVELOPE if name in rates), strict=True)]
 
 
 def _rows(case: CaseResult) -> tuple[list[str], list[list[str]]]:
-    """The headings, a row for each capacity, and the row of the sum."""
+    """Return the headings, a row for each capacity, and a row with the sum."""
     about = case.parameters
     rates, best = about["hit_rate"], envelope(case)
     headings = ["capacity", "blocks", *rates]
@@ -60,7 +62,7 @@ def _rows(case: CaseResult) -> tuple[list[str], list[list[str]]]:
 
 
 def console_table(case: Case) -> ConsoleTable:
-    """Hit rate by capacity, for the terminal."""
+    """Return the table of hit rates by capacity, for the terminal."""
     result = CaseResult(case.to_json())
     return console(_title(result), *_rows(result), sums=True)
 
@@ -79,7 +81,8 @@ def _calls(case: CaseResult) -> str:
 
 
 def _distances(cases: Sequence[CaseResult]) -> tuple[list[str], list[list[str]], str]:
-    """How far the default policy is from the envelope, in points: the headings, a row a case, and what they come to."""
+    """Return how far the default policy is from the envelope, in points, as headings, a row for each case, and a
+    summary."""
     cases = [case for case in cases if DEFAULT in case.parameters["hit_rate"] and envelope(case)]
     if not cases:
         return [], [], ""
@@ -90,20 +93,21 @@ def _distances(cases: Sequence[CaseResult]) -> tuple[list[str], list[list[str]],
         below += sum(distance < -MOST_BELOW for distance in mine)
         least = min(least, (min(mine), f"{case.name}, {_calls(case)}"))
         rows.append([case.name, _calls(case), *(f"{distance * 100:+.2f}" for distance in mine)])
-    said = f"{below} of {len(rows) * len(capacities)} are more than {MOST_BELOW * 100:g} points below"
+    said = f"{below} of {len(rows) * len(capacities)} figures are more than {MOST_BELOW * 100:g} points below"
     said += f"; the lowest: {least[0] * 100:+.2f} ({least[1]})." if least[1] else "."
-    return ["trace", "the server is called in", *(f"{share:g} %" for share in capacities)], rows, said
+    return ["trace", "calls", *(f"{share:g} %" for share in capacities)], rows, said
 
 
 def distances_table(cases: Sequence[CaseResult]) -> ConsoleTable | None:
-    """`default` minus the best of LRU, S3-FIFO and ARC on each trace, for the terminal; None: not all were replayed."""
+    """Return the table of `default` minus the best of LRU, S3-FIFO and ARC on each trace, for the terminal. Returns
+    None if not all of them were replayed."""
     headings, rows, said = _distances(cases)
     left = headings[:2]
     return console(f"{DEFAULT} - envelope, points", headings, rows, left=left, caption=said) if rows else None
 
 
 def cost_lines(cases: list[Case]) -> list[str]:
-    """The cost of each policy, for the terminal."""
+    """Return the table of each policy's cost, for the terminal."""
     lines = []
     for case in (CaseResult(case.to_json()) for case in cases if case.parameters["group"] == COST_GROUP):
         costs = ", ".join(f"{case.seconds(name).median * 1e9:.0f} ns {name}" for name in case.operations)
@@ -113,7 +117,7 @@ def cost_lines(cases: list[Case]) -> list[str]:
 
 
 def live_line(case: CaseResult) -> str:
-    """One live replay compared with the simulator."""
+    """Return the comparison of one live replay with the simulator."""
     about = case.parameters
     apart = abs(about["live"] - about["simulated"])
     verdict = "agree" if apart <= AGREEMENT else f"DIFFER by more than {AGREEMENT * 100:g} point"
@@ -127,7 +131,7 @@ def live_line(case: CaseResult) -> str:
 
 
 def _hit_rates(result: Result) -> str:
-    """The table of the first trace, and how far the default policy is from the others on all of them."""
+    """Return the table of the first trace, and how far the default policy is from the others on all traces."""
     traces = result.group(TRACE_GROUP)
     parts = [f"{_title(traces[0])}.\n\n{markdown(*_rows(traces[0]))}"]
     headings, rows, said = _distances(traces)
@@ -145,7 +149,7 @@ EVICTION_TABLES: Final = {
         Each(names_of, lambda row: f"{row.s.median * 1e9:.0f}"), ("target", f"≤ {TARGET_S * 1e9:.0f}"),
     )),
     "eviction_live": section(BENCHMARK, Table(
-        cells.cases(LIVE_GROUP), ("trace", "{case}"), ("called in", lambda row: _calls(row.data)),
+        cells.cases(LIVE_GROUP), ("trace", "{case}"), ("calls", lambda row: _calls(row.data)),
         ("policy", "{p[policy]}"), ("blocks", "{p[blocks]}"), ("live", "{p[live]:.4f}"),
         ("simulated", "{p[simulated]:.4f}"),
         ("points", lambda row: f"{(row.p['live'] - row.p['simulated']) * 100:+.2f}"),

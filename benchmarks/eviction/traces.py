@@ -1,8 +1,8 @@
 """Traces of requests as chains of blocks, head first.
 
-An id stands for its block and for all before it, so equal ids are equal prefixes. The eviction simulator uses only the
-order of the requests and the chains, as its cache has no clock; the cluster simulator uses the times. The reader of
-files is that of `kvstore load`.
+An id stands for its block and all blocks before it, so equal ids mean equal prefixes. The eviction simulator uses only
+the chains and the order of the requests, because its cache has no clock. The cluster simulator also uses the times.
+Files are read with the code of `kvstore load`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Trace:
 
     name: str
     chains: Sequence[Chain]
-    keys: Keys  # (distinct, KEY_BYTES): by block number
-    times_s: Sequence[float] = ()  # of each request; empty: not known
+    keys: Keys  # shape (distinct, KEY_BYTES), by block number
+    times_s: Sequence[float] = ()  # the time of each request; empty if not known
     block_tokens: int = HASHED_TOKENS
 
     @classmethod
@@ -56,16 +56,16 @@ class Trace:
 
     @property
     def references(self) -> int:
-        """How many blocks all requests together ask for."""
+        """The number of blocks in all requests together."""
         return sum(map(len, self.chains))
 
     @property
     def distinct(self) -> int:
-        """The number of different blocks."""
+        """The number of distinct blocks."""
         return len(self.keys)
 
     def first(self, requests: int | None) -> Trace:
-        """The first requests of the trace; None: all of them."""
+        """Return the trace of the first `requests` requests, or of all requests if it is None."""
         chains = self.chains[:requests]
         last = max((int(chain.max()) for chain in chains if len(chain)), default=-1)
         return Trace(self.name, chains, self.keys[: last + 1], self.times_s[:requests], self.block_tokens)
@@ -76,5 +76,5 @@ def read_trace(path: Path) -> Trace:
     found = read_requests(path)
     trace = Trace.of(path.name, found.hash_ids, found.at_s, found.block_tokens)
     if not trace.distinct:
-        raise TraceError(f"{path}: no blocks in it")
+        raise TraceError(f"{path}: expected requests with blocks, but it has no blocks")
     return trace

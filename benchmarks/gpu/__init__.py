@@ -1,1 +1,1 @@
-"""What needs a CUDA device: copies to and from it, and a stand-in for what vLLM does for them."""
+"""The benchmarks that need a CUDA device, and a replacement for the part of vLLM that copies to and from the device."""

@@ -1,7 +1,7 @@
-"""Runs the steps of `scripts/on_gpu.sh` one after the other, each in a process of its own, with a time limit and a
-result of its own. After each step run.json is written: what ran, how it ended, and the end of its output.
+"""Runs the steps of `scripts/on_gpu.sh` one after the other. Each step has its own process, time limit and result.
+After each step, run.json is written. It lists the steps that ran, with the outcome of each and the end of its output.
 
-A step that fails or takes too long costs itself only. Its whole tree of processes is ended.
+If a step fails or takes too long, its whole tree of processes is ended, and the other steps still run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 @dataclass
 class Outcome:
-    """How a step ended. `skipped`: what it left out, and why. `output`: the end of what it printed."""
+    """How a step ended. `skipped`: the parts that it left out, and why. `output`: the end of its output."""
 
     name: str
     status: str
@@ -57,14 +57,14 @@ class Outcome:
 
 
 def adopt_orphans() -> None:
-    """From now on, what a step started and left behind becomes a child of this process, so that it is found."""
+    """Let this process become the parent of processes that a step leaves behind, so that it can find and end them."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "the kernel does not make this process a subreaper")
+        raise OSError(ctypes.get_errno(), "the kernel did not make this process a subreaper")
 
 
 def end_children() -> None:
-    """End all that this process has started, directly or not: first asked, then by force."""
+    """End all processes that this process has started, directly or not: by SIGTERM first, then by force."""
     family = psutil.Process().children(recursive=True)
     for ask in (psutil.Process.terminate, psutil.Process.kill):
         for each in family:
@@ -74,9 +74,9 @@ def end_children() -> None:
 
 
 def run(step: Step, out: Path, small: bool, limit_s: float) -> Outcome:
-    """Run a step; its output is printed as it comes."""
+    """Run a step, and print its output as it comes."""
     file = out / f"{step.name}.json"
-    file.unlink(missing_ok=True)  # of an earlier run: it must not pass for this one's
+    file.unlink(missing_ok=True)  # a result of an earlier run must not be taken for this run's
     command = step.command(file, small)
     outcome = Outcome(step.name, PASSED, 0.0, limit_s, " ".join(command).replace(sys.executable, "python"))
     lines: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -116,7 +116,7 @@ def run(step: Step, out: Path, small: bool, limit_s: float) -> Outcome:
 
 
 def tests_to_json(step: Step, file: Path, command: str) -> None:
-    """From pytest's report, beside the file, to a result: what each test came to, and why."""
+    """Turn pytest's report, which is next to the file, into a result: how each test ended, and why."""
     report = file.with_suffix(".xml")
     tests: list[dict[str, Any]] = []
     if report.exists():
@@ -143,12 +143,12 @@ def tests_to_json(step: Step, file: Path, command: str) -> None:
 def _skipped(file: Path) -> dict[str, str]:
     try:
         return dict(json.loads(file.read_text()).get("skipped", {}))
-    except (OSError, ValueError):  # it ended before it wrote anything
+    except (OSError, ValueError):  # the step ended before it wrote anything
         return {}
 
 
 def head(name: str) -> dict[str, Any]:
-    """What every result begins with."""
+    """Return the fields with which every result begins."""
     return {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
@@ -181,18 +181,18 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--wheels", metavar="FOLDER", help="for the script: what the interpreter may lack")
+    parser.add_argument("--wheels", metavar="FOLDER", help="for the script: packages that the interpreter may lack")
     parser.add_argument("--vllm", metavar="PIECE", help="for the script: a piece of vLLM")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the results go, a file a step, and run.json")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="gets a result file for each step, and run.json")
     parser.add_argument("--only", action="append", choices=list(STEPS), metavar="NAME", help="this step; repeatable")
-    parser.add_argument("--within", type=float, metavar="SECONDS", help="for all steps together")
-    parser.add_argument("--quick", action="store_true", help="small sizes also with a device")
-    parser.add_argument("--list", action="store_true", help="say what the steps are, and end")
+    parser.add_argument("--within", type=float, metavar="SECONDS", help="time limit for all steps together")
+    parser.add_argument("--quick", action="store_true", help="use small sizes, even with a device")
+    parser.add_argument("--list", action="store_true", help="only list the steps")
     options = parser.parse_args(arguments)
     if options.out is not None:
         options.out = options.out.resolve()  # steps run in the checkout
     if options.out is None and not options.list:
-        parser.error("--out FOLDER is missing: where the results go")
+        parser.error("--out FOLDER is missing; expected the folder for the results")
     if options.within is not None and options.within <= 0:
         parser.error(f"--within {options.within:g}: expected more than 0 seconds")
     return options
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 keep(run(step, options.out, small, left))
     except KeyboardInterrupt:
-        console.print("on-gpu: ended from outside; what is finished is kept")
+        console.print("on-gpu: interrupted; the results of finished steps are kept")
         console.print(table(outcomes))
         return 130
     console.print(table(outcomes))

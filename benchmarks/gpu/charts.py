@@ -1,4 +1,4 @@
-"""The charts of docs/gpu.md: each way that a prompt's KV comes, beside computing it."""
+"""The charts of docs/gpu.md: each way to load a prompt's KV, next to computing it."""
 
 from __future__ import annotations
 

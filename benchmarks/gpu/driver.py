@@ -1,10 +1,10 @@
-"""What vLLM does for the connector on a CUDA device, done by calls of the driver where vLLM cannot do it.
+"""Calls of the CUDA driver, which make the connector's copies if vLLM cannot make them.
 
 Copies of paged caches need two things (`kvstore_client/engine/paged/device.py`): copies that are queued in one call,
-and memory that is page-locked. `install` has vLLM make them, or a `Driver` if vLLM is missing, or if its operators
-cannot be used because they were built for another torch. The calls, and what they are given, are those of vLLM 0.32:
-`cuMemcpyBatchAsync` with one set of attributes for all runs, and a registration without flags. Where the driver has no
-such call, or refuses it, each run is a `cuMemcpyAsync`. `how` says which, for results.
+and memory that is page-locked. `install` selects vLLM for both, or a `Driver` if vLLM is missing or its operators
+cannot be used because they were built for another torch. The calls and their arguments are those of vLLM 0.32:
+`cuMemcpyBatchAsync` with one set of attributes for all runs, and a registration without flags. If the driver lacks that
+call or refuses it, each run is copied by a `cuMemcpyAsync`. `how` names the call that is used, for results.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ NOT_SUPPORTED: Final = 801
 # CUmemcpySrcAccessOrder
 IN_STREAM_ORDER: Final = 1
 ANY_ORDER: Final = 3
-# The handles of the legacy default stream, which takes no batches.
+# The handles of the legacy default stream, which accepts no batches.
 LEGACY_STREAMS: Final = (0, 1)
 
 _POINTER, _SIZE, _ADDRESS = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64  # the last: CUdeviceptr
 _BATCH: Final = [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE]
-# The arguments of each call. All return a CUresult. Of the two batched ones, the first is that of CUDA 13; the other,
+# The arguments of each call. All return a CUresult. The first of the two batched calls is that of CUDA 13. The second,
 # of CUDA 12.8, also says which run it refused.
 CALLS: Final[dict[str, list[Any]]] = {
     "cuInit": [ctypes.c_uint],
@@ -53,7 +53,7 @@ BATCHED_CALLS: Final = ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync")
 
 
 class Location(ctypes.Structure):
-    """CUmemLocation. All zero: no hint."""
+    """CUmemLocation. If all fields are zero, there is no hint."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
@@ -70,24 +70,25 @@ class Attributes(ctypes.Structure):
 
 
 class Copies(Protocol):
-    """Who makes the connector's copies."""
+    """The code that makes the connector's copies."""
 
     how: str
 
 
 @dataclass
 class Vllm:
-    """vLLM does."""
+    """vLLM makes the copies."""
 
     how: str
 
 
 class Driver:
-    """Calls of libcuda for a process that uses devices through torch. Thread-safe, without a lock: what unregisters
-    memory is a finalizer, which may run within any other call. Raises RuntimeError when a call fails."""
+    """Calls of libcuda for a process that uses devices through torch. It is thread-safe without a lock, because memory
+    is unregistered by a finalizer, which may run within any other call. Raises RuntimeError if a call fails."""
 
     def __init__(self, library: Any = None) -> None:
-        """library: libcuda, with every call of `CALLS`; the batched ones may be missing. None: it is loaded."""
+        """library: libcuda, with every call of `CALLS`; the batched ones may be missing. If it is None, libcuda is
+        loaded."""
         self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
         self._calls = {}
         for name, arguments in CALLS.items():
@@ -97,12 +98,12 @@ class Driver:
                 self._calls[name] = call
         self._batched = next((name for name in BATCHED_CALLS if name in self._calls), None)
         self.how = BATCHED if self._batched else EACH
-        self._contexts: dict[int, ctypes.c_void_p] = {}  # by device
+        self._contexts: dict[int, ctypes.c_void_p] = {}  # the context of each device
         self._registered: dict[int, ctypes.c_void_p] = {}  # address -> the context where it is page-locked
         self._call("cuInit", 0)
 
     def copy_batch(self, src: Any, dst: Any, sizes: Any, /, *, is_src_access_order_any: bool = False) -> None:
-        """Queue copies on the calling thread's current stream, as `BatchedCopy`."""
+        """Queue copies on the calling thread's current stream, as `BatchedCopy` describes."""
         if not len(sizes):
             return
         stream, batched = self._current_stream(), self._batched
@@ -118,8 +119,8 @@ class Driver:
             stream,
         ]
         error = self._calls[batched](*arguments)
-        if error in (INVALID_VALUE, NOT_SUPPORTED):  # before any run was queued
-            self._copy_each(src, dst, sizes, stream)  # raises if the fault is in the runs
+        if error in (INVALID_VALUE, NOT_SUPPORTED):  # the error came before any run was queued
+            self._copy_each(src, dst, sizes, stream)  # raises if the runs are at fault
             self.how, self._batched = f"{EACH} ({batched} failed with error {error})", None
         elif error:
             raise _failure(batched, error)
@@ -129,7 +130,7 @@ class Driver:
             self._call("cuMemcpyAsync", target, source, size, stream)
 
     def host_register(self, address: int, size: int) -> bool:
-        """Page-lock memory, as `host_register`: with a warning and False if the driver refuses."""
+        """Page-lock memory, as `host_register` does. If the driver refuses, warn and return False."""
         context = self._context(self._current_device())
         with self._in(context):
             if error := self._calls["cuMemHostRegister_v2"](address, size, 0):
@@ -139,13 +140,14 @@ class Driver:
         return True
 
     def host_unregister(self, address: int) -> None:
-        """Undo it. By any thread: also one that has not used a device, and so has no context."""
+        """Undo `host_register`. Any thread may call it, even one that has not used a device and therefore has no
+        context."""
         context = self._registered.pop(address, None) or self._context(self._current_device())
         with self._in(context):
             self._call("cuMemHostUnregister", address)
 
     def _context(self, device: int) -> ctypes.c_void_p:
-        """The one that torch uses there."""
+        """Return the context that torch uses on this device."""
         if device not in self._contexts:
             number, context = ctypes.c_int(), ctypes.c_void_p()
             self._call("cuDeviceGet", ctypes.byref(number), device)
@@ -182,11 +184,11 @@ def _failure(call: str, error: int) -> RuntimeError:
 
 
 def why_not_vllm() -> str:
-    """Why vLLM cannot make the copies; empty if it can."""
+    """Return why vLLM cannot make the copies; empty if it can."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about itself while it is imported
+        warnings.simplefilter("ignore")  # torch warns while it is imported
         try:
             import torch
 
@@ -194,13 +196,13 @@ def why_not_vllm() -> str:
             importlib.import_module("vllm.v1.kv_offload.cpu.host_register")
             if hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
                 return ""
-        except Exception as error:  # an installation that is broken may raise anything
+        except Exception as error:  # a broken installation may raise anything
             return f"vLLM cannot be used: {error}"
     return "vLLM cannot be used: it has no operator swap_blocks_batch"
 
 
 def install() -> Copies:
-    """Have vLLM make the connector's copies, or the driver if vLLM cannot. -> who makes them.
+    """Have vLLM make the connector's copies, or the driver if vLLM cannot. Return the object that makes them.
 
     Needs torch and a device. Layouts of the connector that are made after this call use it.
     """
@@ -220,7 +222,7 @@ def install() -> Copies:
 
 @contextlib.contextmanager
 def installed() -> Iterator[Copies]:
-    """`install`, and undo it in the end."""
+    """Call `install`, and undo it at the end."""
     from kvstore_client.engine.paged import device
 
     before = device.batched_copy, device.host_register

@@ -1,4 +1,4 @@
-"""The operations of `test_first_token`, as its results name them: tables and charts need them without torch."""
+"""The names of the operations of `bench_first_token` in its results. Tables and charts need them without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of `scripts/on_gpu.sh`: what each one runs, and for how long at most."""
+"""The steps of `scripts/on_gpu.sh`: the command of each, and its time limit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Command = Callable[[Path, bool], list[str]]
 
 @dataclass(frozen=True)
 class Step:
-    """`command`: from the file of its result, and whether sizes are small. `limit_s`: on a machine with a GPU and 16
-    cores it takes half of that or less. `program`: one without which it cannot run. `is_tests`: it is pytest, which
-    writes a report in JUnit's format; else a benchmark, which writes its result itself. `large_only`: why it does not
-    run in small sizes."""
+    """`command`: returns the command for a given result file, in small sizes or not. `limit_s`: the time
+    limit; on a machine with a GPU and 16 cores the step takes at most half of it. `program`: a program that it needs.
+    `is_tests`: whether it is pytest, which writes a report in JUnit's format; else it is a benchmark, which writes its
+    own result. `large_only`: why it does not run in small sizes."""
 
     name: str
     about: str
@@ -46,8 +46,8 @@ def _benchmark(module: str, *arguments: str, in_full: tuple[str, ...] = ()) -> C
 
 
 _REMOTE: Final = "benchmarks.remote_kv_cache"
-# Every access of a kernel or a copy is checked. What allocates for itself is out of its sight, so torch must not. Calls
-# that fail raise anyway; an event that is not ready is no failure.
+# The tool checks every access of a kernel or a copy. It does not see memory errors inside torch's own allocator, so
+# torch must not use that allocator. Calls that fail raise anyway, and an event that is not ready is no failure.
 _MEMCHECK: Final = (
     *("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", "memcheck"),
     *("--target-processes", "application-only", "--report-api-errors", "no", "--error-exitcode", "9"),
@@ -65,8 +65,8 @@ STEPS: Final = {
             _tests("tests/gpu", *(f"--ignore={file}" for file in WORKER_TESTS)),
             is_tests=True,
         ),
-        Step("swap", "blocks of five models, beside one pinned copy", 180, _benchmark(f"{_REMOTE}.test_swap")),
-        Step("cores", "1 to 8 shards and clients, TCP and shared memory", 330, _benchmark(f"{_REMOTE}.test_cores")),
+        Step("swap", "swaps of five models' blocks, and one pinned copy", 180, _benchmark(f"{_REMOTE}.bench_swap")),
+        Step("cores", "1 to 8 shards and clients, TCP and shared memory", 330, _benchmark(f"{_REMOTE}.bench_cores")),
         Step(
             "worker",
             "the connector's worker half on a paged cache: save, load, abort, preemption",
@@ -76,7 +76,7 @@ STEPS: Final = {
         ),
         Step(
             "memcheck",
-            "the core of both under compute-sanitizer",
+            "the most important tests of copies and worker under compute-sanitizer",
             240,
             _tests("tests/gpu", "-k", "memory_checked", under=_MEMCHECK),
             program="compute-sanitizer",
@@ -84,40 +84,40 @@ STEPS: Final = {
         ),
         Step(
             "first_token",
-            "a toy transformer of 8B shapes: first token computed, from host memory, from the store",
+            "first token of a toy transformer with 8B shapes: computed, from host memory, from the store",
             330,
-            _benchmark("benchmarks.gpu.test_first_token", in_full=("--within", "270")),
+            _benchmark("benchmarks.gpu.bench_first_token", in_full=("--within", "270")),
         ),
         Step(
             "vllm",
-            "vLLM, 8B: first token of 8k to 128k tokens, computed, filled in, after a restart, CPU tier",
+            "first token of vLLM with an 8B model, 8k to 128k tokens: computed, from the store, from the CPU tier",
             560,
-            _benchmark("benchmarks.gpu.test_vllm", in_full=("--parts", "restart", "--within", "500")),
+            _benchmark("benchmarks.gpu.bench_vllm", in_full=("--parts", "restart", "--within", "500")),
         ),
         Step(
             "vllm_variants",
-            "vLLM, 8B: two engines on one store, CUDA graphs, behind vLLM's own offloading",
+            "vLLM with an 8B model: two engines on one store, CUDA graphs, vLLM's own offloading",
             560,
             _benchmark(
-                "benchmarks.gpu.test_vllm",
+                "benchmarks.gpu.bench_vllm",
                 in_full=("--parts", "two engines", "graphs", "offloading tier", "--within", "500"),
             ),
-            large_only="in small sizes its parts belong to the step vllm",
+            large_only="in small sizes, the step vllm runs its parts",
         ),
         Step(
             "vllm_tests",
-            "the tests of the connector in vLLM's own parts that need a device",
+            "the tests of the connector that need vLLM and a device",
             180,
             _tests(*VLLM_TESTS),
             is_tests=True,
-            large_only="without a device none of them runs",
+            large_only="all of these tests need a device",
         ),
     )
 }  # fmt: skip
 
 
 def why_not(step: Step, small: bool) -> str:
-    """Why it does not run at all; empty if it does."""
+    """Return why the step cannot run; empty if it can."""
     if small and step.large_only:
         return step.large_only
-    return f"there is no {step.program} here" if step.program and shutil.which(step.program) is None else ""
+    return f"{step.program} is not installed" if step.program and shutil.which(step.program) is None else ""

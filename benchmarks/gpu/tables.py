@@ -18,12 +18,12 @@ PREFIX: Final = "gpu_"
 
 
 def of_steps(results: Results) -> dict[str, Result]:
-    """The results of a GPU machine, by step, in the order of the steps."""
+    """Return the results of a GPU machine for each step, in the order of the steps."""
     return {name: results[PREFIX + name] for name in STEPS if PREFIX + name in results}
 
 
 def machine(results: Results) -> str:
-    """What was measured where, when, and at which commit."""
+    """A table with the time, the machine and the commit of each step's run."""
     steps = of_steps(results)
     if not steps:
         return NOTHING
@@ -62,7 +62,7 @@ def _left_out(result: Result) -> str:
 
 
 def tests(results: Results) -> str:
-    """How many tests passed, by step."""
+    """A table of the number of tests that passed, by step."""
     rows = []
     for name, result in of_steps(results).items():
         if counts := result.data.get("counts"):
@@ -85,13 +85,13 @@ def _of_clients(count: int) -> Column:
 
 
 def copied(result: Result) -> str:
-    """Who makes the copies."""
+    """A sentence that names the code that makes the copies."""
     copies = result.cases[0].parameters.get("copies", "")
     return f"The copies are made by {copies}." if copies else ""
 
 
 def cores(result: Result) -> str:
-    """Rates of all clients together, and their share of the limit of the same run."""
+    """The rates of all clients together, and their share of the limit of the same run."""
     counts = result.cases[-1].parameters["clients"]
     return Table(
         lambda result: [each for row in cases()(result) for each in _clients(row)],
@@ -102,7 +102,7 @@ def cores(result: Result) -> str:
 
 
 def first_tokens(computed: str, *groups: str) -> Table:
-    """Seconds to the first token, by where the prompt comes from, and how many times sooner than computed."""
+    """A table of the seconds to the first token for each source of the prompt, and the speed-up over computing."""
 
     def cell(row: Row) -> str:
         sooner = f" (x {row.at(computed).s.median / row.s.median:.1f})" if row.name.startswith("from") else ""
@@ -116,7 +116,7 @@ def first_tokens(computed: str, *groups: str) -> Table:
 
 
 def vllm(results: Results) -> str:
-    """The real engine, with a chart, each part a table, with what its answers were."""
+    """The results of real engines: a chart, and a table for each part with the checks of its answers."""
     said = ["![Seconds to the first token, vLLM](charts/gpu_vllm.svg)"] if PREFIX + "vllm" in results else []
     for step in ("vllm", "vllm_variants"):
         if (result := results.get(PREFIX + step)) is None:
@@ -125,8 +125,8 @@ def vllm(results: Results) -> str:
             said.append(f"*{part}*:\n\n" + first_tokens(COMPUTED, part)(result))
         checks = result.parameters.get("checks") or result.cases[-1].parameters["checks"]
         said.append(
-            f"Answers: {checks['answers_equal']} equal to those without the store, {checks['answers_tied']} with a tie "
-            f"of logits, {checks['answers_wrong']} wrong; cached tokens as expected: "
+            f"Answers: {checks['answers_equal']} equal to those without the store, {checks['answers_tied']} with equal "
+            f"logits, {checks['answers_wrong']} wrong; cached tokens as expected: "
             f"{'yes' if checks['cached_as_expected'] else '**no**'}."
         )
     return "\n\n".join(said) or NOTHING
@@ -141,7 +141,7 @@ GPU_TABLES: Final = {
         first_tokens(TOY_COMPUTED),
     ),
 }
-# Those of several results.
+# Tables that use several results.
 GPU_OVERVIEWS: Final[dict[str, Callable[[Results], str]]] = {
     "gpu_machine": machine,
     "gpu_tests": tests,

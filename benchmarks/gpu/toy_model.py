@@ -1,12 +1,13 @@
 """A toy transformer in plain torch over a paged KV cache, in the shapes of Llama's models: RMSNorm, RoPE, grouped-query
-attention, SwiGLU. The weights are random, from a fixed seed, as wide as keeps activations at one size; queries and keys
-are wider, so that a token attends to few others and the next token depends on the whole prompt. They are not wider than
-that: each layer would widen differences of rounding until another token is the next one.
+attention, SwiGLU. The weights are random, from a fixed seed, with a spread that keeps activations equally large in all
+layers. Queries and keys have a wider spread, so that a token attends to few others and the next token depends on the
+whole prompt. An even wider spread would let each layer amplify rounding differences until the next token is a different
+one.
 
-The cache has, for each layer, pages as vLLM's attention backends have them: (blocks, KV heads, tokens, K and V of a
-head). Attention to what was computed in earlier chunks and attention within the chunk are two calls of flash attention,
-merged by their log-sum-exps: no matrix of all scores is made, and both calls are of a kind that the kernel has. The
-pages are gathered before each call, which an engine's kernels need not do.
+For each layer the cache has pages in the layout of vLLM's attention backends: (blocks, KV heads, tokens, K and V of a
+head). Attention to earlier chunks and attention within the chunk are two calls of flash attention, merged by their
+log-sum-exps. So no matrix of all scores is made, and the kernel supports both calls. The pages are gathered before each
+call; an engine's kernels need no such copy.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import numpy.typing as npt
 import torch
 
 BLOCK_TOKENS: Final = 16
-_WIDE: Final = 1.75  # queries and keys: the scores have a standard deviation of 3, and one token in many gets most
+_WIDE: Final = 1.75  # spread of queries and keys: scores deviate by 3, and few tokens get most weight
 LOGITS: Final = 3.0  # their standard deviation
-_ROWS: Final = 16384  # of the vocabulary at a time
+_ROWS: Final = 16384  # rows of the vocabulary at a time
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Shape:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of keys and values of a block, all layers, in bfloat16."""
+        """The bytes of a block's keys and values in all layers, in bfloat16."""
         return self.layers * 2 * self.kv_heads * self.head_size * BLOCK_TOKENS * 2
 
 
@@ -54,10 +55,10 @@ SMALL: Final = Shape("small", 4, 256, 8, 2, 512, 1024, chunk=96)
 
 
 class ToyModel:
-    """The weights and the cache of a model. One thread, which also owns the device's current stream."""
+    """The weights and the cache of a model. Only the thread that owns the device's current stream may use it."""
 
     def __init__(self, shape: Shape, blocks: int, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        """blocks: of the cache."""
+        """blocks: the number of blocks in the cache."""
         self.shape = shape
         self.device = torch.device(device)
         generator = torch.Generator(self.device).manual_seed(1)
@@ -83,7 +84,7 @@ class ToyModel:
         self._frequencies = 500_000.0**-turns
 
     def resize(self, blocks: int) -> None:
-        """Replace the cache by an empty one with this number of blocks."""
+        """Replace the cache with an empty one of this number of blocks."""
         shape = self.shape
         self.cache = torch.zeros(0)
         if self.device.type == "cuda":
@@ -95,7 +96,7 @@ class ToyModel:
         )
 
     def kv_caches(self) -> dict[str, torch.Tensor]:
-        """The pages of each layer, as an engine gives them to its connector."""
+        """Return the pages of each layer, as an engine gives them to its connector."""
         return {f"model.layers.{number}.attn": layer for number, layer in enumerate(self.cache)}
 
     @torch.inference_mode()
@@ -106,18 +107,19 @@ class ToyModel:
         start: int = 0,
         computed: Callable[[int, int], object] = lambda first, end: None,
     ) -> torch.Tensor:
-        """Compute ``tokens[start:]``, chunk by chunk, behind those before `start`, whose KV is in the cache. block_ids:
-        the blocks of the prompt, in order. computed: called behind each chunk with the first and the last, exclusive,
-        of the prompt's blocks that have become full. -> the logits of the next token, float32, on the device."""
+        """Compute ``tokens[start:]``, chunk by chunk; the KV of the tokens before `start` is in the cache. block_ids:
+        the blocks of the prompt, in order. computed: called after each chunk with the range (end exclusive) of the
+        prompt's blocks that have become full. Return the logits of the next token, float32, on the device."""
         prompt = torch.as_tensor(tokens[start:], dtype=torch.long).to(self.device)
         blocks = torch.as_tensor(block_ids, dtype=torch.long).to(self.device)
         for first in range(start, len(tokens), self.shape.chunk):
             end = min(first + self.shape.chunk, len(tokens))
             hidden = self._forward(prompt[first - start : end - start], first, blocks)
-            if hidden.is_cuda:  # as an engine does, which needs a step's token before the next step
+            if hidden.is_cuda:  # an engine, too, needs a step's token before the next step
                 torch.cuda.current_stream().synchronize()
             computed(first // BLOCK_TOKENS, end // BLOCK_TOKENS)
-        # In float32: in bfloat16 many logits would be equal. In pieces, as all weights at once would take 2 GB.
+        # In float32, because in bfloat16 many logits would be equal. In pieces, because all weights at once would take
+        # 2 GB.
         last = _norm(hidden[-1:])[0].float()
         return torch.cat([torch.mv(rows.float(), last) for rows in self._head.split(_ROWS)])
 
@@ -143,27 +145,27 @@ class ToyModel:
     def _attended(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, first: int, blocks: torch.Tensor
     ) -> torch.Tensor:
-        """(tokens, heads, head size): what each token attends to, within the chunk and in the `first` tokens before."""
+        """(tokens, heads, head size): attention of each token over the chunk and the `first` tokens before it."""
         shape = self.shape
         query = q.transpose(0, 1)[None]
-        together = shape.heads // shape.kv_heads  # the queries that share a head of keys and values
+        together = shape.heads // shape.kv_heads  # the number of query heads that share a head of keys and values
         own_k, own_v = (each.transpose(0, 1).repeat_interleave(together, dim=0)[None] for each in (k, v))
         own, own_sum = _flash(query, own_k, own_v, True)
         if not first:
             return own[0].transpose(0, 1)
-        # Without an order among them, queries that share a head are as good as queries of one head.
+        # Without a causal order, query heads that share a KV head can be treated as more queries of one head.
         earlier_k, earlier_v = self._gathered(cache, blocks[: -(-first // BLOCK_TOKENS)])[:, None, :, :first]
         folded = query.reshape(1, shape.kv_heads, together * len(q), shape.head_size)
         earlier, earlier_sum = _flash(folded, earlier_k, earlier_v, False)
         earlier, earlier_sum = earlier.reshape(query.shape), earlier_sum.reshape(own_sum.shape)
-        share = torch.sigmoid(own_sum - earlier_sum)[..., None]  # of the chunk, in all that the token attends to
+        share = torch.sigmoid(own_sum - earlier_sum)[..., None]  # the chunk's share of the token's attention
         merged = own.float() * share + earlier.float() * (1.0 - share)
         return merged.to(q.dtype)[0].transpose(0, 1)
 
     def _gathered(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """(K and V, KV heads, tokens, head size) of these blocks."""
         shape = self.shape
-        words = cache.flatten(1).view(torch.int64)  # a gather takes its time by the element
+        words = cache.flatten(1).view(torch.int64)  # the time of a gather depends on the number of elements
         pages = words[blocks].view(cache.dtype).view(-1, shape.kv_heads, BLOCK_TOKENS, 2, shape.head_size)
         return pages.permute(3, 1, 0, 2, 4).reshape(2, shape.kv_heads, -1, shape.head_size)
 
@@ -181,8 +183,8 @@ def _turned(x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> attention, as `q` is laid out, and the log-sum-exp of each query's scores, (1, heads, tokens), float32.
-    causal: as many keys as queries, and no query attends to later keys."""
+    """Return attention, in the layout of `q`, and the log-sum-exp of each query's scores, (1, heads, tokens), float32.
+    causal: there are as many keys as queries, and no query attends to later keys."""
     operators = torch.ops.aten
     if q.is_cuda:
         found = operators._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)

@@ -1,8 +1,8 @@
-"""What is measured of one prompt under the toy transformer, and what must hold after each operation.
+"""The operations on one prompt of the toy transformer, and the checks after each.
 
 The prompt is computed in some blocks of the cache and loaded into others, both in random order. Before each load the
-whole cache is made not a number. Of what was computed, sums over the bytes of each block are kept: a second cache of a
-long prompt would take as much of the device as the weights.
+whole cache is filled with NaN. Of computed blocks, only a sum over the bytes of each is kept, because a second cache
+for a long prompt would take as much device memory as the weights.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from kvstore_client.engine.guard import StoreGuard
 
 _SHARDS: Final = 4
 _TIMEOUT_S: Final = 60.0
-_SUMMED_AT_ONCE: Final = 1024  # blocks: of 64 KiB a layer, 64 MiB
+_SUMMED_AT_ONCE: Final = 1024  # blocks: 64 MiB for blocks of 64 KiB a layer
 # The control replaces at most this many chunks of the prompt: all of a short prompt, the beginning of a long one.
 _CONTROL_CHUNKS: Final = 4
-# The largest difference of logits: behind other blocks at least, and behind the same ones at most. There it is 0 unless
-# the device's kernels add up in another order each time.
+# The largest difference of logits must be at least the first value after other blocks, and at most the second value
+# after the same blocks. After the same blocks it is 0, unless the device's kernels add in another order each time.
 _CONTROL: Final = LOGITS / 6
 _SAME: Final = LOGITS / 60
 
 
 @dataclass
 class Rig:
-    """A model with its cache, and two ranks that load into it from one server. client: of that server."""
+    """A model with its cache, and two ranks that load into it from one server. client: a client of that server."""
 
     model: ToyModel
     ranks: dict[str, ToyRank]
@@ -49,8 +49,9 @@ class Rig:
             torch.cuda.synchronize()
 
     def fingerprints(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """(layers, blocks): sums of each block's 64-bit words, each times an odd number of its own, modulo 2^64. A
-        block of which one word changes has another sum; one with several wrong words has the same one by chance, 2^-64.
+        """(layers, blocks): sums of each block's 64-bit words, each multiplied by its own odd number, modulo 2^64. If
+        one word of a block changes, so does the sum. A block with several wrong words has the right sum with a
+        probability of 2^-64.
         """
         ids = torch.as_tensor(block_ids, device=self.model.device)
         sums = []
@@ -71,7 +72,8 @@ def make_rig(model: ToyModel, tokens: int) -> Iterator[Rig]:
         endpoint = stack.enter_context(kvstore_server(blocks * shape.block_bytes, shards))
         client = stack.enter_context(KVStoreClient(endpoint, namespace, timeout_s=_TIMEOUT_S))
         model.resize(blocks)
-        # Nearly half of the slots may wait to be sent: all blocks of a prompt of a few chunks, 8 GiB of a long one's.
+        # Nearly half of the slots may wait to be sent: all blocks of a prompt of a few chunks, or 8 GiB of a long
+        # prompt.
         slots = max(blocks + 64, min(2 * blocks + 128, 4224))
         ranks: dict[str, ToyRank] = {}
         guards: tuple[tuple[str, int, type[StoreGuard]], ...] = ((SHARED, slots, StoreGuard), (TCP, 8, TcpGuard))
@@ -85,7 +87,8 @@ def make_rig(model: ToyModel, tokens: int) -> Iterator[Rig]:
 
 
 class Prompt:
-    """The operations on one prompt. COMPUTED and SAVED come first, as the others need what SAVED leaves."""
+    """The operations on one prompt. COMPUTED and SAVED come first, because the others need the blocks that SAVED
+    stores."""
 
     def __init__(self, rig: Rig, tokens: int) -> None:
         self._rig = rig
@@ -98,18 +101,18 @@ class Prompt:
         self.kv_bytes = self.loaded * shape.block_bytes
         self.keys = [bytes(key) for key in prefix_keys(self._prompt, BLOCK_TOKENS)]
         blocks = -(-tokens // BLOCK_TOKENS)
-        # Where it is computed, and where it is loaded.
+        # The blocks in which the prompt is computed, and those into which it is loaded.
         self._at, self._to = (self._chooser.permutation(rig.model.cache.shape[1])[:blocks].tolist() for _ in range(2))
-        # Of the last load; of one pass; behind the prompt's own blocks.
+        # The logits after the last load, after one pass over the whole prompt, and after the prompt's own blocks.
         self._logits = self._whole = self._right = torch.empty(0)
-        self._expected: torch.Tensor | None = None  # the bytes that were saved, as sums
+        self._expected: torch.Tensor | None = None  # the sums of the saved bytes
         self._checked_loads, self._loaded_differs = 0, 0.0
         self._bytes_equal = self._tokens_equal = self._same_bytes = True
         self._one_pass: dict[str, Any] = {}
         self._control: dict[str, Any] = {}
 
     def operations(self) -> list[Operation]:
-        """In the order of the uncounted round: the store is filled before it is read."""
+        """Return the operations in the order of the uncounted round: the store is filled before it is read."""
         ranks, keys, to = self._rig.ranks, self.keys[: self.loaded], self._to[: self.loaded]
         loads: dict[str, Callable[[], object]] = {
             HOST: self._load_from_host,
@@ -128,8 +131,8 @@ class Prompt:
         ]
 
     def found(self) -> dict[str, Any]:
-        """What the checks found. The device may have failed. The logits of one pass differ from those behind the
-        prompt's own blocks, because larger chunks round differently."""
+        """Return what the checks found, even if the device has failed. The logits of one pass differ from those after
+        the prompt's own blocks, because larger chunks round differently."""
         return {
             "bytes_equal": self._bytes_equal,
             "tokens_equal": self._tokens_equal,
@@ -167,7 +170,7 @@ class Prompt:
         return save
 
     def _check_saved(self) -> None:
-        """What was computed just now is what loads must bring."""
+        """Keep the sums of the blocks that were just computed, because loads must return the same bytes."""
         self._rig.ranks[SHARED].settle(self.full)
         self._check_computed()
         self._expected = self._sums()
@@ -211,17 +214,17 @@ class Prompt:
         assert self._expected is not None
         self._bytes_equal = self._rig.fingerprints(self._to[: self.loaded]).equal(self._expected[:, : self.loaded])
         if not self._bytes_equal:
-            raise AssertionError("other bytes were loaded than were computed")
+            raise AssertionError("the bytes loaded are not those that were computed")
         differs = _largest(self._logits, self._right)
         self._loaded_differs = max(self._loaded_differs, differs)
         self._tokens_equal = bool(self._logits.argmax() == self._right.argmax())
-        if not (self._tokens_equal and differs < _SAME):  # also not a number
-            raise AssertionError(f"the logits behind loaded blocks are not those behind computed ones, by {differs:g}")
+        if not (self._tokens_equal and differs < _SAME):  # also true for NaN
+            raise AssertionError(f"the logits after loaded blocks differ from those after computed ones by {differs:g}")
         self._checked_loads += 1
 
     def check_control(self) -> None:
-        """Load another prompt's blocks in the place of the first ones, and the prompt's own behind them: the logits
-        must be others. Comes last: afterwards the pool has blocks of the other prompt."""
+        """Load another prompt's blocks in place of the first ones, followed by the prompt's own: the logits must
+        differ. This check comes last, because it leaves blocks of the other prompt in the pool."""
         assert self._expected is not None
         model, rank = self._rig.model, self._rig.ranks[SHARED]
         blocks = min(self.loaded, _CONTROL_CHUNKS * model.shape.chunk // BLOCK_TOKENS)
@@ -235,9 +238,9 @@ class Prompt:
         differs = _largest(self._logits, self._right)
         self._control = {"control_tokens": blocks * BLOCK_TOKENS, "control_differs": differs}
         if same[:, :blocks].any() or not same[:, blocks:].all():
-            raise AssertionError("blocks of another prompt were not loaded where they should be")
+            raise AssertionError("blocks of another prompt were not loaded into the right blocks of the cache")
         if not differs > _CONTROL:
-            raise AssertionError(f"behind blocks of another prompt the logits are the same within {differs:g}")
+            raise AssertionError(f"after blocks of another prompt, the logits differ only by {differs:g}")
 
 
 def _largest(one: torch.Tensor, other: torch.Tensor) -> float:

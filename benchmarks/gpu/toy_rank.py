@@ -1,4 +1,4 @@
-"""A rank of an engine without an engine: the worker's half of the connector on a paged cache, driven by hand."""
+"""A rank without an engine: calls the worker's half of the connector, on a paged cache, as an engine would."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvstore_client.engine.paged.worker import WorkerHalf
 
 
 class TcpGuard(StoreGuard):
-    """For a server on this host as if it were on another one."""
+    """Reaches a server on this host as if it were on another host."""
 
     def _open(self, endpoint: str | Sequence[str], options: ClientOptions) -> ClientStore:
         return ClientStore(
@@ -28,8 +28,8 @@ class TcpGuard(StoreGuard):
 
 
 class ToyRank:
-    """Saves and loads as an engine asks for them. One thread: the model's. Raises RuntimeError when blocks do not get
-    where they should."""
+    """Saves and loads blocks as an engine would request it. Only the model's thread may use it. Raises RuntimeError if
+    blocks do not reach the store or the cache."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class ToyRank:
         timeout_s: float,
         guard: type[StoreGuard] = StoreGuard,
     ) -> None:
-        """slots: of the host pool; half of them may wait to be sent. timeout_s: of each transfer. guard: how it reaches
-        the store."""
+        """slots: the number of slots in the host pool; half of them may wait to be sent. timeout_s: the deadline of
+        each transfer. guard: the class through which it reaches the store."""
         [blocks] = {len(cache) for cache in kv_caches.values()}
         counters = Counters()
         self._guard = guard(endpoint, namespace, timeout_s=timeout_s, counters=counters)
@@ -66,11 +66,11 @@ class ToyRank:
 
     @property
     def path(self) -> str:
-        """How blocks come from the store, as the client's statistics say."""
+        """The transport by which blocks come from the store, according to the client's statistics."""
         return self._guard.call(lambda client: str(client.stats.path), "none")
 
     def save(self, keys: Sequence[bytes], block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """Start to copy blocks to slots, behind what the stream has to do, and to send them from there."""
+        """Start to copy blocks to slots, after the work queued on the stream, and to send them from there."""
         saves = Saves(next(self._numbers), list(map(SavedBlock, keys, slots, block_ids)))
         self._worker.begin_step(StepPlan(saves=saves))
         self._worker.saves.save()
@@ -82,19 +82,19 @@ class ToyRank:
             self._stored += sum(report.stored.values())
 
     def settle(self, blocks: int) -> None:
-        """Wait until the store has all blocks saved since the last call: their number is `blocks`."""
+        """Wait until the store has all blocks saved since the last call. There are `blocks` of them."""
         deadline = time.monotonic() + self._timeout_s
         while self._released < blocks:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"after {self._timeout_s:.0f} s {self._released} of {blocks} blocks were sent")
+                raise RuntimeError(f"only {self._released} of {blocks} blocks were sent within {self._timeout_s:.0f} s")
             time.sleep(0.001)
             self._count()
         lost, self._released, self._stored = self._released - self._stored, 0, 0
         if lost:
-            raise RuntimeError(f"{lost} of {blocks} blocks did not get into the store")
+            raise RuntimeError(f"{lost} of {blocks} blocks did not reach the store")
 
     def load(self, **what: Any) -> None:
-        """Load blocks, and wait as an engine does, in steps without tokens. `what`: fields of `Load`."""
+        """Load blocks, and wait as an engine does, in steps without tokens. `what`: the fields of `Load`."""
         load = Load(f"request {next(self._numbers)}", within_s=self._timeout_s, latest_s=self._timeout_s, **what)
         self._worker.begin_step(StepPlan(loads=[load], idle=True))
         self._worker.loads.load(load)
@@ -103,7 +103,7 @@ class ToyRank:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{load.request_id} is still being loaded after {2 * self._timeout_s:.0f} s")
         if failed := self._worker.loads.take_failed_block_ids():
-            raise RuntimeError(f"{len(failed)} blocks did not come")
+            raise RuntimeError(f"{len(failed)} blocks could not be loaded")
 
     def close(self) -> None:
         self._worker.close()

@@ -1,4 +1,4 @@
-"""vLLM on this machine: how it runs here, the sizes that are asked, and the engines that are compared."""
+"""Finds out how vLLM runs on this machine, and has the sizes of prompts and the engines that are compared."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from benchmarks.remote_kv_cache.report import Case
 
 PROBE: Final = EngineModel("probe", 512, 1024, 2, 4, 2, 4096)
 _PROBE_TOKENS: Final = 300
-TOPS: Final = 5  # of the likeliest tokens at each place, to judge answers that differ
+TOPS: Final = 5  # the number of likeliest tokens kept at each place, to judge answers that differ
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is asked. `rounds`: prompt tokens -> how often each prompt is computed and loaded. `short`: those of all
-    parts but *restart*."""
+    """The sizes of requests. `rounds`: prompt tokens -> how often each prompt is computed and loaded. `short`: the
+    prompt tokens of all parts but *restart*."""
 
     model: EngineModel
     rounds: dict[int, int]
@@ -44,7 +44,7 @@ SMALL: Final = Sizes(ENGINE_MODELS["tiny"], {256: 2, 512: 1}, (256,), 1)
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run vLLM: arguments of its engine, and environment variables."""
+    """A way to run vLLM: arguments for its engine, and environment variables."""
 
     arguments: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
@@ -63,25 +63,25 @@ WAYS: Final = {
 
 
 class OutOfTimeError(Exception):
-    """What remains does not fit into --within."""
+    """The time that is left of --within is too short for the rest."""
 
 
 class Machine:
-    """What all parts have in common: sizes, the arguments of engines, the time that is left."""
+    """The state that all parts share: sizes, the arguments of engines, and the time left."""
 
     def __init__(self, benchmark: Benchmark, sizes: Sizes, on_gpu: bool, checks: Checks) -> None:
         self.benchmark = benchmark
         self.sizes = sizes
         self.on_gpu = on_gpu
         self.checks = checks
-        # What it takes vLLM to compile for them is longer than the whole answer of a small model.
+        # vLLM takes longer to compile for them than a small model takes for its whole answer.
         self.tops = TOPS if on_gpu else 0
         self.way = Way({})
         self._until = time.monotonic() + benchmark.options.within
         self._begun = time.monotonic()
 
     def engine(self, connector: dict[str, Any] | None, longest: int, **arguments: Any) -> Engine:
-        """An engine with room for one prompt of this many tokens and for what warms it up."""
+        """Start an engine with room for one prompt of this many tokens and for its warm-up prompt."""
         os.environ.update(self.way.environment)
         model = arguments.pop("model", self.sizes.model)
         room = full_blocks(longest) + full_blocks(WARM_UP_TOKENS) + 4
@@ -89,7 +89,7 @@ class Machine:
         return Engine(
             model,
             connector,
-            weights=not self.on_gpu,  # vLLM packs weights for CPUs before others can be made up
+            weights=not self.on_gpu,  # vLLM packs weights for CPUs before others can be made
             enable_prefix_caching=False,
             max_model_len=max(longest, WARM_UP_TOKENS) + 2 * OUTPUT_TOKENS,
             max_num_seqs=8,
@@ -98,17 +98,17 @@ class Machine:
         )
 
     def asking(self, store: Store, plain: Engine) -> Asking:
-        """What asks one prompt of several engines. plain: the engine without the store."""
+        """Return the object that sends one prompt to several engines. plain: the engine without the store."""
         return Asking(store, plain, self.checks, self.say, self.tops)
 
     def say(self, what: str) -> None:
         self.benchmark.say(f"{time.monotonic() - self._begun:6.1f} s  {what}")
 
     def needs(self, seconds: float) -> None:
-        """Raise OutOfTimeError if fewer seconds than these are left."""
+        """Raise OutOfTimeError if fewer than `seconds` are left."""
         left = self._until - time.monotonic()
         if self.on_gpu and seconds > left:
-            raise OutOfTimeError(f"it takes about {seconds:.0f} s, and {max(0.0, left):.0f} s of --within are left")
+            raise OutOfTimeError(f"it takes about {seconds:.0f} s, but {max(0.0, left):.0f} s of --within are left")
 
     def warm_up(self, *engines: Engine, seed: int = -1) -> None:
         for engine in engines:
@@ -119,7 +119,7 @@ class Machine:
         return prompt
 
     def case(self, part: str, tokens: int, asking: Asking, **parameters: Any) -> None:
-        """Keep what was measured of prompts of this length."""
+        """Keep the measurements of prompts of this length."""
         cached = cacheable_tokens(tokens)
         self.benchmark.keep(
             Case(
@@ -140,8 +140,8 @@ class Machine:
 
 
 def find_way(machine: Machine) -> str:
-    """Try how vLLM runs here, with a small model whose prompt comes from the connector's CPU tier the second time.
-    -> the name of the way. Raises RuntimeError with what failed if no way works."""
+    """Find out how vLLM runs here, with a small model whose prompt comes from the connector's CPU tier the second time.
+    Return the name of the first way that works. Raises RuntimeError with the failures if none does."""
     failed: dict[str, str] = {}
     [prompt] = PROBE.prompts(0, 1, _PROBE_TOKENS)
     for name, way in WAYS.items():

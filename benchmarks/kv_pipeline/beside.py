@@ -1,8 +1,8 @@
-"""Attention beside the KV: a process on the store's host, which attends over views of the server's own memory.
+"""Attention on the store's host: a process that attends over views of the server's own memory.
 
-The decoder sends a layer's number and the queries of its sequences, and gets partial attention: for each sequence and
-head the sum of the weights, the largest score, and the weighted values (float32). That is all that crosses the link.
-One request is under way at a time: the decoder waits for it.
+The decoder sends a layer's number and the queries of its sequences, and gets partial attention. For each sequence and
+head this is the sum of the weights, the largest score, and the weighted values (float32). Nothing else crosses the
+link. One request is in progress at a time: the decoder waits for it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from benchmarks.kv_pipeline.blocks import TIMEOUT_S, connect, keys_of
 from benchmarks.kv_pipeline.decoder import Array, Shape, attend
 from benchmarks.remote_kv_cache.processes import child
 
-ANSWER: Final = 2  # numbers before the values of a sequence and head: the sum of the weights, the largest score
+ANSWER: Final = 2  # numbers before the values of a sequence and head: the sum of the weights, and the largest score
 _READY: Final = "attending at "
 
 
 class Beside:
-    """The decoder's end. Not for several threads."""
+    """The decoder's connection to the process. Not thread-safe."""
 
     def __init__(self, address: str) -> None:
         """address: `tcp://host:port` of the process."""
@@ -35,10 +35,10 @@ class Beside:
         self._address = address
 
     def ask(self, layer: int, query: Array) -> bytes:
-        """-> the answer. Raises `TimeoutError` if none comes."""
+        """Send a query. Return the answer. Raises `TimeoutError` if none comes."""
         self._socket.send_multipart((layer.to_bytes(4, "little"), np.ascontiguousarray(query)))
         if not self._socket.poll(TIMEOUT_S * 1e3):
-            raise TimeoutError(f"{self._address} did not answer within {TIMEOUT_S:g} s: look whether it has ended")
+            raise TimeoutError(f"{self._address} did not answer within {TIMEOUT_S:g} s: check that its process runs")
         return self._socket.recv()
 
     def close(self) -> None:
@@ -47,9 +47,9 @@ class Beside:
 
 @contextmanager
 def attending(shape: Shape, endpoint: str, host: str, prefix: Sequence[str]) -> Iterator[str]:
-    """The process, for all KV that the server at `endpoint` has. -> its address.
+    """Run the process, for all KV that the server at `endpoint` has. Yield its address.
 
-    host: where it listens. prefix: a command that runs it there."""
+    host: the address on which it listens. prefix: the command that runs it on that host."""
     command = [*prefix, sys.executable, "-m", __spec__.name, msgspec.json.encode(shape).decode(), endpoint, host]
     with child(command, _READY, "the process beside the store") as address:
         yield address
@@ -64,10 +64,10 @@ def main() -> None:
         with client.borrow(keys) as borrowed:
             views = [np.frombuffer(block, np.float32).reshape(size) for block in borrowed if block is not None]
             if len(views) < len(keys):
-                sys.exit(f"the store lacks {len(keys) - len(views)} of the {len(keys)} blocks that are to be attended")
+                sys.exit(f"the store lacks {len(keys) - len(views)} of the {len(keys)} blocks to be attended")
             port = socket.bind_to_random_port(f"tcp://{host}")
             print(f"{_READY}tcp://{host}:{port}", flush=True)
-            while True:  # until it is ended
+            while True:  # until the process is ended
                 number, asked = socket.recv_multipart()
                 query = np.frombuffer(asked, np.float32).reshape(-1, shape.heads, 1, shape.head_size)
                 first = int.from_bytes(number, "little") * shape.batch
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _answer(query: Array, kv: Sequence[Array]) -> Array:
-    """kv: of each sequence, `(2, heads, context, head_size)`."""
+    """kv: the KV of each sequence, `(2, heads, context, head_size)`."""
     parts = [attend(query[number : number + 1], each[None]) for number, each in enumerate(kv)]
     answers = [np.concatenate((part.weights, part.top, part.values), axis=-1) for part in parts]
     return np.concatenate(answers)

@@ -1,4 +1,4 @@
-"""The blocks of the decoder's KV in the store: one a layer and sequence."""
+"""The blocks of the decoder's KV in the store: one block for each layer and sequence."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def namespace(shape: Shape) -> Namespace:
 
 
 def keys_of(shape: Shape, layer: int) -> list[bytes]:
-    """The keys of a layer's blocks, one a sequence."""
+    """Return the keys of a layer's blocks, one for each sequence."""
     return [f"layer {layer:04d} seq {sequence:04d}".encode() for sequence in range(shape.batch)]
 
 
 def connect(endpoint: str, shape: Shape, shared_memory: bool) -> KVStoreClient:
-    """A client for these blocks."""
+    """Return a client for these blocks."""
     return KVStoreClient(endpoint, namespace(shape), timeout_s=TIMEOUT_S, shared_memory=shared_memory)

@@ -1,15 +1,15 @@
-"""The charts of the KV pipeline in docs/planning.md."""
+"""The charts of the KV pipeline in docs/planning-validation.md."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from benchmarks.kv_pipeline.bench_pipeline import KNEE
+from benchmarks.kv_pipeline.bench_pushed import BY_ARM
+from benchmarks.kv_pipeline.bench_tokens import BOUNDS, RESIDENT, TOKENS
 from benchmarks.kv_pipeline.rig import ARMS, FETCHED
 from benchmarks.kv_pipeline.tables import PIPELINE, PIPELINE_PUSHED, PIPELINE_TOKENS, rates_by_batch
-from benchmarks.kv_pipeline.test_pipeline import KNEE
-from benchmarks.kv_pipeline.test_pushed import BY_ARM
-from benchmarks.kv_pipeline.test_tokens import BOUNDS, RESIDENT, TOKENS
 from benchmarks.render.charts import COLOURS, LIMIT, Panels
 from benchmarks.results_reader import Result
 
@@ -33,7 +33,8 @@ def _finish(axes: Any, cases: Cases) -> None:
 
 
 def _draw_knees(axes: Any, cases: Cases) -> None:
-    """The time of a step against the share of the KV that is lent, for each rate of the link; dotted: as computed."""
+    """The time of a step against the share of the KV that is lent, for each rate of the link; dotted: the computed
+    time."""
     for case, colour in zip(cases, COLOURS, strict=False):
         alphas = [float(alpha) for alpha in case["curve"]]
         label = f"{case['link_bytes_per_s'] / 1e9:.2f} GB/s"
@@ -41,12 +42,12 @@ def _draw_knees(axes: Any, cases: Cases) -> None:
         copying = [alpha * case["kv_bytes"] / case["link_bytes_per_s"] for alpha in alphas]
         axes.plot(alphas, [max(case["step_s"], each) * 1e3 for each in copying], ":", color=colour, linewidth=1)
         axes.axvline(case["alpha"], color=LIMIT, linewidth=0.5)
-    axes.set(xlabel="share of the KV that is lent", ylabel="ms a step", ylim=(0, None))
+    axes.set(xlabel="share of the KV that is lent", ylabel="time of a step, ms", ylim=(0, None))
     _finish(axes, cases)
 
 
 def _draw_pushed(axes: Any, cases: Cases) -> None:
-    """The time of a step against the rate of the link, with KV that comes and with attention that goes."""
+    """The time of a step against the rate of the link, with KV fetched and with the query sent to it."""
     for share, style in zip(sorted({case["alpha"] for case in cases}), ("o--", "o-"), strict=False):
         for (arm, way), colour in zip(ARMS.items(), COLOURS, strict=False):
             mine = [case for case in cases if case["alpha"] == share and arm in case["step_s"]]
@@ -54,12 +55,12 @@ def _draw_pushed(axes: Any, cases: Cases) -> None:
             steps = [case["step_s"][arm] / case["alone_s"] for case in mine]
             axes.plot(rates, steps, style, color=colour, label=f"{way}, {share:.3g} lent")
     axes.axhline(1, color=LIMIT, linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="link, MB/s", ylabel="step, of that with nothing lent")
+    axes.set(xscale="log", yscale="log", xlabel="link, MB/s", ylabel="time of a step, x that without lending")
     _finish(axes, cases)
 
 
 def _draw_tokens(axes: Any, panel: tuple[bool, Cases]) -> None:
-    """Tokens a second, or the time between them, against the batch, with the same resident bytes."""
+    """Tokens a second, or the time between tokens, against the batch, with the same resident bytes."""
     rates, cases = panel
     for case, colour in zip(cases, COLOURS, strict=False):
         for (arm, way), style in zip(ARMS.items(), ("o-", ":"), strict=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from benchmarks.kv_pipeline.bench_pipeline import KNEE
+from benchmarks.kv_pipeline.bench_tokens import RESIDENT, TOKENS
 from benchmarks.kv_pipeline.rig import FETCHED, RATIOS
 from benchmarks.kv_pipeline.tables import (
     PIPELINE,
@@ -14,8 +16,6 @@ from benchmarks.kv_pipeline.tables import (
     planned_step,
     rates_by_batch,
 )
-from benchmarks.kv_pipeline.test_pipeline import KNEE
-from benchmarks.kv_pipeline.test_tokens import RESIDENT, TOKENS
 from benchmarks.render.ledger import Claim, Finding
 from benchmarks.results_reader import Result
 
@@ -25,7 +25,8 @@ Find = Callable[[Result], Finding]
 def _by_ratio(
     within: Callable[[dict[str, Any]], float], most: float, spec: str, unit: str, limit: str, need: int | None
 ) -> Find:
-    """By ratio of KV to weights, how many rates of the link are within a bound; need: of how many, None: of all."""
+    """Count the rates of the link at which a figure is within a bound, for each ratio of KV to weights. need: the
+    required number; all if None."""
 
     def find(result: Result) -> Finding:
         cases = [case.parameters for case in result.measured_group(KNEE)]
@@ -83,15 +84,15 @@ def _as_planned(most: float) -> Find:
 # fmt: off
 PIPELINE_CLAIMS: Final = (
     Claim(
-        "KV pipeline: the knee within 10 % of alpha* at 4 rates of the link or more, for three ratios of KV to weights",
+        "KV pipeline: the knee within 10 % of alpha* at 4 or more rates of the link, for three ratios of KV to weights",
         PIPELINE, _knees(0.10),
     ),
     Claim("KV pipeline, one layer ahead: a step ≤ 1.05 x the longer of copying and computing", PIPELINE, _step(1.05)),
-    Claim("KV pipeline, fixed resident bytes: TPOT ≤ 1.25 x and tokens/s ≥ 1.05 x at 3 rates of the link or more",
+    Claim("KV pipeline, fixed resident bytes: TPOT ≤ 1.25 x and tokens/s ≥ 1.05 x at 3 or more rates of the link",
         PIPELINE_TOKENS, _tokens(1.25, 1.05),
     ),
     Claim(
-        "KV pipeline, fixed resident bytes: the batch that `plan pipeline` computes has a step ≤ 1.1 x the planned one",
+        "KV pipeline, fixed resident bytes: a step of the batch that `plan pipeline` computes ≤ 1.1 x the planned one",
         PIPELINE_TOKENS, _as_planned(0.1),
     ),
 )

@@ -1,8 +1,8 @@
 """A decoder with real weights and attention, on one core: float32, in numpy.
 
 Each layer reads its weights and the KV of all sequences, as an engine's step of decoding does. The KV of a layer is one
-block for each sequence, `(2, heads, context, head_size)`, so that what comes from the store is used where it lands. New
-tokens are kept apart, in a tail, and attended with the rest: KV only grows at its end.
+block for each sequence, `(2, heads, context, head_size)`, so that blocks from the store are used in place. New tokens
+are kept in a separate tail, which is attended together with the rest, because KV only grows at its end.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Shape:
-    """`batch` sequences with `context` tokens of KV each, which `layers` layers of `heads` heads attend."""
+    """`batch` sequences with `context` tokens of KV each, in `layers` layers of `heads` heads."""
 
     layers: int = 16
     heads: int = 12
     head_size: int = 64
     batch: int = 8
     context: int = 512
-    steps: int = 4  # of decoding in a run: the length of the tail
+    steps: int = 4  # decode steps in a run: the length of the tail
 
     @property
     def width(self) -> int:
@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def block_bytes(self) -> int:
-        """The KV of a sequence in a layer."""
+        """The bytes of one sequence's KV in one layer."""
         return 2 * self.context * self.width * 4
 
     @property
@@ -42,12 +42,12 @@ class Shape:
         return self.batch * self.block_bytes
 
     def of_batch(self, batch: int) -> Shape:
-        """-> the same for so many sequences."""
+        """Return the same shape for `batch` sequences."""
         return replace(self, batch=batch)
 
     @property
     def kv_bytes(self) -> int:
-        """The KV that a step reads."""
+        """The bytes of KV that a step reads."""
         return self.layers * self.layer_bytes
 
     @property
@@ -67,15 +67,15 @@ class Layer:
 
 @dataclass
 class Partial:
-    """Attention over a part of the KV: the sum of values weighted by exp(score - top), the sum of the weights, and the
-    largest score, for each sequence and head. Parts are merged exactly (as FlashAttention's)."""
+    """Attention over a part of the KV. For each sequence and head: the sum of values weighted by exp(score - top), the
+    sum of the weights, and the largest score. Parts are merged exactly (as FlashAttention does)."""
 
     values: Array
     weights: Array
     top: Array
 
     def merged(self, other: Partial) -> Partial:
-        """With attention over another part."""
+        """Return this merged with the attention over another part."""
         top = np.maximum(self.top, other.top)
         mine, theirs = np.exp(self.top - top), np.exp(other.top - top)
         return Partial(self.values * mine + other.values * theirs, self.weights * mine + other.weights * theirs, top)
@@ -94,7 +94,7 @@ def attend(query: Array, kv: Array) -> Partial:
 
 
 class Decoder:
-    """Weights from a seed, and the tail of the present run."""
+    """Weights from a seed, and the tail of the current run."""
 
     def __init__(self, shape: Shape, seed: int = 0) -> None:
         self.shape = shape
@@ -115,15 +115,15 @@ class Decoder:
         self.start = random.standard_normal((shape.batch, width), dtype=np.float32)
 
     def of_batch(self, batch: int) -> Decoder:
-        """-> the decoder of the first `batch` sequences, with the same weights."""
+        """Return the decoder of the first `batch` sequences, with the same weights."""
         smaller = copy.copy(self)
         smaller.shape, smaller.start = self.shape.of_batch(batch), self.start[:batch]
         return smaller
 
     def run(self, past: Callable[[int, Array], Partial], stepped: Callable[[], None] = lambda: None) -> Array:
-        """Decode `steps` tokens. -> the last hidden states.
+        """Decode `steps` tokens. Return the last hidden states.
 
-        past: attention of a layer over the KV that was there before; it is called with the layer and its query.
+        past: computes a layer's attention over the KV from before the run; called with the layer and its query.
         stepped: called after each step."""
         shape = self.shape
         tail = np.zeros((shape.layers, shape.batch, 2, shape.heads, shape.steps, shape.head_size), dtype=np.float32)

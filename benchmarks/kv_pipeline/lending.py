@@ -1,10 +1,11 @@
-"""Where the KV of some layers lives, and how it comes to the decoder.
+"""The places where the KV of some layers may be, and how the decoder uses the KV in each of them.
 
 * `Resident`: in the decoder's own memory.
-* `Fetched`: in a kvstore-server; a thread reads the KV of layers that are due into buffers, `depth` layers ahead; depth
-  0 reads when the layer needs it (serial). The thread does its work in native code, without Python's lock.
-* `Pushed`: in a kvstore-server, too, but the attention goes to the KV: a process beside the server attends over views
-  of the server's memory and sends back the partial attention, which is merged.
+* `Fetched`: in a kvstore-server. A thread reads the KV of the next layers into buffers, `depth` layers ahead; with
+  depth 0, a layer's KV is read when the layer needs it (serial). The thread works in native code, without Python's
+  lock.
+* `Pushed`: also in a kvstore-server, but the query is sent to the KV. A process on the server's host attends over views
+  of the server's memory and sends back partial attention, which is merged.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from kvstore_client import KVStoreClient
 
 
 def lent_layers(shape: Shape, lent: int) -> list[int]:
-    """-> `lent` of the layers, evenly spread."""
+    """Return the numbers of `lent` layers, evenly spread."""
     return sorted({number * shape.layers // lent for number in range(lent)}) if lent else []
 
 
 def make_kv(shape: Shape, layer: int) -> Array:
-    """The KV of a layer, from a seed."""
+    """Return the KV of a layer, made from a seed."""
     random = np.random.default_rng(1000 + layer)
     size = (shape.batch, 2, shape.heads, shape.context, shape.head_size)
     return random.standard_normal(size, dtype=np.float32)
@@ -45,7 +46,7 @@ class Resident:
         self.kv = kv
 
     def of_batch(self, batch: int) -> Resident:
-        """-> the KV of the first `batch` sequences: the same memory."""
+        """Return the KV of the first `batch` sequences, in the same memory."""
         return Resident([each[:batch] for each in self.kv])
 
     def attend(self, layer: int, query: Array) -> Partial:
@@ -53,12 +54,12 @@ class Resident:
 
 
 class Fetched:
-    """Some layers in the store, the others resident. Used in a `with` statement."""
+    """Some layers are in the store, and the others are resident. Used in a `with` statement."""
 
     def __init__(
         self, shape: Shape, resident: Resident, lent: Sequence[int], client: KVStoreClient, depth: int, core: int | None
     ) -> None:
-        """core: where the thread that reads runs; None: anywhere."""
+        """core: the core of the reading thread; if it is None, any core."""
         self._shape, self._resident, self._lent, self._client = shape, resident, list(lent), client
         self._depth, self._core = depth, core
         self._keys = {layer: keys_of(shape, layer) for layer in lent}
@@ -66,7 +67,7 @@ class Fetched:
         self._buffers = [np.zeros(size, dtype=np.float32) for _ in range(depth + 1)]
         self._wanted: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._there: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._next = 0  # how many lent layers have been asked for
+        self._next = 0  # how many lent layers have been requested
         self._used = 0
         self._thread = threading.Thread(target=self._read) if depth else None
 
@@ -91,13 +92,13 @@ class Fetched:
         failed = self._there.get()
         if failed is not None:
             raise failed
-        self._ask()  # into the buffer of the layer before this one, which is not needed any more
+        self._ask()  # into the buffer of the previous layer, which is no longer needed
         buffer = self._buffers[self._used % len(self._buffers)]
         self._used += 1
         return attend(query, buffer)
 
     def _ask(self) -> None:
-        """Have the next lent layer read: after the last one, the first, for the next step."""
+        """Request the next lent layer. After the last one comes the first, for the next step."""
         layer, buffer = self._lent[self._next % len(self._lent)], self._next % len(self._buffers)
         self._next += 1
         self._wanted.put((layer, buffer))
@@ -109,7 +110,7 @@ class Fetched:
             try:
                 self._into(wanted[0], self._buffers[wanted[1]])
                 self._there.put(None)
-            except Exception as error:  # whoever waits for it raises it
+            except Exception as error:  # raised by the thread that waits for the read
                 self._there.put(error)
 
     def _into(self, layer: int, buffer: Array) -> None:
@@ -119,7 +120,7 @@ class Fetched:
 
 
 class Pushed:
-    """Some layers in the store, attended there."""
+    """Some layers are in the store and attended there."""
 
     def __init__(self, shape: Shape, resident: Resident, lent: Sequence[int], beside: Beside) -> None:
         self._resident, self._lent, self._beside = resident, set(lent), beside
@@ -133,14 +134,14 @@ class Pushed:
 
 
 def fill(shape: Shape, resident: Resident, client: KVStoreClient) -> None:
-    """Put the KV of all layers into the store."""
+    """Store the KV of all layers."""
     for layer, kv in enumerate(resident.kv):
         client.set(keys_of(shape, layer), kv.view(np.uint8).reshape(shape.batch, shape.block_bytes), deferred=False)
 
 
 @contextmanager
 def copying(shape: Shape, client: KVStoreClient, layers: Sequence[int], core: int) -> Iterator[None]:
-    """While the body runs, a thread on this core reads these layers over and over, and nobody uses them."""
+    """While the body runs, a thread on this core reads these layers again and again, without using them."""
     over = threading.Event()
 
     def read() -> None:
@@ -161,7 +162,7 @@ def copying(shape: Shape, client: KVStoreClient, layers: Sequence[int], core: in
 
 
 def read_time(shape: Shape, client: KVStoreClient, layers: Sequence[int], core: int) -> float:
-    """-> seconds to read these layers one after the other and do nothing else, by a thread on this core."""
+    """Return the seconds that a thread on this core takes to read these layers one after the other."""
 
     def read() -> float:
         os.sched_setaffinity(threading.get_native_id(), {core})

@@ -1,4 +1,5 @@
-"""What the benchmarks of the KV pipeline share: a decoder, its KV, the store that has a copy of it, and turns."""
+"""Shared by the benchmarks of the KV pipeline: a decoder, its KV, the store that has a copy of the KV, and rounds of
+operations."""
 
 from __future__ import annotations
 
@@ -21,20 +22,20 @@ from benchmarks.remote_kv_cache.limited_link import LimitedLink
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from kvstore_client import KVStoreClient
 
-FULL_RATE: Final = 4e9  # bytes/s: more than this machine moves
+FULL_RATE: Final = 4e9  # bytes/s: more than this machine can move
 RATIOS: Final = {"0.25": (4, 288), "0.5": (8, 288), "1": (8, 576)}  # batch and context for KV to weights
-# What crosses the link, as results name it.
+# The names, in results, of what crosses the link.
 FETCHED: Final = "fetched"
 PUSHED: Final = "pushed"
 ARMS: Final = {FETCHED: "KV comes", PUSHED: "attention goes"}
 
 
 class Rig:
-    """A decoder with a core of its own, its KV, and the store that has a copy of it. What it starts ends with the
-    stack, which must be closed by the thread that made it: that one is the decoder's."""
+    """A decoder with its own core, its KV, and the store that has a copy of it. All processes that it starts end with
+    the stack. The thread that makes the rig runs the decoder, and must close the stack."""
 
     def __init__(self, shape: Shape, link: LimitedLink | None, stack: ExitStack) -> None:
-        """link: between decoder and store; None: loopback."""
+        """link: the link between decoder and store; if it is None, loopback."""
         self.shape, self._stack = shape, stack
         cores = sorted(os.sched_getaffinity(0))
         self.own_core, self.other_core = cores[0], cores[min(1, len(cores) - 1)]
@@ -53,7 +54,7 @@ class Rig:
         self.expected = self.decoder.run(self.resident.attend)
 
     def of_batch(self, batch: int) -> Rig:
-        """-> the same for the first `batch` sequences, with the same store."""
+        """Return a rig for the first `batch` sequences, with the same store."""
         smaller = copy.copy(self)
         smaller.decoder, smaller.resident = self.decoder.of_batch(batch), self.resident.of_batch(batch)
         smaller.shape = smaller.decoder.shape
@@ -66,7 +67,7 @@ class Rig:
             return self._stack.enter_context(connect(self.endpoint, self.shape, shared))
 
     def beside(self) -> Beside:
-        """A process beside the store that attends its KV."""
+        """Start a process on the store's host that attends its KV."""
         with self._elsewhere():
             address = self._stack.enter_context(attending(self.shape, self.endpoint, self._host, self._prefix))
             beside = Beside(address)
@@ -75,7 +76,7 @@ class Rig:
 
     @contextmanager
     def _elsewhere(self) -> Iterator[None]:
-        """Threads and processes that are started meanwhile run on the other core, as those do that they start."""
+        """Let threads and processes that are started while the body runs, and their children, run on the other core."""
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {self.other_core})
         try:
@@ -84,7 +85,8 @@ class Rig:
             os.sched_setaffinity(0, before)
 
     def steps(self, lender: Resident | Fetched | Pushed) -> float:
-        """-> seconds of a step: the median after the first one. Raises `AssertionError` for another output."""
+        """Return the seconds of a step: the median after the first one. Raises `AssertionError` if the output
+        differs."""
         times: list[float] = []
         begin = time.perf_counter()
 
@@ -95,14 +97,14 @@ class Rig:
             begin = now
 
         output = self.decoder.run(lender.attend, stepped)
-        if isinstance(lender, Pushed):  # attended a sequence at a time
+        if isinstance(lender, Pushed):  # attention is computed one sequence at a time
             np.testing.assert_allclose(output, self.expected, rtol=2e-3, atol=2e-3)
         else:
             np.testing.assert_array_equal(output, self.expected)
         return median(times[1:])
 
     def lent(self, lent: int, depth: int, client: KVStoreClient | None = None) -> float:
-        """-> seconds of a step when the KV of so many layers comes from the store."""
+        """Return the seconds of a step when the KV of `lent` layers comes from the store."""
         if not lent:
             return self.steps(self.resident)
         layers = lent_layers(self.shape, lent)
@@ -110,19 +112,19 @@ class Rig:
             return self.steps(fetched)
 
     def beside_copies(self) -> float:
-        """-> seconds of a step with nothing lent while all layers are read over and over, and not used: what copying
-        takes from computing."""
+        """Return the seconds of a step with nothing lent while all layers are read again and again without being used.
+        This shows how much copies slow computing."""
         with copying(self.shape, self.client, range(self.shape.layers), self.other_core):
             return self.lent(0, 0)
 
     def pushed(self, lent: int, beside: Beside) -> float:
-        """-> seconds of a step when so many layers are attended beside the store."""
+        """Return the seconds of a step when `lent` layers are attended on the store's host."""
         return self.steps(Pushed(self.shape, self.resident, lent_layers(self.shape, lent), beside))
 
 
 def of_ratios(benchmark: Benchmark) -> Iterator[tuple[str, Rig, LimitedLink]]:
-    """-> a rig for each ratio of KV to weights, behind one link; of the first one only if the run is quick. Each ends
-    when the next one is asked for."""
+    """Yield a rig for each ratio of KV to weights, behind one link; only for the first ratio if the run is quick. Each
+    rig ends when the next one is requested."""
     with LimitedLink(FULL_RATE) as link:
         for name, (batch, context) in list(RATIOS.items())[: 1 if benchmark.quick else None]:
             with ExitStack() as stack:
@@ -130,7 +132,7 @@ def of_ratios(benchmark: Benchmark) -> Iterator[tuple[str, Rig, LimitedLink]]:
 
 
 def in_turn(benchmark: Benchmark, runs: dict[Any, Callable[[], float]]) -> dict[Any, float]:
-    """-> the median of each, which took turns."""
+    """Run these in turn in each round. Return the median of each."""
     found: dict[Any, list[float]] = {name: [] for name in runs}
     for _ in range(benchmark.rounds):
         for name, run in runs.items():

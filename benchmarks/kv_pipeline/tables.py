@@ -1,22 +1,23 @@
-"""The tables of the KV pipeline in docs/planning.md, each a function of the results: `benchmarks.draw` makes them."""
+"""The tables of the KV pipeline in docs/planning-validation.md, each a function of the results; `benchmarks.draw` makes
+them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from benchmarks.kv_pipeline.bench_pipeline import KNEE, MODES
+from benchmarks.kv_pipeline.bench_pushed import BY_ARM
+from benchmarks.kv_pipeline.bench_tokens import BOUNDS, RESIDENT, TOKENS
 from benchmarks.kv_pipeline.rig import ARMS, FETCHED, PUSHED
-from benchmarks.kv_pipeline.test_pipeline import KNEE, MODES
-from benchmarks.kv_pipeline.test_pushed import BY_ARM
-from benchmarks.kv_pipeline.test_tokens import BOUNDS, RESIDENT, TOKENS
 from benchmarks.render.cells import Cell, Row, cases
 from benchmarks.render.tables import Table, markdown, section
 from benchmarks.results_reader import CaseResult, Result, parameters_of
 from kvstore_serving.planning.pipeline import BUFFERS, Hardware, largest_kv, plan_pipeline
 
-PIPELINE: Final = "test_pipeline"
-PIPELINE_PUSHED: Final = "test_pushed"
-PIPELINE_TOKENS: Final = "test_tokens"
+PIPELINE: Final = "bench_pipeline"
+PIPELINE_PUSHED: Final = "bench_pushed"
+PIPELINE_TOKENS: Final = "bench_tokens"
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -24,12 +25,12 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _chart(what: str, name: str) -> str:
-    """A chart that is there if its table is."""
+    """A chart that is shown together with its table."""
     return f"![{what}](charts/planning-{name}.svg)"
 
 
 def modes(result: Result) -> str:
-    """What half of the layers cost, by the way they are read."""
+    """The cost of lending half of the layers, by the way they are read."""
     cases = result.group(MODES)
     names = list(cases[0].parameters["step_s"])
 
@@ -41,11 +42,21 @@ def modes(result: Result) -> str:
     return markdown(("", *(f"KV {case.parameters['ratio']} x weights" for case in cases)), rows)
 
 
-_MEMORY: Final = 1.55e12  # bytes/s: an A100's, as measured for the proposal
-_RESIDENT: Final = 40e9  # of it for KV
-_WEIGHTS_S: Final = 0.017  # to read 26 GB of weights
+# GB/s of memory and of NVLink, from the reply that objects to the proposal (DistServe's issue 3).
+_REPLY: Final = {
+    "A100 40G SXM": (1560, 600),
+    "A100 80G SXM": (2040, 600),
+    "H100 80G SXM": (3360, 900),
+    "B100": (8000, 1800),
+}
+_MEMORY: Final = 1.55e12  # bytes/s of an A100 80G, as measured in that issue
+_RESIDENT: Final = 40e9  # bytes of memory for KV
+_WEIGHTS_S: Final = 0.017  # seconds to read 26 GB of weights
 _LINKS: Final = {
-    "the proposal's ratio": (_MEMORY / 2.6, _MEMORY / 3.4, _MEMORY / 3.73, _MEMORY / 4.44),
+    "A100 40G's ratio": (_MEMORY / 2.6,),
+    "A100 80G's ratio": (_MEMORY / 3.4,),
+    "H100's ratio": (_MEMORY / 3.73,),
+    "B100's ratio": (_MEMORY / 4.44,),
     "measured both ways, GPUs 4 to 7": (518e9,),
     "measured both ways": (420e9,),
     "measured one way": (272e9,),
@@ -55,8 +66,26 @@ _LINKS: Final = {
 }
 
 
+def gpus() -> str:
+    """The GPUs named in the reply to the proposal, and what the reply's formula gives without the times that it adds to
+    the copies."""
+    rows = [
+        (
+            gpu,
+            f"{memory}",
+            f"{link}",
+            f"{memory / link:.2f}",
+            f"{link / memory:.1%}",
+            f"{1 / (1 - link / memory):.2f} x",
+        )
+        for gpu, (memory, link) in _REPLY.items()
+    ]
+    headings = ("GPU", "memory, GB/s", "NVLink, GB/s", "ratio", "alpha, first term alone", "capacity")
+    return markdown(headings, rows)
+
+
 def proposal() -> str:
-    """What the KV pipeline's proposal says, and what the whole formula does: computed."""
+    """The results, for each link, of the formula's first term alone and of the whole formula. Both are computed."""
     rows = []
     for what, links in _LINKS.items():
         for link in links:
@@ -73,15 +102,15 @@ def proposal() -> str:
             )  # fmt: skip
     one, both = "first term alone", "with T_other = 17 ms"
     headings = ("link", "B_memory / B_link", f"alpha, {one}", f"capacity, {one}", f"alpha, {both}")
-    return markdown((*headings, f"capacity, {both}", "the lender holds"), rows)
+    return markdown((*headings, f"capacity, {both}", "KV at the lender"), rows)
 
 
 _LAYER_MS: Final = (10.0, 0.47)  # vllm#15123: copying a layer's KV over PCIe, and computing it
-_CLAIMED: Final = 0.30  # alpha, by the proposal
+_CLAIMED: Final = 0.30  # alpha for an A100 80G, from the reply to the proposal
 
 
 def published(result: Result) -> str:
-    """What others say of lent KV, beside what was measured here."""
+    """Figures that others published about lent KV, next to our measurements."""
     cases = parameters_of(result, KNEE)
     shares = sorted(
         max(alpha * case["kv_bytes"] / case["link_bytes_per_s"], case["step_s"]) / seconds
@@ -95,32 +124,33 @@ def published(result: Result) -> str:
     near = min(cases, key=lambda case: abs(case["alpha"] - _CLAIMED))
     rows = (
         (
-            f"the proposal: alpha ≤ {_CLAIMED:.0%} at 600 GB/s, a capacity of {1 / (1 - _CLAIMED):.2f} x",
+            f"a reply to the proposal: alpha ≤ {_CLAIMED:.0%} at 600 GB/s (a capacity of {1 / (1 - _CLAIMED):.2f} x)",
             f"with alpha* {near['alpha']:.1%} the knee is at {near['knee']:.1%}",
-            "alpha depends on the link, and on the rest of the step: see the table above; A100 with NVLink there",
+            "alpha depends on the link and the rest of the step (see the table above); theirs is an A100 with NVLink",
         ),
         (
             f"vllm#15123: {copied:g} ms to copy a layer over PCIe, {computed * 1e3:.0f} µs to compute it",
             f"copying takes {copies:.1f} x as long as computing: alpha* {slow['alpha']:.1%}, knee {slow['knee']:.1%}",
-            f"{copied / computed:.0f} x there, so alpha* is {computed / copied:.1%}; our slowest link is less slow",
+            f"theirs takes {copied / computed:.0f} x: alpha* is {computed / copied:.1%}; our slowest link is faster",
         ),
         (
             "a fork of llama.cpp: 96 to 99 % of the longer of copying and computing",
             f"{shares[0]:.0%} to {shares[-1]:.0%}, {shares[len(shares) // 2]:.0%} in the median of "
             f"{len(shares)} shares and links",
-            "a copy engine of a GPU there; here, server, kernel and reader share one core",
+            "theirs is a GPU's copy engine; here, server, kernel and reader share one core",
         ),
     )
     return markdown(("published", "ours", "what differs"), rows, figures=False)
 
 
 def arm_steps(case: Mapping[str, Any]) -> dict[str, float]:
-    """-> seconds of a step of each arm; where the KV was not fetched, those of copying alone: it would be no less."""
+    """Return the seconds of a step for each arm. If fetching the KV was not measured, its time is that of copying
+    alone, a lower bound."""
     return {FETCHED: case["alpha"] * case["kv_bytes"] / case["link_bytes_per_s"], **case["step_s"]}
 
 
 def pushed(result: Result) -> str:
-    """Steps with KV that comes, and with attention that goes, by the rate of the link."""
+    """Steps with KV fetched, and with the query sent to it, by the rate of the link."""
     cases = parameters_of(result, BY_ARM)
     shares = sorted({case["alpha"] for case in cases})
     rows = []
@@ -144,7 +174,7 @@ def _same_link(case: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _crossings(cases: list[dict[str, Any]]) -> str:
-    """From which rate on which way is the shorter, and what crosses the link."""
+    """The rates from which fetching is faster, and the bytes that cross the link."""
     rows = []
     for ratio, alpha in dict.fromkeys((case["ratio"], case["alpha"]) for case in cases):
         mine = sorted(
@@ -163,48 +193,50 @@ def _crossings(cases: list[dict[str, Any]]) -> str:
             )
         )  # fmt: skip
     headings = (
-        "KV to weights", "lent", "KV that comes in a step", "queries there / answers back in a step",
-        "alpha* is what is lent at", "the KV that comes wins from",
+        "KV to weights", "lent", "KV fetched in a step", "queries sent / answers received in a step",
+        "rate at which alpha* is the lent share", "fetching the KV is faster from",
     )  # fmt: skip
     return markdown(headings, rows)
 
 
 def rates_by_batch(case: Mapping[str, Any], arm: str) -> dict[int, tuple[float, float]]:
-    """-> by batch: seconds of a step, and tokens a second."""
+    """Return, for each batch, the seconds of a step and the tokens a second."""
     return {int(batch): (seconds, int(batch) / seconds) for batch, seconds in case["step_s"][arm].items()}
 
 
 def planned_batch(case: Mapping[str, Any]) -> tuple[int | None, int]:
-    """-> the whole sequences that fit by the plan, None: without bound; and the largest batch of those that was
-    tried."""
+    """Return the number of whole sequences that fit according to the plan (None if there is no bound), and the largest
+    measured batch of at most this size."""
     kv_bytes, tried = case["plan_kv_bytes"], rates_by_batch(case, FETCHED)
     fits = None if kv_bytes is None else int(kv_bytes / case["sequence_bytes"] + 1e-9)
     return fits, max(batch for batch in tried if fits is None or batch <= fits)
 
 
 def planned_step(case: Mapping[str, Any], batch: int) -> float:
-    """-> seconds of a step of this batch by the plan's figures, while copying is hidden but for what it takes from
-    computing."""
+    """Return the seconds of a step of this batch according to the plan. Copies overlap with the computation and only
+    slow it."""
     kv_bytes = batch * case["sequence_bytes"]
     copies_s = planned_share(case, batch) * kv_bytes / case["link_bytes_per_s"]
     return float(case["other_s"] + kv_bytes / case["memory_bytes_per_s"] + case["lost_share"] * copies_s)
 
 
 def planned_share(case: Mapping[str, Any], batch: int) -> float:
-    """-> the share of this batch's KV that must leave, so that the rest and two buffers of a layer fit."""
+    """Return the share of this batch's KV to lend, so that the rest and two one-layer buffers fit."""
     layers, kv_bytes = case["layers"], batch * case["sequence_bytes"]
     return 1 + BUFFERS / layers - case["resident_bytes"] / kv_bytes if kv_bytes > case["resident_bytes"] else 0.0
 
 
 def best_batch(by_batch: Mapping[int, tuple[float, float]], longest_s: float) -> tuple[int, float]:
-    """-> the batch with most tokens a second among those whose step is no longer, and its tokens a second."""
+    """Return the batch with the most tokens a second among those whose step takes at most `longest_s`, and its tokens a
+    second."""
     inside = {batch: rate for batch, (seconds, rate) in by_batch.items() if seconds <= longest_s}
     batch = max(inside, key=lambda each: inside[each])
     return batch, inside[batch]
 
 
 def _best(case: Mapping[str, Any], arm: str, bound: float) -> str:
-    """The batch that brings most tokens a second within the bound, in steps of what fits without a lender."""
+    """The batch with the most tokens a second within the bound, which is a multiple of the step of the batch that fits
+    without a lender."""
     by_batch = rates_by_batch(case, arm)
     step_s, alone = by_batch[RESIDENT]
     batch, rate = best_batch(by_batch, bound * step_s)
@@ -212,7 +244,7 @@ def _best(case: Mapping[str, Any], arm: str, bound: float) -> str:
 
 
 def tokens(result: Result) -> str:
-    """Tokens a second from fixed resident bytes, with bounds on the time between tokens."""
+    """Tokens a second with fixed resident bytes, with bounds on the time between tokens."""
     cases = parameters_of(result, TOKENS)
     rows = []
     for case in cases:
@@ -234,7 +266,7 @@ def _fits(row: Row) -> str:
 
 
 def _of_batch(cell: Callable[[dict[str, Any], int], str]) -> Cell:
-    """A cell of the batch that the plan says fits."""
+    """A cell for the batch that fits according to the plan."""
     return lambda row: cell(dict(row.p), planned_batch(row.p)[1])
 
 
@@ -247,7 +279,7 @@ PIPELINE_TABLES: Final = {
         cases(KNEE), ("KV to weights", "{p[ratio]}"), ("KV", "{p[kv_bytes]:M.0f} MB"),
         ("link", "{p[link_bytes_per_s]:G.2f} GB/s"), ("step", "{p[step_s]:ms.1f} ms"), ("alpha*", "{p[alpha]:.1%}"),
         ("knee", "{p[knee]:.1%}"), ("off", lambda row: f"{row.p['knee'] / row.p['alpha'] - 1:+.0%}"),
-        ("step at worst, of the longer", "{p[worst_to_max]:.2f} x"),
+        ("worst step, x the longer", "{p[worst_to_max]:.2f} x"),
     )),
     "pipeline_modes": section(PIPELINE, modes),
     "pipeline_published": section(PIPELINE, published),
@@ -267,5 +299,5 @@ PIPELINE_TABLES: Final = {
         ("lost while copies run", "{p[lost_share]:.0%}"),
     )),
 }  # fmt: skip
-# Of nothing that is measured.
-PIPELINE_COMPUTED: Final[dict[str, Callable[[], str]]] = {"proposal": proposal}
+# These use no results: they are computed.
+PIPELINE_COMPUTED: Final[dict[str, Callable[[], str]]] = {"proposal": proposal, "proposal_gpus": gpus}

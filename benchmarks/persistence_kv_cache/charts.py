@@ -1,4 +1,4 @@
-"""The charts of where bytes lie on disk, and of the disk tier."""
+"""The charts of the placements on disk, and of the disk tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _DRAWN: Final = {
 
 
 def _placement(number: int) -> Bars:
-    """The placements of one shape: the first is that of the headline model, the last has small blocks."""
+    """The chart of the placements of one shape. The first shape is that of the headline model, and the last one has
+    small blocks."""
 
     def candidates(result: Result) -> list[Row]:
         case = result.group(PLACEMENT_GROUP)[number]
@@ -37,7 +38,7 @@ def _placement(number: int) -> Bars:
 
     title = "{p[blocks]} blocks of {p[block_bytes]} bytes on disk"
     return Bars(
-        "test_placement",
+        "bench_placement",
         title,
         "GB/s",
         candidates,
@@ -53,7 +54,7 @@ PERSISTENCE_CHARTS: Final = {
     "placement": _placement(0),
     "placement_small": _placement(-1),
     "disk_tier": Bars(
-        "test_disk_tier", "Disk tier: through the server, TCP over loopback", "GB/s",
+        "bench_disk_tier", "Disk tier: through the server, TCP over loopback", "GB/s",
         operations(names.WRITE_PART, names.READ_PART, where=lambda row: row.name in row.data.limits),
         "{p[shape]}: {name}", ROUNDS, "plain file, one thread", lambda row, item: row.rate,
         lambda row, item: row.limit.rate.median,

@@ -11,16 +11,17 @@ from benchmarks.render.cells import Row, operations
 from benchmarks.render.ledger import Claim, Finding, at_least, found
 from benchmarks.results_reader import Result
 
-_TEST: Final = "test_disk_tier"
+_TEST: Final = "bench_disk_tier"
 
 
 def _share(part: str, shape: str, limit: float) -> Callable[[Result], Finding]:
-    """The share of its limit's throughput, for every operation of a part with that shape."""
+    """The throughput of every operation of a part, for one shape, as a share of its limit's throughput."""
     rows = operations(part, where=lambda row: row.p["shape"] == shape and row.name in row.data.limits)
 
     def limits(row: Row) -> str:
         rates = {each.limit.name: each.limit.rate.median for each in rows(row.result)}
-        return ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
+        text = ", ".join(f"{name.removeprefix(names.MEMORY_ONLY)} {rate:.2f} GB/s" for name, rate in rates.items())
+        return names.MEMORY_ONLY + text if any(name.startswith(names.MEMORY_ONLY) for name in rates) else text
 
     return found(
         rows, lambda row: f"{row.name.removeprefix(names.HYBRID)} {row.share.median:.2f}", limits, at_least(limit)
@@ -39,7 +40,7 @@ _OF_SHAPES: Final = (
     (names.READ_PART, "`get_into` and `stream_get` from disk", names.READ_TARGET, "plain pread"),
     (
         names.HYBRID_PART,
-        "blocks in memory, beside a server without a disk tier",
+        "blocks in memory, against a server without a disk tier",
         names.HYBRID_TARGET,
         "its throughput",
     ),

@@ -1,4 +1,5 @@
-"""A `kvstore-server` with a disk tier, which a benchmark can start and stop as often as it wants, and its state."""
+"""A `kvstore-server` with a disk tier, which a benchmark can start and stop repeatedly, and the state of its disk
+tier."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from benchmarks.remote_kv_cache.transfers import connect
 from kvstore_client import KVStoreClient
 
 START_S: Final = 120.0
-STOP_S: Final = 300.0  # a clean stop writes what is not on disk yet
+STOP_S: Final = 300.0  # a clean stop writes the blocks that are not on disk yet
 SETTLE_S: Final = 600.0
 _POLL_S: Final = 0.002
 
@@ -37,11 +38,11 @@ class DiskState:
 
 
 def disk_state(client: KVStoreClient) -> DiskState:
-    """Ask the server for its state. Raises `RuntimeError` if a shard has no disk tier, or has turned it off."""
+    """Return the server's state. Raises `RuntimeError` if a shard has no disk tier, or has turned it off."""
     shards = client.info().shards
     disks = [shard.disk for shard in shards if shard.disk is not None]
     if not disks or len(disks) < len(shards) or any(disk.state == "off" for disk in disks):
-        raise RuntimeError("a shard of the server under measurement has no disk tier (any more): see its log")
+        raise RuntimeError("a shard of the server under measurement has no disk tier or has turned it off: see its log")
     return DiskState(
         blocks=sum(disk.blocks for disk in disks),
         dirty_blocks=sum(disk.dirty_blocks for disk in disks),
@@ -52,11 +53,11 @@ def disk_state(client: KVStoreClient) -> DiskState:
 
 
 def wait_for(what: str, condition: Callable[[], bool], pause_s: float = _POLL_S) -> None:
-    """Ask for the state until the condition holds. Raises `TimeoutError` after ten minutes."""
+    """Poll until the condition holds. Raises `TimeoutError` after ten minutes."""
     deadline = time.monotonic() + SETTLE_S
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {SETTLE_S:g} s")
+            raise TimeoutError(f"{what}: not finished within {SETTLE_S:g} s")
         time.sleep(pause_s)
 
 
@@ -66,8 +67,8 @@ def wait_until_clean(client: KVStoreClient) -> None:
 
 
 class Server:
-    """One server at a time, on a free port. `disk` None: memory only. `__init__` does not start it. Used as a
-    context, it never leaves a process, and after an error its log is shown."""
+    """A server on a free port. If `disk` is None, it has memory only. `__init__` does not start it. As a
+    context manager it leaves no process behind, and shows its log after an error."""
 
     def __init__(
         self, memory_bytes: int, disk: Path | None = None, disk_bytes: int = 0, arguments: Sequence[str] = ()
@@ -93,13 +94,14 @@ class Server:
         self._log.close()
 
     def start(self) -> float:
-        """Start it. -> seconds from the start of the process to its ready line. Raises `RuntimeError` with its log."""
+        """Start the server. Return the seconds from the start of the process to its ready line. Raises `RuntimeError`
+        with its log if it does not start."""
         begin = time.perf_counter()
         process = subprocess.Popen(
             self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment()
         )
         self._process = process
-        late = threading.Timer(START_S, process.kill)  # ends the wait for the line below
+        late = threading.Timer(START_S, process.kill)  # ends the wait for the ready line below
         late.start()
         try:
             assert process.stdout is not None
@@ -132,5 +134,5 @@ class Server:
         return self._log.read()[-4000:].decode(errors="replace")
 
     def connect(self, name: str, block_bytes: int) -> KVStoreClient:
-        """A client of the running server. After a restart a new client is needed, since the port changes."""
+        """A client of the running server. A restart changes the port, so a new client is needed after it."""
         return connect(self.endpoint, name, block_bytes)

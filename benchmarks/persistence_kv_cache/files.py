@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.remote_kv_cache.shapes import Rows
 
-ALIGNMENT: Final = 4096  # of memory, offsets and sizes with O_DIRECT: enough for every disk we know of
+ALIGNMENT: Final = 4096  # alignment of memory, offsets and sizes for O_DIRECT; enough for all common disks
 _DROP_CACHES: Final = Path("/proc/sys/vm/drop_caches")
 _POOL: Final = ThreadPoolExecutor(8, "disk")
 
@@ -39,7 +39,7 @@ def write_row(descriptor: int, row: Rows, offset: int) -> None:
 
 
 def read_row(descriptor: int, row: Rows, offset: int) -> None:
-    """Fill `row` in one call. Raises `OSError` if the file ends before."""
+    """Fill `row` in one call. Raises `OSError` if the file ends too early."""
     got = os.preadv(descriptor, [row], offset)
     if got != row.nbytes:
         raise OSError(f"pread at {offset}: {got} of {row.nbytes} bytes were read")
@@ -56,7 +56,8 @@ def spread(threads: int, count: int, work: Callable[[int, int], object]) -> None
 
 
 def preallocate(path: Path, size: int, direct: bool = False) -> int:
-    """Open a file of exactly that size whose disk blocks are allocated; create it if need be. The caller closes it."""
+    """Open a file of exactly that size whose disk blocks are allocated; create the file if it does not exist. The
+    caller closes it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
     os.posix_fallocate(descriptor, 0, size)
     return descriptor
@@ -64,7 +65,8 @@ def preallocate(path: Path, size: int, direct: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Space:
-    """The space of all files and directories below one. `allocated_bytes`: what the file system allocated for them."""
+    """The space of all files and directories below a directory. `allocated_bytes`: what the file system allocated for
+    them."""
 
     files: int
     allocated_bytes: int
@@ -97,7 +99,7 @@ def file_system(directory: Path) -> str:
             if os.stat(point).st_dev == device:
                 found = kind
         except OSError:
-            continue  # a mount point that is not ours to look at
+            continue  # a mount point that this user may not access
     return found
 
 
@@ -108,12 +110,12 @@ class PageCache:
         permitted = os.access(_DROP_CACHES, os.W_OK)
         if how == "drop_caches" and not permitted:
             raise PermissionError(
-                "--drop drop_caches: /proc/sys/vm/drop_caches may not be written; be root, or fadvise"
+                "--drop drop_caches: /proc/sys/vm/drop_caches is not writable; run as root, or use --drop fadvise"
             )
         self.how = how if how != "auto" else "drop_caches" if permitted else "fadvise"
 
     def drop(self, *directories: Path) -> None:
-        """Write back dirty pages, then drop them. Mapped pages stay, so close mapped files before."""
+        """Write back dirty pages, then drop them. Mapped pages stay, so close mapped files first."""
         os.sync()
         if self.how == "drop_caches":
             _DROP_CACHES.write_text("3\n")
@@ -131,11 +133,14 @@ class PageCache:
 def add_disk_options(parser: argparse.ArgumentParser) -> None:
     """Add the options `--directory` and `--drop`."""
     parser.add_argument(
-        "--directory", type=Path, metavar="PATH", help="on the file system to be measured; default: the temporary one"
+        "--directory",
+        type=Path,
+        metavar="PATH",
+        help="a folder on the file system to be measured; default: the temporary folder",
     )
     parser.add_argument(
         "--drop",
         choices=("auto", "drop_caches", "fadvise"),
         default="auto",
-        help="how the page cache is emptied; auto: all of it where permitted, else the files' pages",
+        help="how the page cache is emptied; auto: all of it if permitted, otherwise only the pages of the files",
     )

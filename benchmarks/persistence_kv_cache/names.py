@@ -1,4 +1,4 @@
-"""The names of the results of `test_disk_tier`, and its targets."""
+"""The names of the results of `bench_disk_tier`, and its targets."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ NEW_START: Final = "new server, memory only, until ready"
 READY: Final = "restart, until ready"
 READABLE: Final = "restart, until all are readable"
 
-WRITE_TARGET: Final = 0.8  # of plain pwrite
-READ_TARGET: Final = 0.85  # of plain pread
-HYBRID_TARGET: Final = 0.9  # of the memory-only server
-RESTART_TARGET_S: Final = 2.0  # per 100 000 blocks
-INDEX_TARGET_BYTES: Final = 250  # a block
+WRITE_TARGET: Final = 0.8  # a share of the throughput of plain pwrite
+READ_TARGET: Final = 0.85  # a share of the throughput of plain pread
+HYBRID_TARGET: Final = 0.9  # a share of the throughput of a server without a disk tier
+RESTART_TARGET_S: Final = 2.0  # seconds for each 100 000 blocks
+INDEX_TARGET_BYTES: Final = 250  # bytes of the index for each block

@@ -1,17 +1,18 @@
 """The candidate placements: ways to keep block bytes on disk.
 
-A placement keeps blocks under 16-byte keys in a directory of its own. All give the same guarantee: after `sync`, the
+A placement keeps blocks with 16-byte keys in a separate directory. All give the same guarantee: after `sync`, the
 blocks and the data needed to find them again are on disk. No placement keeps the server's checksums and recency.
 
-* `LmdbValues`: the block is the value. Large values lie in runs of 4 KiB pages that must be contiguous. Entries like
-  those of the segments' index lie beside the values, in a database of their own: to walk the keys of large values means
-  to read these too, in this binding.
-* `FilePerBlock`: 256 directories, one file a block, named by its key. `MappedFiles` reads them through mmap.
-* `Segments`: preallocated files of slots, free ones reused; an LMDB index says which block is in which slot. With
-  O_DIRECT the page cache is not involved. Without an index and in one file it is `plain`, the limit of the others.
-* `LevelDb`: what the reference tried beside files; needs plyvel.
+* `LmdbValues`: the block is the value. A large value occupies a run of contiguous 4 KiB pages. Entries like those of
+  the segments' index are in a separate database, because this binding cannot list the keys of large values without
+  reading the values.
+* `FilePerBlock`: 256 directories, with one file for each block, named by its key. `MappedFiles` reads them through
+  mmap.
+* `Segments`: preallocated files of slots. Free slots are reused, and an LMDB index says which block is in which slot.
+  With O_DIRECT, the page cache is not used. Without an index and in one file it is `plain`, the limit of the others.
+* `LevelDb`: the store that the published design tried in addition to files; needs plyvel.
 
-One thread calls; `threads` says over how many a call spreads its reads or writes.
+Only one thread calls a placement; `threads` is the number of threads over which a call spreads its reads or writes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.remote_kv_cache.harness import missing_module
 from benchmarks.remote_kv_cache.shapes import KEY_BYTES, Rows
 
 SEGMENT_BYTES: Final = 64 << 20
-_ENTRY: Final = struct.Struct("<IIQQIIQQ")  # what the server keeps of a block; here all but the place is zero
+_ENTRY: Final = struct.Struct("<IIQQIIQQ")  # the fields that the server keeps of a block; here only the place is set
 _INDEX_MAP_BYTES: Final = 4 << 30
 _FAN_OUT: Final = 256
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -60,7 +61,8 @@ class Placement(Protocol):
     def close(self) -> None: ...
 
     def keys(self) -> set[bytes]:
-        """The keys of all blocks, read from disk unless they are known already, as a server must do when it starts."""
+        """The keys of all blocks. They are read from disk, as a server must do when it starts, unless they are already
+        known."""
 
     def write(self, keys: Sequence[bytes], rows: Sequence[Rows], threads: int) -> None:
         """Add blocks whose keys are new."""
@@ -199,7 +201,7 @@ class MappedFiles(FilePerBlock):
 
 
 class Segments:
-    """Room for exactly `capacity` blocks. `indexed` False: the slots are known only while this object lives."""
+    """Room for exactly `capacity` blocks. If `indexed` is False, the slots are known only while this object lives."""
 
     parallel_writes = True
 
@@ -335,7 +337,7 @@ class LevelDb:
         self._db.delete(b"\xff" * (KEY_BYTES + 1))
 
 
-# Name: how to make it, in an empty directory of its own, for `capacity` blocks of `block_bytes`.
+# Name -> a function that makes the placement in an empty directory, for `capacity` blocks of `block_bytes`.
 PLACEMENTS: Final[dict[str, Callable[[Path, int, int], Placement]]] = {
     PLAIN: lambda path, capacity, size: Segments(path, capacity, size, False, False, capacity * size),
     PLAIN_DIRECT: lambda path, capacity, size: Segments(path, capacity, size, True, False, capacity * size),
@@ -350,13 +352,13 @@ PLACEMENTS: Final[dict[str, Callable[[Path, int, int], Placement]]] = {
 
 
 def _map_bytes(capacity: int, block_bytes: int) -> int:
-    """The size of LMDB's map: enough for values that fill their pages badly and for the gaps that churn leaves. The
-    space really used is measured."""
+    """The size of LMDB's map: enough for values that leave most of a page empty and for the gaps that replaced blocks
+    leave. The space that is really used is measured."""
     return 8 * capacity * (block_bytes + ALIGNMENT) + (64 << 20)
 
 
 def unavailable(names: Iterable[str], block_bytes: int, directory: Path) -> dict[str, str]:
-    """The placements that cannot be measured here with such blocks, and why."""
+    """The placements that cannot be measured on this machine with blocks of this size, and why."""
     reasons = {LEVELDB: missing_module("plyvel")}
     direct = _no_direct(block_bytes, directory)
     reasons |= {PLAIN_DIRECT: direct, SEGMENTS_DIRECT: direct}

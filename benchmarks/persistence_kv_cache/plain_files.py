@@ -1,4 +1,5 @@
-"""The place where the disk tier is measured, and its limit: plain files of the same blocks on the same file system."""
+"""The disk on which the disk tier is measured, and the limit of the disk tier: plain files with the same blocks on the
+same file system."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _SPARE_BYTES: Final = 256 << 20
 
 
 class Disk:
-    """The disk that all parts measure: a directory, the page cache, the server's arguments for it."""
+    """The disk that all parts measure: a directory, its page cache, and the server's arguments for it."""
 
     def __init__(self, benchmark: Benchmark, directory: Path) -> None:
         self.directory = directory
@@ -33,19 +34,19 @@ class Disk:
         self._arguments = shlex.split(benchmark.options.server_arguments)
 
     def order(self, count: int) -> npt.NDArray[np.intp]:
-        """The order in which to write blocks that will be read from the first to the last."""
+        """Return the order in which to write blocks that will be read from the first to the last."""
         return np.random.default_rng(2).permutation(count) if self._random_order else np.arange(count)
 
     def drop_cache(self) -> None:
-        """Make everything in the directory cold."""
+        """Empty the page cache of all files in the directory."""
         self._cache.drop(self.directory)
 
     def missing(self, block_bytes: int) -> dict[str, str]:
-        """The plain file that cannot be used here, and why."""
+        """Return the kind of plain file that this file system does not support, if there is one, and why."""
         return unavailable((PLAIN_DIRECT,), block_bytes, self.directory)
 
     def server(self, memory_bytes: int, blocks_bytes: int, name: str) -> Server:
-        """A server whose disk tier has a directory of that name, and room for those blocks and some more."""
+        """Return a server whose disk tier has a directory of this name, and room for `blocks_bytes` and some more."""
         path = self.directory / name
         path.mkdir()
         return Server(memory_bytes, path, blocks_bytes * 3 // 2 + _SPARE_BYTES, self._arguments)
@@ -80,7 +81,7 @@ class PlainFile:
 
 
 def aligned_blocks(batch: Batch, block_bytes: int) -> Blocks:
-    """Blocks in memory that O_DIRECT can use."""
+    """Return blocks in memory that O_DIRECT can use."""
     blocks = Blocks(batch, block_bytes)
     for name in ("source", "out"):
         rows = aligned_rows(batch.blocks, block_bytes)
@@ -106,7 +107,8 @@ def plain_files(disk: Disk, blocks: Blocks) -> Iterator[dict[str, PlainFile]]:
 
 
 def plain_read(which: str, file: PlainFile, threads: int, blocks: Blocks, disk: Disk) -> Operation:
-    """The operation that reads all blocks with pread, in the order in which the server is asked for them."""
+    """Return the operation that reads all blocks with pread, in the order in which they are requested from the
+    server."""
 
     def before() -> None:
         disk.drop_cache()

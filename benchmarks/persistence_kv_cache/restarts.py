@@ -1,4 +1,4 @@
-"""Measures how soon a server that was stopped cleanly serves again, with many small blocks on its disk."""
+"""Measures the time until a cleanly stopped server serves again, with many small blocks on its disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAME: Final = "restart"
 
 
 class SmallBlocks:
-    """`count` blocks, made when they are needed. Each holds its own number, and random bytes after it."""
+    """`count` blocks, made on demand. Each begins with its own number, and random bytes follow."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -31,20 +31,21 @@ class SmallBlocks:
         self._rows = random_rows(BATCH, BLOCK_BYTES)
 
     def rows(self, numbers: npt.NDArray[np.uint64]) -> Rows:
-        """At most `BATCH` blocks, valid until the next call."""
+        """Return at most `BATCH` blocks, valid until the next call."""
         rows = self._rows[: len(numbers)]
         rows[:, :8] = numbers.astype("<u8").view(np.uint8).reshape(-1, 8)
         return rows
 
     def set(self, client: KVStoreClient) -> None:
-        """Set all blocks, no faster than the disk takes them: a block evicted before it is on disk is lost."""
+        """Set all blocks, no faster than the disk writes them, because a block that is evicted before it is on disk is
+        lost."""
         for start in range(0, self.count, BATCH):
             numbers = np.arange(start, min(start + BATCH, self.count), dtype=np.uint64)
             client.set(self.keys[start : start + BATCH], self.rows(numbers))
             wait_for("write-behind", lambda: disk_state(client).dirty_bytes < MEMORY_BYTES // 4)
 
     def readable(self, client: KVStoreClient) -> bool:
-        """Whether the store says that it has all of them."""
+        """Return whether the store reports all these blocks as present."""
         steps = range(0, self.count, BATCH)
         return all(client.contains(self.keys[start : start + BATCH]).all() for start in steps)
 
@@ -57,13 +58,14 @@ class SmallBlocks:
             raise AssertionError(f"{(~found).sum()} of {len(numbers)} blocks are missing after a clean stop")
         heads = out[:, :8].copy().view("<u8").ravel()
         if not np.array_equal(heads, numbers):
-            raise AssertionError("blocks were read with the bytes of others after a restart")
+            raise AssertionError("the bytes of some blocks differ after a restart")
 
 
 def measure_restart(
     benchmark: Benchmark, make_server: Callable[[int, int, str], Server], drop_cache: Callable[[], None], count: int
 ) -> None:
-    """Measure two restarts per round: until ready, and until all blocks are readable; and a new server as the floor."""
+    """Measure two restarts in each round, one until the server is ready and one until all blocks are readable, and a
+    new server as the lower limit."""
     blocks = SmallBlocks(count)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(make_server(MEMORY_BYTES, count * BLOCK_BYTES, _NAME))

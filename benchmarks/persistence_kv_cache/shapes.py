@@ -1,20 +1,20 @@
-"""The options that choose the measured blocks: `--models`, `--block-bytes` and `--blocks`."""
+"""The options that select the measured blocks: `--models`, `--block-bytes` and `--blocks`."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Final
 
+from benchmarks.remote_kv_cache.bench_small_blocks import QUICK_BYTES, TOTAL_BYTES, batch_of
 from benchmarks.remote_kv_cache.harness import Benchmark
 from benchmarks.remote_kv_cache.shapes import HEADLINE, MODELS, Batch, size_text
-from benchmarks.remote_kv_cache.test_small_blocks import QUICK_BYTES, TOTAL_BYTES, batch_of
 
 SMALL_BYTES: Final = 16 << 10
-_CALL_BLOCKS: Final = 512  # at most
+_CALL_BLOCKS: Final = 512  # the most blocks in a call
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
-    """Add these three options."""
+    """Add the three options."""
     parser.add_argument(
         "--models",
         nargs="+",
@@ -29,13 +29,13 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=[],
         metavar="BYTES",
-        help=f"sizes of your own, {TOTAL_BYTES >> 20} MiB of each",
+        help=f"blocks of these sizes, {TOTAL_BYTES >> 20} MiB of each",
     )
-    parser.add_argument("--blocks", type=int, metavar="N", help="of each model or size")
+    parser.add_argument("--blocks", type=int, metavar="N", help="the number of blocks of each model or size")
 
 
 def chosen_shapes(benchmark: Benchmark) -> dict[str, tuple[Batch, int]]:
-    """The chosen shapes: name -> how many blocks, and the bytes of one."""
+    """Return the chosen shapes: name -> the number of blocks, and the bytes of one."""
     options = benchmark.options
     models = list(MODELS) if "all" in options.models else options.models
     sizes = options.block_bytes

@@ -1,9 +1,9 @@
-"""A placement under measurement: the blocks it must hold, and the operations on it that take turns.
+"""A placement that is measured: the blocks that it must hold, and the operations that run in each round.
 
-Every placement has two stores. The *fresh* one has room for just its blocks and is made again for every write. The
-*churned* one is 95 % full and stays. A third of its blocks, chosen at random, is replaced by others, those of one call
-at a time, as eviction does: several times before the first round and once in each round. Block number k holds row k
-modulo the number of rows, under a key of its own, so that a block returned in place of another is noticed.
+Every placement has two stores. The *fresh* one has room for exactly its blocks, and is made again for every write. The
+*churned* one is 95 % full and is kept. A third of its blocks, chosen at random, is replaced by others, call by call, as
+eviction does: several times before the first round and once in each round. Block number k has its own key and holds row
+k modulo the number of rows, so that a block returned in place of another is noticed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.remote_kv_cache.harness import Operation
 from benchmarks.remote_kv_cache.shapes import Batch, Rows, random_rows
 
 FULL: Final = 0.95
-CHURN_BEFORE: Final = 3  # times a third is replaced before the first round
+CHURN_BEFORE: Final = 3  # how often a third is replaced before the first round
 THREADS: Final = 4
 
 WRITE: Final = "write"
@@ -45,7 +45,7 @@ RESTART: Final = "restart"
 
 
 def threaded(measure: str, threads: int = THREADS) -> str:
-    """The name of a measure made with that many threads."""
+    """The name of a measure with this number of threads."""
     return measure if threads == 1 else f"{measure}, {threads} threads"
 
 
@@ -54,14 +54,15 @@ def operation_name(placement: str, measure: str) -> str:
 
 
 def limit_of(placement: str) -> str:
-    """The plain file that is the limit of a placement: the one with the same way of I/O. Empty for plain files."""
+    """The name of the plain file that is the limit of a placement: the one with the same way of I/O. Empty for plain
+    files."""
     if placement in (PLAIN, PLAIN_DIRECT):
         return ""
     return PLAIN_DIRECT if placement == SEGMENTS_DIRECT else PLAIN
 
 
 def block_key(number: int) -> bytes:
-    """The key of a block number; keys are spread evenly, as prefix hashes are."""
+    """Return the key of a block number. Keys are spread evenly, as prefix hashes are."""
     return xxhash.xxh3_128_digest(number.to_bytes(8, "little"))
 
 
@@ -105,11 +106,11 @@ class Shape:
         """Raise unless row i is block numbers[i]."""
         for position, number in enumerate(numbers):
             if not np.array_equal(self.out[position], self.row_of(int(number))):
-                raise AssertionError(f"{who}: block {number} was read with other bytes than were written")
+                raise AssertionError(f"{who}: block {number}: the bytes read differ from those written")
 
 
 class Store:
-    """One placement in one directory, and the numbers of the blocks it must hold."""
+    """One placement in one directory, and the numbers of the blocks that it must hold."""
 
     def __init__(self, name: str, directory: Path, shape: Shape, full: float) -> None:
         self.name = name
@@ -139,7 +140,7 @@ class Store:
             self._is_open = False
 
     def fill(self, threads: int = 1) -> float:
-        """Write the first blocks. -> the seconds before `sync`."""
+        """Write the first blocks. Return the seconds without the `sync`."""
         keys = [block_key(number) for number in range(self._shape.batch.blocks)]
         begin = time.perf_counter()
         for start, end in self._shape.batch.calls():
@@ -169,7 +170,7 @@ class Store:
             self.placement.read(keys[start:end], self._shape.out[start:end], threads)
 
     def in_random_order(self) -> npt.NDArray[np.int64]:
-        """The numbers of its blocks, always in the same random order of their places."""
+        """The numbers of the blocks, in a random order of their places that is always the same."""
         return self.numbers[self._shape.order]
 
     def used(self) -> Space:
@@ -178,7 +179,7 @@ class Store:
 
 
 class Measured:
-    """The operations of one placement. `before_sync_s`: by operation, the seconds of every write before its `sync`."""
+    """The operations of one placement. `before_sync_s`: the seconds of every write without its `sync`, by operation."""
 
     def __init__(self, name: str, directory: Path, shape: Shape, cache: PageCache) -> None:
         self.name = name
@@ -193,19 +194,19 @@ class Measured:
         self.churned.close()
 
     def prepare(self) -> None:
-        """Fill the churned store, and churn it."""
+        """Fill the churned store, and replace its blocks several times."""
         self.churned.fill()
         for _ in range(CHURN_BEFORE):
             self.churned.replace_third()
 
     def operations(self) -> list[Operation]:
-        """All operations that make sense for the placement; each write comes before the reads of its blocks."""
-        only_read = self.name == MAPPED  # written as the files are that it maps
+        """All operations that the placement supports; each write comes before the reads of its blocks."""
+        only_read = self.name == MAPPED  # its files are written as those of FilePerBlock
         writers = (1, THREADS) if self.fresh.placement.parallel_writes and not only_read else (1,)
         operations = [self._write(threads) for threads in writers]
         for threads in (1, THREADS):
             operations.append(self._read(COLD, self.fresh, threads))
-            if self.name not in (PLAIN_DIRECT, SEGMENTS_DIRECT):  # no cache of theirs could be warm
+            if self.name not in (PLAIN_DIRECT, SEGMENTS_DIRECT):  # they use no page cache
                 operations.append(self._read(WARM, self.fresh, threads))
         if only_read:
             return operations
@@ -283,7 +284,7 @@ def restart(store: Store, cache: PageCache) -> Operation:
 
     def after() -> None:
         if found != {block_key(int(number)) for number in store.numbers}:
-            raise AssertionError(f"{store.name}: {len(found)} keys were found, or others than were written")
+            raise AssertionError(f"{store.name}: {len(found)} keys were found, and not exactly those that were written")
         found.clear()
 
     return Operation(operation_name(store.name, RESTART), run, before=before, after=after)

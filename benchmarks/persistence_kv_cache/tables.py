@@ -49,11 +49,12 @@ def measured_placements(case: CaseResult) -> list[str]:
     return [name for name in PLACEMENTS if name in case.parameters["space"]]
 
 
-# ---- where bytes lie ------------------------------------------------------------------------------------------------
+# ---- placements on disk
+# ------------------------------------------------------------------------------------------------
 
 
 def _at(move: str, cell: Cell) -> Cell:
-    """The cell of one operation of a placement."""
+    """Return the cell for one operation of a placement."""
     return lambda row: text(cell, row.at(operation_name(row.name, move)))
 
 
@@ -63,7 +64,7 @@ def _rate(row: Row) -> str:
 
 
 def _sync_part(row: Row) -> str:
-    """The median share of the time of its writes that the final fsync took."""
+    """The final fsync's share of the time of writes, as a median."""
     operation = operation_name(row.name, WRITE)
     whole, before = row.data.data["seconds"][operation], row.p["before_sync_s"][operation]
     parts = sorted(1 - early / all_of_it for early, all_of_it in zip(before, whole, strict=True))
@@ -71,8 +72,8 @@ def _sync_part(row: Row) -> str:
 
 
 def _placements(case: CaseResult) -> tuple[list[str], list[list[str]]]:
-    """A column for each placement, a row for each measure: GB/s and, in brackets, the share of its plain file in the
-    same rounds. The heading of the first column comes first."""
+    """A column for each placement, and a row for each measure: GB/s and, in brackets, the share of the plain file's
+    throughput in the same rounds. The first heading is that of the first column."""
     described = Table(
         lambda result: [Row(result, case, name) for name in measured_placements(case)],
         ("GB/s (of plain)", "{name}"), *((move, _at(move, _rate)) for move in MOVES),
@@ -86,13 +87,13 @@ def _placements(case: CaseResult) -> tuple[list[str], list[list[str]]]:
 
 
 def placement_console_table(case: Case) -> ConsoleTable:
-    """The same for the terminal."""
+    """The same table for the terminal."""
     headings, rows = _placements(CaseResult(case.to_json()))
     return console(case.name, headings, rows, left=headings)
 
 
 def _placement(result: Result) -> str:
-    """One table for each shape, and what was not measured."""
+    """One table for each shape, and the placements that were not measured."""
     parts = []
     for case in result.group(PLACEMENT_GROUP):
         headings, rows = _placements(case)
@@ -110,7 +111,7 @@ def _plain(row: Row) -> list[str]:
 
 
 def _of_plain(fastest: bool) -> Cell:
-    """The share of the plain file's throughput: of the operation's own limit, or of the fastest way of all."""
+    """The operation's throughput as a share of a plain file's: of its own limit, or of the fastest plain file."""
 
     def cell(row: Row) -> str:
         if row.name in (plain := _plain(row)):
@@ -140,7 +141,7 @@ _BLOCKS: Final = "{p[blocks]} x {p[block_bytes]} B"
 
 
 def target_lines(measured: Sequence[Case]) -> list[str]:
-    """The figures of `test_disk_tier` beside each target, for the terminal."""
+    """The figures of `bench_disk_tier`, each next to its target, for the terminal."""
     lines = []
     for case in (CaseResult(case.to_json()) for case in measured):
         part = case.parameters["group"]
@@ -164,9 +165,9 @@ def target_lines(measured: Sequence[Case]) -> list[str]:
 
 PERSISTENCE_TABLES: Final = {
     "placement": section(
-        "test_placement", _placement, "File system: {run[file_system]}; cold by {run[cold]}; churn: {run[churn]}."
+        "bench_placement", _placement, "File system: {run[file_system]}; cold by {run[cold]}; replaced: {run[churn]}."
     ),
-    "placement_restart": section("test_placement", Table(
+    "placement_restart": section("bench_placement", Table(
         lambda result: [
             row.at(name) for row in cases()(result) for name in PLACEMENTS
             if operation_name(name, RESTART) in row.data.operations
@@ -175,30 +176,29 @@ PERSISTENCE_TABLES: Final = {
         ("µs a block", _at(RESTART, lambda row: f"{row.s.median / row.p['blocks'] * 1e6:.2f}")),
     )),
     "disk_tier": section(
-        "test_disk_tier",
+        "bench_disk_tier",
         Table(
             operations(names.WRITE_PART, names.READ_PART), ("part", "{case}"), ("operation", "{name}"),
-            ("GB/s", "{rate:.2f}"), ("of plain, one thread", _of_plain(fastest=False)),
-            ("of the fastest plain", _of_plain(fastest=True)), ("target", _target), ("from disk", _from_disk),
+            ("GB/s", "{rate:.2f}"), ("of the plain file, one thread", _of_plain(fastest=False)),
+            ("of the fastest plain file", _of_plain(fastest=True)), ("target", _target), ("from disk", _from_disk),
             figures=False,
         ),
         "File system: {run[file_system]}; the page cache was emptied before every read and write ({run[cold]}), and "
-        "blocks left the server's memory by {run[not_in_memory]}; blocks were read in the order in which they were "
-        "written, or another: {run[order]}.",
+        "blocks left the server's memory by {run[not_in_memory]}; order of reads: {run[order]}.",
     ),
-    "disk_tier_hybrid": section("test_disk_tier", Table(
+    "disk_tier_hybrid": section("bench_disk_tier", Table(
         operations(names.HYBRID_PART, where=lambda row: row.name in row.data.limits),
         ("blocks in memory", lambda row: f"{row.p['shape']}: {row.name.removeprefix(names.HYBRID)}"),
         ("memory only, GB/s", "{limit.rate:.2f}"), ("with a disk tier, GB/s", "{rate:.2f}"), ("share", "{share:.2f~}"),
         ("target", f"≥ {names.HYBRID_TARGET}"),
     )),
-    "disk_tier_restart": section("test_disk_tier", Table(
+    "disk_tier_restart": section("bench_disk_tier", Table(
         cases(names.RESTART_PART), ("blocks, s", _BLOCKS), Each((names.NEW_START,), "{s:.2f~}", "new server, ready"),
         Each((names.READY,), "{s:.2f~}", "restart, ready"),
         Each((names.READABLE,), "{s:.2f~}", "restart, all readable"),
         ("target", lambda row: f"≤ {restart_target_s(row.p):g}"),
         (
-            "index bytes a block",
+            "index bytes for each block",
             lambda row: f"{row.p['index_bytes'] / row.p['blocks']:.0f} (≤ {names.INDEX_TARGET_BYTES})",
         ),
     )),

@@ -1,1 +1,1 @@
-"""The planner against closed forms, against DistServe's published figures, and against real engines."""
+"""Compares the planner with closed forms, with DistServe's published figures and with real engines."""

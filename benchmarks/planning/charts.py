@@ -1,20 +1,20 @@
-"""The charts of docs/planning.md."""
+"""The charts of docs/planning-validation.md."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.planning.bench_interference import APART as SEPARATED
+from benchmarks.planning.bench_interference import LENGTHS, NO_PROMPT, WAYS
+from benchmarks.planning.bench_predicted import APART, COLOCATED
+from benchmarks.planning.bench_predicted_apart import AS_IT_RUNS
 from benchmarks.planning.tables import INTERFERENCE, PREDICTED, PREDICTED_APART
-from benchmarks.planning.test_interference import APART as SEPARATED
-from benchmarks.planning.test_interference import LENGTHS, NO_PROMPT, WAYS
-from benchmarks.planning.test_predicted import APART, COLOCATED
-from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
 from benchmarks.render.charts import COLOURS, INK, LIMIT, Chart, Drawn, Panels
 from benchmarks.results_reader import Result, Results
 
 _GAP: Final = "longest_gap_s"
-_WHAT: Final = {_GAP: "longest wait of the batch, ms", "ttft_s": "the prompt's first token after, ms"}
+_WHAT: Final = {_GAP: "longest gap of the batch, ms", "ttft_s": "the prompt's TTFT, ms"}
 
 
 def _predicted(results: Results, path: Path) -> None:
@@ -43,7 +43,7 @@ def _draw_predicted(axes: Any, panel: tuple[str, Result]) -> None:
 
 
 def _draw_interference(axes: Any, panel: tuple[str, Result]) -> None:
-    """The longest wait of a batch that decodes, or the prompt's own time, by the prompt's length."""
+    """The longest gap of a batch that decodes, or the prompt's own TTFT, by prompt length."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     what, result = panel

@@ -6,6 +6,11 @@ from collections.abc import Callable
 from statistics import median
 from typing import Final
 
+from benchmarks.planning.bench_interference import APART as SEPARATED
+from benchmarks.planning.bench_interference import NO_PROMPT, WHOLE
+from benchmarks.planning.bench_predicted import COLOCATED
+from benchmarks.planning.bench_predicted_apart import AS_IT_RUNS
+from benchmarks.planning.bench_simulator import BATCHES, CROSSOVER, FORMS, SEARCH
 from benchmarks.planning.tables import (
     INTERFERENCE,
     INTERVALS,
@@ -14,11 +19,6 @@ from benchmarks.planning.tables import (
     SIMULATOR,
     inside_intervals,
 )
-from benchmarks.planning.test_interference import APART as SEPARATED
-from benchmarks.planning.test_interference import NO_PROMPT, WHOLE
-from benchmarks.planning.test_predicted import COLOCATED
-from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
-from benchmarks.planning.test_simulator import BATCHES, CROSSOVER, FORMS, SEARCH
 from benchmarks.render.ledger import Claim, Finding
 from benchmarks.results_reader import Result
 
@@ -49,12 +49,12 @@ def _search(result: Result) -> Finding:
 
 
 def _predicted(group: str, mean: float, worst: float) -> Callable[[Result], Finding]:
-    """Rounds of these are the rates: each is a measurement of its own."""
+    """Each rate counts as a round, since it is a separate measurement."""
 
     def find(result: Result) -> Finding:
         errors = [case.parameters["error"] for case in result.measured_group(group)]
         found = sum(errors) / len(errors), max(errors)
-        reached = f"{found[0]:.1f} points in the mean of {len(errors)} rates, {found[1]:.1f} at worst"
+        reached = f"{found[0]:.1f} points on average over {len(errors)} rates, {found[1]:.1f} at worst"
         return Finding(reached, "measured attainment", found[0] <= mean and found[1] <= worst, len(errors))
 
     return find
@@ -65,7 +65,7 @@ def _by_length(ratios: dict[int, float]) -> str:
 
 
 def _longest_gaps(result: Result, way: str) -> dict[int, float]:
-    """By the prompt's length."""
+    """Return the longest gap for each prompt length."""
     cases = [case.parameters for case in result.measured_group(way)]
     return {case["tokens"]: case["longest_gap_s"] for case in cases}
 
@@ -93,31 +93,29 @@ def _first_tokens(most: float) -> Callable[[Result], Finding]:
 # fmt: off
 PLANNING_CLAIMS: Final = (
     Claim(
-        "simulated waits of a million arrivals, utilisation 0.1 … 0.9, three cases: mean, P90 and P99 within "
-        f"{INTERVALS}",
+        f"a million simulated arrivals, load 0.1 … 0.9, three cases: mean, P90, P99 within {INTERVALS}",
         SIMULATOR, _waits,
     ),
-    Claim("crossover of tensor and pipeline parallelism, within 2 % of the published loads",
+    Claim("crossover of tensor and pipeline parallelism within 2 % of the published loads",
         SIMULATOR, _crossovers(0.02),
     ),
-    Claim("a plan for 32 GPUs, all degrees, ≤ 60 s on two cores", SIMULATOR, _search),
+    Claim("a plan for 32 GPUs with all degrees ≤ 60 s on two cores", SIMULATOR, _search),
     *(
         Claim(
-            f"attainment predicted for {engines}: ≤ 5 points off in the mean, ≤ 10 at worst",
+            f"predicted attainment of {engines}: mean error ≤ 5 points, largest error ≤ 10 points",
             benchmark,
             _predicted(way, 5, 10),
         )
         for engines, benchmark, way in (
             ("one engine", PREDICTED, COLOCATED),
-            ("prefill and decode apart", PREDICTED_APART, AS_IT_RUNS),
+            ("P/D", PREDICTED_APART, AS_IT_RUNS),
         )
     ),
     Claim(
-        "one prefill of 128 to 4096 tokens beside a batch that decodes, apart: the batch's longest gap ≤ 1.5 x the "
-        "longest of as long without a prompt",
+        "P/D, one prefill of 128 to 4096 tokens while a batch decodes: longest gap ≤ 1.5 x that without a prompt",
         INTERFERENCE, _gaps(1.5),
     ),
-    Claim("the same, apart: the prompt's first token ≤ 1.1 x as late as from one engine that prefills whole prompts",
+    Claim("P/D, the same prefill: time to first token ≤ 1.1 x that of one engine that prefills whole prompts",
         INTERFERENCE, _first_tokens(1.1),
     ),
 )

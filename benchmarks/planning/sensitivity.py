@@ -1,10 +1,10 @@
-"""How far predictions of `test_predicted_apart` depend on the profile: what they were if a prefill took a few percent
-more or less than was measured.
+"""Shows how much the predictions of `bench_predicted_apart` depend on the profile, by predictions for prefills that
+take a few percent more or less time than measured.
 
     python -m benchmarks.planning.sensitivity [FILE] [--json]
 
-FILE: the result; default: the kept one. Predicted are the same requests, at the same times. A prefill engine that is
-busy most of the time has a queue, and what its prefills take longer, all who wait in it wait.
+FILE: the result; by default the committed one. The predictions are for the same requests at the same times. A prefill
+engine that is busy most of the time has a queue, so longer prefills delay all requests in the queue.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.planning.test_predicted import INPUT, OUTPUT, SCALE_TPOT, SCALE_TTFT, WARM_UP, idle
-from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
+from benchmarks.planning.bench_predicted import INPUT, OUTPUT, SCALE_TPOT, SCALE_TTFT, WARM_UP, idle
+from benchmarks.planning.bench_predicted_apart import AS_IT_RUNS
 from benchmarks.results_reader import Result
 from benchmarks.run_all import RESULTS
 from kvstore_cli.plan_options import NODE, make_links
 from kvstore_serving.load.arrivals import seed_of
 from kvstore_serving.load.report import Slo
-from kvstore_serving.planning.fleet import Pool
-from kvstore_serving.planning.placement import Engines, Placement, Shape
+from kvstore_serving.planning.fleet import NodePool
+from kvstore_serving.planning.placement import EnginePlacement, Engines, Shape
 from kvstore_serving.planning.profile import Profile
 from kvstore_serving.planning.simulator import Fleet, simulate
 from kvstore_serving.planning.verify import planned_load, workload_of
@@ -37,7 +37,8 @@ SCALES: Final = (0.9, 0.95, 1.0, 1.05, 1.1)
 
 
 def sensitivity(result: Result) -> list[dict[str, Any]]:
-    """-> for each rate its `rate_rps`, what was `measured` and, by scale of the prefills' times, what is predicted."""
+    """Return for each rate its `rate_rps`, the `measured` attainment, and the `predicted` attainment by the factor of
+    the prefills' times."""
     found, requests = (result.data["parameters"][name] for name in ("profile", "requests"))
     [degree] = found["degrees"]
     ttft_s, tpot_s, _ = idle(degree)
@@ -53,9 +54,9 @@ def sensitivity(result: Result) -> list[dict[str, Any]]:
             for name in ("fixed_s", "per_token_s", "per_token_squared_s"):
                 prefill[name] *= scale
             scaled = {**found, "degrees": [{**degree, "prefill": prefill}]}
-            profile = msgspec.convert(scaled, Profile, strict=False)  # keys of JSON are strings
+            profile = msgspec.convert(scaled, Profile, strict=False)  # JSON has only strings as keys
             links = make_links("store", NODE, 1.0, None, 1, "1GiB", profile.store)
-            fleet = Fleet([Pool(profile, 2, 2)], links, Placement(one, one))
+            fleet = Fleet([NodePool(profile, 2, 2)], links, EnginePlacement(one, one))
             ttft, tpot = simulate(fleet, workload, 1.0, warm_up=WARM_UP).held(slo)
             predicted[scale] = float((ttft & tpot).mean())
         rows.append({"rate_rps": rate, "measured": case.parameters["measured"], "predicted": predicted})
@@ -64,13 +65,13 @@ def sensitivity(result: Result) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, default=RESULTS / "test_predicted_apart.json")
+    parser.add_argument("file", nargs="?", type=Path, default=RESULTS / "bench_predicted_apart.json")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     try:
         rows = sensitivity(Result(json.loads(options.file.read_text(encoding="utf-8"))))
     except (OSError, ValueError, KeyError) as error:
-        parser.error(f"{options.file}: expected a result of test_predicted_apart: {error!r}")
+        parser.error(f"{options.file}: expected a result of bench_predicted_apart: {error!r}")
     if options.json:
         print(json.dumps(rows))
         return 0
@@ -78,7 +79,7 @@ def main() -> int:
         "requests/s",
         *(f"x {scale:g}" for scale in SCALES),
         "measured",
-        title="attainment predicted, by the time of prefills",
+        title="predicted attainment, by the factor of the prefills' times",
     )
     for row in rows:
         found = (f"{share:.0%}" for share in row["predicted"].values())

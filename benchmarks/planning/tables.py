@@ -1,4 +1,4 @@
-"""The tables of docs/planning.md, each a function of the results; `benchmarks.draw` fills them in."""
+"""The tables of docs/planning-validation.md, each a function of the results; `benchmarks.draw` fills them in."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.planning.test_headline import APART as PHASES_APART
-from benchmarks.planning.test_headline import CHUNKS as IN_CHUNKS
-from benchmarks.planning.test_headline import HEADLINE
-from benchmarks.planning.test_headline import WHOLE as WHOLE_PROMPTS
-from benchmarks.planning.test_interference import APART as SEPARATED
-from benchmarks.planning.test_interference import FOR_NOBODY, LENGTHS, NO_PROMPT, WAYS
-from benchmarks.planning.test_parallelism import DECODES, PREFILLS
-from benchmarks.planning.test_predicted import APART, COLOCATED
-from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
-from benchmarks.planning.test_simulator import BATCHES, CROSSOVER, DISTSERVE, FORMS, ROUNDING, SEARCH, T_ALL, T_SINGLE
+from benchmarks.planning.bench_headline import APART as PHASES_APART
+from benchmarks.planning.bench_headline import CHUNKS as IN_CHUNKS
+from benchmarks.planning.bench_headline import HEADLINE
+from benchmarks.planning.bench_headline import WHOLE as WHOLE_PROMPTS
+from benchmarks.planning.bench_interference import APART as SEPARATED
+from benchmarks.planning.bench_interference import FOR_NOBODY, LENGTHS, NO_PROMPT, WAYS
+from benchmarks.planning.bench_parallelism import DECODES, PREFILLS
+from benchmarks.planning.bench_predicted import APART, COLOCATED
+from benchmarks.planning.bench_predicted_apart import AS_IT_RUNS
+from benchmarks.planning.bench_simulator import BATCHES, CROSSOVER, DISTSERVE, FORMS, ROUNDING, SEARCH, T_ALL, T_SINGLE
 from benchmarks.render.cells import Cell, Row, cases
 from benchmarks.render.tables import NOTHING, Column, Table, markdown, section
 from benchmarks.results_reader import Result, Results, parameters_of
 from kvstore_serving.planning.queueing import highest_load
 
-SIMULATOR: Final = "test_simulator"
-PARALLELISM: Final = "test_parallelism"
-PREDICTED: Final = "test_predicted"
-PREDICTED_APART: Final = "test_predicted_apart"
-INTERFERENCE: Final = "test_interference"
-HEADLINES: Final = "test_headline"
+SIMULATOR: Final = "bench_simulator"
+PARALLELISM: Final = "bench_parallelism"
+PREDICTED: Final = "bench_predicted"
+PREDICTED_APART: Final = "bench_predicted_apart"
+INTERFERENCE: Final = "bench_interference"
+HEADLINES: Final = "bench_headline"
 INTERVALS: Final = "intervals that hold together with 95 %"
 
 
 def _off(wait: dict[str, float]) -> float:
-    """How many standard errors the simulated figure is from the closed form."""
+    """Return the distance of the simulated figure from the closed form, in standard errors."""
     off, error = abs(wait["off"]), wait["error"]
     return off / error if error else (0.0 if off < ROUNDING else float("inf"))
 
 
 def inside_intervals(cases: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """-> how many of the waits are within `INTERVALS` around the closed forms, and how many there are."""
+    """Return the number of waits within `INTERVALS` around the closed forms, and the number of all waits."""
     offs = [_off(wait) for case in cases for wait in case["waits"].values()]
     return sum(off <= T_ALL for off in offs), len(offs)
 
@@ -48,7 +48,7 @@ def _percentile(percentile: int) -> Column:
         share = f"{percentile + wait['off'] * 100:.2f} ± {wait['error'] * T_SINGLE * 100:.2f} %"
         return f"{wait['found']:.3f} / {wait['expected']:.3f}: {share}"
 
-    return f"P{percentile}: simulated / exact: waits at most the exact", cell
+    return f"P{percentile}: simulated / exact: share of waits up to the exact", cell
 
 
 def _mean(row: Row) -> str:
@@ -64,12 +64,12 @@ def _inside(result: Result) -> str:
     return f"{inside} ({BATCHES} batches)."
 
 
-# TTFT in services for 90 % of prompts -> the utilisation that DistServe's authors allow one device.
+# P90 of TTFT, in services -> the utilisation that DistServe's authors allow one device.
 _P90_LOADS: Final = {1.5: 0.18, 2: 0.39, 3: 0.59, 5: 0.76}
 
 
 def p90_loads() -> str:
-    """The utilisation up to which 90 % of prompts have their first token in time: computed."""
+    """The utilisation up to which 90 % of prompts have their first token in time. It is computed."""
     rows = [
         (f"{services:g} D", f"{published:.2f}", f"{highest_load(services, 90):.3f}")
         for services, published in _P90_LOADS.items()
@@ -78,7 +78,7 @@ def p90_loads() -> str:
 
 
 def _degrees(name: str) -> Cell:
-    """The degrees of a placement; empty, or why there are none."""
+    """A cell with the degrees of a placement. If there are none, it has the reason or is empty."""
 
     def cell(row: Row) -> str:
         if (degrees := row.p.get(name)) is None:
@@ -103,7 +103,7 @@ def _prefill_degrees(result: Result) -> str:
 
 
 def _ttft(times: dict[str, float | None], degrees: str) -> str:
-    """In milliseconds; the shortest in bold."""
+    """The TTFT in milliseconds; the shortest one is bold."""
     if (mine := times[degrees]) is None:
         return "too many"
     best = mine == min(each for each in times.values() if each is not None)
@@ -126,9 +126,9 @@ def _predicted(results: Results) -> str:
             )  # fmt: skip
         if cases:
             errors = [case["error"] for case in cases]
-            said += f"\n\n{way}: mean error {sum(errors) / len(errors):.1f} points, worst {max(errors):.1f}."
+            said += f"\n\n{way}: mean error {sum(errors) / len(errors):.1f} points, largest {max(errors):.1f}."
     headings = (
-        "engines", "req/s", "predicted", "measured", "off, points", "TTFT p50: predicted / measured, ms",
+        "engines", "req/s", "predicted", "measured", "error, points", "TTFT p50: predicted / measured, ms",
         "TPOT p50: predicted / measured, ms",
     )  # fmt: skip
     return markdown(headings, rows) + said
@@ -140,7 +140,7 @@ def _pair(case: dict[str, Any], name: str) -> str:
 
 
 def _interference(result: Result) -> str:
-    """The longest wait of requests that decode, and the prompt's own time, by the prompt's length."""
+    """The longest gap of requests that decode, and the prompt's own TTFT, by prompt length."""
     rows = []
     for way in (*WAYS, SEPARATED, FOR_NOBODY, NO_PROMPT):
         cases = {case["tokens"]: case for case in parameters_of(result, way)}
@@ -156,12 +156,12 @@ def _interference(result: Result) -> str:
     return markdown(("longest gap / the prompt's TTFT, ms", "gap alone", *(f"{n} tokens" for n in LENGTHS)), rows)
 
 
-# DistServe's headline: so many times the rate, and so many times tighter SLOs, than vLLM of 2023, at most.
+# DistServe's highest published figures: the rate, and the tightness of SLOs, as multiples of those of vLLM of 2023.
 _HEADLINE: Final = (7.4, 12.6)
 
 
 def _headline(result: Result) -> str:
-    """Prefill and decode apart beside engines that do both, simulated with published times."""
+    """Disaggregated prefill/decode against colocated engines, simulated with published times."""
     rows = [("published, at most", "", "", "", *(f"{each:g} x" for each in _HEADLINE), "")]
     for case in result.group(HEADLINE):
         rates, scales = case.parameters["rate_rps"], case.parameters["slo_scale"]
@@ -175,8 +175,8 @@ def _headline(result: Result) -> str:
         ]
         rows.append((case.name, f"{rates[PHASES_APART]:.2f}", old, new, *cells))
     headings = (
-        "requests/s a GPU", "apart", "vLLM of 2023, whole prompts", "DistServe's times, prompts in chunks",
-        "rate, to vLLM of 2023", "tighter SLOs, to vLLM of 2023", "rate, to chunks",
+        "requests/s a GPU", "P/D", "vLLM of 2023, whole prompts", "DistServe's times, chunked prefill",
+        "rate / vLLM of 2023", "tighter SLOs than vLLM of 2023", "rate / chunked prefill",
     )  # fmt: skip
     return markdown(headings, rows)
 
@@ -209,13 +209,31 @@ PLANNING_TABLES: Final = {
     )),
     "search_time": section(SIMULATOR, Table(
         cases(SEARCH), ("search", "{case}"),
-        ("took, median", lambda row: f"{median(row.p['seconds_to_search']):.1f} s"),
-        ("at most", lambda row: f"{max(row.p['seconds_to_search']):.1f} s"), ("target", "{p[target_s]:g} s"),
+        ("median", lambda row: f"{median(row.p['seconds_to_search']):.1f} s"),
+        ("longest", lambda row: f"{max(row.p['seconds_to_search']):.1f} s"), ("target", "{p[target_s]:g} s"),
     )),
     "headline": section(HEADLINES, _headline),
     "interference": section(INTERFERENCE, _interference),
 }  # fmt: skip
-# Of two results, of which the first must be there.
-PLANNING_OVERVIEWS: Final = {"predicted": _predicted}
-# Of nothing that is measured.
+# These use two results; the first must exist. The last column is the guide's name for the engines of a prediction.
+_TRUST: Final = (
+    (PREDICTED, COLOCATED, "one engine"),
+    (PREDICTED_APART, AS_IT_RUNS, "P/D, profiled with the store and the other engine"),
+    (PREDICTED, APART, "P/D, profiled alone and without a store"),
+)
+
+
+def _trust(results: Results) -> str:
+    """The mean and the largest error of predictions."""
+    rows = []
+    for benchmark, way, engines in _TRUST:
+        errors = [case["error"] for case in parameters_of(results[benchmark], way)] if benchmark in results else []
+        if errors:
+            mean = f"{sum(errors) / len(errors):.1f} points"
+            rows.append((engines, mean, f"{max(errors):.1f} points", f"{len(errors)}"))
+    return markdown(("engines", "mean error", "largest error", "rates"), rows) if rows else NOTHING
+
+
+PLANNING_OVERVIEWS: Final = {"predicted": _predicted, "trust": _trust}
+# These use no results: they are computed.
 PLANNING_COMPUTED: Final[dict[str, Callable[[], str]]] = {"p90_loads": p90_loads}

@@ -1,15 +1,16 @@
-"""An engine that computes nothing, for the proxy's own cost: it answers at once, or sends events at a pace.
+"""An engine that computes nothing, for measurements of the proxy's own cost. It answers at once, or sends events at a
+given pace.
 
     python -m benchmarks.remote_kv_cache.capacity_engine --port N [--first-ms N]
 
-It speaks as much HTTP as one client needs, on one event loop without a framework, so that it costs less than what is
-measured. A completion has `max_tokens` tokens. Each event has the time at which it was sent (`sent`, by the clock that
-all processes of this host share), so the client can tell how long it took. The request's field `user` sets how many
-events a stream has per second; without it they come as fast as the connection takes them. `--first-ms`: the
-milliseconds to the first token.
+It speaks only the HTTP that one client needs, on one event loop without a framework, so that it costs less than the
+proxy. A completion has `max_tokens` tokens. Each event has the time at which it was sent (`sent`, by the clock that all
+processes of this host share), so the client can compute its travel time. The request's field `user` sets the number of
+events per second in a stream; without it they come as fast as the connection allows. `--first-ms`: the milliseconds to
+the first token.
 
-After GET /freeze it is an engine whose worker hangs: it accepts requests and answers /health, and no completion comes.
-After GET /thaw it goes on. GET /taken: how many completions it was asked for.
+After GET /freeze it behaves like an engine whose worker hangs: it accepts requests and answers /health, but sends no
+completion. After GET /thaw it goes on. GET /taken returns the number of completions that were requested.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MODELS: Final = {"object": "list", "data": [{"id": MODEL, "object": "model", "m
 
 
 class _Worker:
-    """What computes."""
+    """The part that computes."""
 
     def __init__(self, first_s: float) -> None:
         self.first_s = first_s
@@ -38,7 +39,7 @@ class _Worker:
         self.taken = 0
 
     async def first(self) -> None:
-        """Returns when the first token is computed."""
+        """Wait until the first token is computed."""
         self.taken += 1
         await asyncio.sleep(self.first_s)
         await self.works.wait()

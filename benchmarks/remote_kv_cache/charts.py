@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from benchmarks.remote_kv_cache.bench_clients import COUNTS
+from benchmarks.remote_kv_cache.bench_key_hashing import HASHING, MEMCPY
+from benchmarks.remote_kv_cache.bench_small_blocks import SIZES
 from benchmarks.remote_kv_cache.copies import GATHER, SCATTER
 from benchmarks.remote_kv_cache.shapes import HEADLINE, size_text
 from benchmarks.remote_kv_cache.tables import MOVES
-from benchmarks.remote_kv_cache.test_clients import COUNTS
-from benchmarks.remote_kv_cache.test_key_hashing import HASHING, MEMCPY
-from benchmarks.remote_kv_cache.test_small_blocks import SIZES
 from benchmarks.remote_kv_cache.transfers import PLAIN_GET, PLAIN_SET
 from benchmarks.render.cells import Row, Rows, cases, operations
 from benchmarks.render.charts import ROUNDS, Bars
@@ -23,7 +23,7 @@ _OF_MOVE: Final = {"set": PLAIN_SET, "get_into": PLAIN_GET}
 
 
 def _to_limit(needs: str, title: str, limit: str) -> Bars:
-    """Every operation that has a limit, against that limit."""
+    """Return a chart of every operation that has a limit, as multiples of that limit."""
 
     def series(row: Row) -> list[CaseResult]:
         return [case for case in row.result.cases if case.limits]
@@ -70,42 +70,42 @@ def _tokens(row: Row, item: Item) -> Spread:
 # fmt: off
 REMOTE_CHARTS: Final[dict[str, Bars]] = {
     "server": Bars(
-        "test_server", f"{HEADLINE.name}: 512 blocks of {HEADLINE.block_bytes} bytes, TCP over loopback", _SOCKET_AXIS,
+        "bench_server", f"{HEADLINE.name}: 512 blocks of {HEADLINE.block_bytes} bytes, TCP over loopback", _SOCKET_AXIS,
         operations(case=HEADLINE.name, where=lambda row: row.name in row.data.limits), "{name}", ROUNDS, "plain socket",
         lambda row, item: row.x,
     ),
     "server_models": Bars(
-        "test_server", "Five models: 512 blocks each, TCP over loopback", _SOCKET_AXIS, cases(), "{case}", MOVES,
+        "bench_server", "Five models: 512 blocks each, TCP over loopback", _SOCKET_AXIS, cases(), "{case}", MOVES,
         "plain socket",
     ),
-    "memory_io": _to_limit("test_memory_io", "512 blocks within memory", "one memcpy"),
-    "zmq_transfer": _to_limit("test_zmq_transfer", "512 blocks through ZeroMQ's library", "the plain socket"),
-    "shared_memory": _to_limit("test_shared_memory", "512 blocks over shared memory", "one memcpy"),
+    "memory_io": _to_limit("bench_memory_io", "512 blocks within memory", "one memcpy"),
+    "zmq_transfer": _to_limit("bench_zmq_transfer", "512 blocks through ZeroMQ's library", "the plain socket"),
+    "shared_memory": _to_limit("bench_shared_memory", "512 blocks over shared memory", "one memcpy"),
     "small_blocks": Bars(
-        "test_small_blocks", "Small blocks, the same bytes in all", "GB/s", _of([size_text(size) for size in SIZES]),
+        "bench_small_blocks", "Small blocks, the same total bytes", "GB/s", _of([size_text(size) for size in SIZES]),
         "{name}", list(_OF_MOVE), "plain socket of that direction", _by_size, _one_socket,
     ),
     "clients": Bars(
-        "test_clients", "Client processes at once, one server", "GB/s, all together",
+        "bench_clients", "Concurrent client processes, one server", "GB/s, all together",
         _of([f"{each}" for each in COUNTS]), lambda row: f"{row.name} client{'s' * (row.name != '1')}", list(_OF_MOVE),
-        "as many plain sockets", _by_count, _as_many_sockets,
+        "the same number of plain sockets", _by_count, _as_many_sockets,
     ),
     "waiters": Bars(
-        "test_waiters", "Calls beside {p[waiting_reads]} waiting reads and {p[promises]} promises", "µs", _LIMITED,
+        "bench_waiters", "Calls with {p[waiting_reads]} waiting reads and {p[promises]} promises", "µs", _LIMITED,
         "{name}", ROUNDS, "nobody waits", _microseconds, _limit_microseconds,
     ),
     "lookup": Bars(
-        "test_lookup", "Is it there? One call, all keys present", "µs", _LIMITED, "{name}",
-        ("median of the rounds, min … max",), "plain socket round trip of as many bytes", _microseconds,
+        "bench_lookup", "Lookups: one call, all keys present", "µs", _LIMITED, "{name}",
+        ("median of the rounds, min … max",), "plain socket round trip of the same bytes", _microseconds,
         _limit_microseconds, log=True,
     ),
     "key_hashing": Bars(
-        "test_key_hashing", f"Keys of a token chain ({HASHING}), one thread", "M tokens/s", cases("hashing"), "{case}",
+        "bench_key_hashing", f"Keys of a token chain ({HASHING}), one thread", "M tokens/s", cases("hashing"), "{case}",
         lambda row: [name for name in row.data.operations if name != MEMCPY], MEMCPY, _tokens,
         lambda row, item: _tokens(row, MEMCPY).median, log=True,
     ),
     "copying": Bars(
-        "test_key_hashing", f"{GATHER}, {SCATTER} and NumPy row copies, one thread",
+        "bench_key_hashing", f"{GATHER}, {SCATTER} and NumPy row copies, one thread",
         "time, as a multiple of one memcpy in the same round", cases("copying"), "{case}",
         lambda row: [name for name in limited_of(row) if not name.endswith("threads")], "one memcpy",
     ),

@@ -1,8 +1,8 @@
-"""Client processes that all do the same at once, each with blocks, connections and a plain socket of its own.
+"""Client processes that do the same work at the same time, each with its own blocks, connections and plain socket.
 
-A process makes the operations of its blocks once, then runs each step of them (`before`, `run`, `after`) that it is
-sent. A run lasts from the first start to the last end: `perf_counter` is the machine's monotonic clock, so the times of
-different processes can be compared. What is read is compared in the process that read it, outside of the clock.
+A process makes the operations of its blocks once, then runs each step (`before`, `run`, `after`) that it receives. A
+run lasts from the first start to the last end: `perf_counter` is the machine's monotonic clock, so times of different
+processes can be compared. A process compares the blocks that it has read after the clock has stopped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ Step = Literal["before", "run", "after"]
 def _operations(
     stack: contextlib.ExitStack, endpoint: str, port: int, blocks: Blocks, shared_memory: bool
 ) -> list[Operation]:
-    """What one process can do. Over TCP and over shared memory it sets and reads the same keys."""
+    """Return the operations of one process. The process sets and reads the same keys over TCP and over shared
+    memory."""
     client = stack.enter_context(connect(endpoint, MODEL, blocks.block_bytes))
     plain = PlainSocket(port)
     stack.callback(plain.close)
@@ -68,8 +69,8 @@ def _operations(
 
 
 def _work(pipe: Connection, endpoint: str, port: int, count: int, seed: int, shared_memory: bool) -> None:
-    """A client process: runs each step it is sent, `(step, name, when to start)`, and replies when it began and
-    ended, or what went wrong."""
+    """The main function of a client process. It runs each step that it receives, `(step, name, when to start)`, and
+    sends back when the step began and ended, or the error."""
     try:
         blocks = Blocks(Batch(count, PER_CALL), HEADLINE.block_bytes, seed)
         with contextlib.ExitStack() as stack:
@@ -84,7 +85,7 @@ def _work(pipe: Connection, endpoint: str, port: int, count: int, seed: int, sha
                     getattr(operations[name], step)()
                     pipe.send((begin, time.perf_counter()))
     except Exception:
-        with contextlib.suppress(OSError):  # its parent has ended
+        with contextlib.suppress(OSError):  # the parent process has ended
             pipe.send(traceback.format_exc())
 
 
@@ -95,7 +96,8 @@ class Clients:
         self._pipes = pipes
 
     def do(self, step: Step, name: str, count: int) -> float:
-        """Run a step of an operation in the first `count` processes at once. -> seconds, first start to last end."""
+        """Run a step of an operation in the first `count` processes at once. Return the seconds from the first start to
+        the last end."""
         start = time.perf_counter() + _LEAD_S if step == "run" else 0.0
         for pipe in self._pipes[:count]:
             pipe.send((step, name, start))
@@ -104,14 +106,14 @@ class Clients:
 
 
 def answer_of(pipe: Connection) -> Any:
-    """-> what a client process sends next. Raises `RuntimeError` with its traceback if it failed, `TimeoutError` if it
-    does not answer."""
+    """Return the next message of a client process. Raises `RuntimeError` with its traceback if it failed,
+    `TimeoutError` if it does not answer."""
     if not pipe.poll(_ANSWER_S):
         raise TimeoutError(f"a client process did not answer within {_ANSWER_S:g} s")
     try:
         reply = pipe.recv()
     except EOFError:
-        raise RuntimeError("a client process ended while it was needed") from None
+        raise RuntimeError("a client process ended before it answered") from None
     if isinstance(reply, str):
         raise RuntimeError(f"a client process failed:\n{reply}")
     return reply
@@ -119,8 +121,8 @@ def answer_of(pipe: Connection) -> Any:
 
 @contextlib.contextmanager
 def started(work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> Iterator[list[Connection]]:
-    """A process for each of `arguments`, which runs `work(pipe, *arguments)`, while the body runs. -> pipes to them,
-    when each has sent something. A process ends when its pipe is closed."""
+    """Start a process for each of `arguments`, which runs `work(pipe, *arguments)` while the body runs. Yield pipes to
+    them once each has sent a message. A process ends when its pipe is closed."""
     spawn = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
@@ -147,15 +149,16 @@ def started(work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> 
 
 @contextlib.contextmanager
 def client_processes(endpoint: str, ports: list[int], blocks: int, *, shared_memory: bool = False) -> Iterator[Clients]:
-    """One client process for each port of a plain socket's peer. `blocks`: of each. `shared_memory`: they do everything
-    that is in `LIMITS`, and memcpy; else only what goes over TCP."""
+    """Start one client process for each port of a plain socket's peer. `blocks`: the number of blocks of each.
+    `shared_memory`: whether they run all operations of `LIMITS` and memcpy, or only those over TCP."""
     arguments = [(endpoint, port, blocks, number, shared_memory) for number, port in enumerate(ports)]
     with started(_work, arguments) as pipes:
         yield Clients(pipes)
 
 
 def operation_of(clients: Clients, name: str, count: int, moved: int) -> Operation:
-    """The operation `name` in `count` processes at once, which move `moved` bytes together."""
+    """Return the operation that runs the operation `name` in `count` processes at once, which move `moved` bytes
+    together."""
 
     def step(what: Step) -> Callable[[], float]:
         return partial(clients.do, what, name, count)

@@ -1,9 +1,9 @@
-"""The ways to move 512 blocks within memory, on one thread each unless said otherwise.
+"""The ways to move 512 blocks within memory, each with one thread unless stated otherwise.
 
-The pool holds blocks in random order of use; the rows hold them packed. Viewed as `(blocks, block_bytes)` the memory is
-laid out block by block, viewed as `(layers, blocks, layer_bytes)` layer by layer. Both are the same bytes, so all ways
-move as many. Operations that read by block id (`rows[i] = pool[ids[i]]`) are compared with NumPy's rows, and so are
-operations that write by it (`rows[ids[i]] = pool[i]`).
+The pool holds the blocks, which are used in random order; the rows hold them packed. Viewed with the shape `(blocks,
+block_bytes)`, the memory is laid out block by block; with `(layers, blocks, layer_bytes)`, layer by layer. Both have
+the same number of bytes, so all ways move the same number. Operations that read by block id (`rows[i] = pool[ids[i]]`)
+or write by block id (`rows[ids[i]] = pool[i]`) are compared with NumPy's rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FANCY: Final = "fancy index"
 INDEX_COPY: Final = "index_copy_"
 SWAP_IN: Final = "swap in"
 SWAP_OUT: Final = "swap out"
-VERIFIED_EVERY: Final = 7  # of the rows; a prime, so that all calls and layers take part
+VERIFIED_EVERY: Final = 7  # every seventh row; a prime, so that all calls and layers are covered
 
 Copy = Callable[[int, int], object]
 
@@ -49,11 +49,12 @@ class Copies:
 
     @property
     def moved(self) -> int:
-        """Bytes of one operation."""
+        """The bytes that one operation moves."""
         return self.pool.nbytes
 
     def operation(self, name: str, copy: Copy, expected: Callable[[], Rows]) -> Operation:
-        """`copy(first, last)` for every call. `expected()`: the rows it must leave, every `VERIFIED_EVERY`-th."""
+        """Return the operation that runs `copy(first, last)` for every call. `expected()`: every `VERIFIED_EVERY`-th of
+        the rows that it must leave."""
 
         def run() -> None:
             for start, end in self.batch.calls():
@@ -61,12 +62,12 @@ class Copies:
 
         def verify() -> None:
             if not np.array_equal(self.rows[::VERIFIED_EVERY], expected()):
-                raise AssertionError(f"{name}: the rows hold other bytes than the blocks")
+                raise AssertionError(f"{name}: the bytes of the rows differ from those of the blocks")
 
         limit = "" if name == ONE_MEMCPY else ONE_MEMCPY
         return Operation(name, run, self.moved, limit, before=partial(self.rows.fill, 0), after=verify)
 
-    # ---- what the rows must hold ---------------------------------------------------------------------------------
+    # ---- the expected rows ---------------------------------------------------------------------------------
 
     def in_order(self) -> Rows:
         """Row i is block i."""
@@ -81,7 +82,7 @@ class Copies:
         return self.pool[np.argsort(self.ids)[::VERIFIED_EVERY]]
 
     def layers_copied(self) -> Rows:
-        """In every layer block i is block ids[i]."""
+        """Block i is block ids[i] in every layer."""
         layers = self.pool_layers[:, self.ids]
         return layers.reshape(self.rows.shape)[::VERIFIED_EVERY]
 
@@ -93,7 +94,7 @@ class Copies:
     # ---- the copies ----------------------------------------------------------------------------------------------
 
     def block_operations(self) -> list[Operation]:
-        """Block-wise: one memcpy, NumPy rows, gather and scatter."""
+        """Return the block-wise operations: one memcpy, NumPy rows, gather and scatter."""
         pool, rows, ids = self.pool, self.rows, self.ids
 
         def memcpy(start: int, end: int) -> None:
@@ -122,7 +123,7 @@ class Copies:
         ]
 
     def layer_operations(self) -> list[Operation]:
-        """Layer by layer: NumPy, and gather, which packs the layers of a block into one row."""
+        """Return the layer-wise operations: NumPy, and gather, which packs the layers of a block into one row."""
         source, target, ids = list(self.pool_layers), list(self.row_layers), self.ids
 
         def copy(start: int, end: int) -> None:
@@ -139,7 +140,7 @@ class Copies:
         ]
 
     def fancy_index(self) -> Operation:
-        """NumPy's indexing by an array, which copies twice."""
+        """Return the operations that index by an array in NumPy, which copies twice."""
 
         def copy(start: int, end: int) -> None:
             self.rows[start:end] = self.pool[self.ids[start:end]]
@@ -147,7 +148,7 @@ class Copies:
         return self.operation(FANCY, copy, self.read_by_id)
 
     def index_copy(self) -> list[Operation]:
-        """torch's `index_copy_` of 16-bit elements, on one thread; nothing if torch is missing."""
+        """Return torch's `index_copy_` of 16-bit elements, on one thread; nothing if torch is missing."""
         if missing_module("torch"):
             return []
         import torch
@@ -162,7 +163,7 @@ class Copies:
         return [self.operation(INDEX_COPY, copy, self.written_by_id)]
 
     def swaps(self) -> list[Operation]:
-        """Copies between this memory, page-locked, and a CUDA device; nothing if there is no device."""
+        """Return the copies between this memory, page-locked, and a CUDA device; nothing if there is no device."""
         if no_cuda():
             return []
         import torch
@@ -190,7 +191,7 @@ class Copies:
 
 
 def no_cuda() -> str:
-    """Why blocks cannot be swapped; empty if they can."""
+    """Return why blocks cannot be swapped; empty if they can."""
     if missing_module("torch"):
         return "torch is not installed"
     import torch

@@ -1,4 +1,4 @@
-"""The charts of the benchmarks with real engines."""
+"""The charts of benchmarks with real engines."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.remote_kv_cache.bench_apart import FIRST
+from benchmarks.remote_kv_cache.bench_faults import MOST_WAITED_S
+from benchmarks.remote_kv_cache.bench_hand_over import ALONE, BETWEEN_TOKENS
+from benchmarks.remote_kv_cache.bench_layer_parts import COMPUTE as COMPUTE_IT
+from benchmarks.remote_kv_cache.bench_long_prefill import COMPUTE, MODES, REMOTE, ROWS
+from benchmarks.remote_kv_cache.bench_proxy_links import APART as BY_PROXY
+from benchmarks.remote_kv_cache.bench_proxy_links import FIRST as FIRST_OF_STREAM
+from benchmarks.remote_kv_cache.bench_proxy_links import ITSELF, SECOND
+from benchmarks.remote_kv_cache.bench_request_time import D_QUEUE, PARTS, PERCENTILES
+from benchmarks.remote_kv_cache.bench_request_time import FIRST as FIRST_OF_D
+from benchmarks.remote_kv_cache.bench_transfer_in import CACHES, FILL, READ
+from benchmarks.remote_kv_cache.bench_transfer_out import BATCH_SIZES, STORED
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import FIRST_TOKEN, OWN
-from benchmarks.remote_kv_cache.test_apart import FIRST
-from benchmarks.remote_kv_cache.test_faults import MOST_WAITED_S
-from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
-from benchmarks.remote_kv_cache.test_layer_parts import COMPUTE as COMPUTE_IT
-from benchmarks.remote_kv_cache.test_long_prefill import COMPUTE, MODES, REMOTE, ROWS
-from benchmarks.remote_kv_cache.test_proxy_links import APART as BY_PROXY
-from benchmarks.remote_kv_cache.test_proxy_links import FIRST as FIRST_OF_STREAM
-from benchmarks.remote_kv_cache.test_proxy_links import ITSELF, SECOND
-from benchmarks.remote_kv_cache.test_request_time import D_QUEUE, PARTS, PERCENTILES
-from benchmarks.remote_kv_cache.test_request_time import FIRST as FIRST_OF_D
-from benchmarks.remote_kv_cache.test_transfer_in import CACHES, FILL, READ
-from benchmarks.remote_kv_cache.test_transfer_out import BATCH_SIZES, STORED
 from benchmarks.render.cells import Row, Rows, cases, operations
 from benchmarks.render.charts import COLOURS, INK, ROUNDS, Bars, Chart, Lines, figure, of
 from benchmarks.render.tables import Item
@@ -38,14 +38,15 @@ def _of_cache(on: bool) -> Rows:
 
 
 def _stored(row: Row, item: Item) -> Spread:
-    """Of the case with as many tokens a step, by whether the engine's own cache is on."""
+    """The value of the case with this number of tokens a step, with the engine's own cache on or off."""
     tokens, on = row.p["max_num_batched_tokens"], str(item).endswith("on")
     [same] = [each for each in _of_cache(on)(row.result) if each.p["max_num_batched_tokens"] == tokens]
     return same.at(STORED).share
 
 
 def _to_fill(row: Row) -> Spread:
-    """Prompts a second, where those of the fill run at the lowest hit rate are 1, of an engine with its cache on."""
+    """The prompts a second of an engine with its cache on, as multiples of those of the fill run at the lowest hit
+    rate."""
     of_engine = row.result.group(next(iter(CACHES)))
     lowest = min(of_engine, key=lambda case: int(case.parameters["hit_rate_percent"]))
     return row.s.inverse.scaled(lowest.seconds(FILL).median)
@@ -66,7 +67,7 @@ def _fault_rows(result: Result) -> list[Row]:
 
 
 def _request_time(result: Result, path: Path) -> None:
-    """The parts of a request's time, by rate; and how long the way took for which share of requests."""
+    """The parts of a request's time by rate, and the distribution of the time from P to D."""
     parts = [part for part in PARTS if part not in (FIRST_OF_D, D_QUEUE)]
     with figure(path, 8, 3.2) as drawn:
         bars, shares = drawn.subplots(1, 2, width_ratios=(3, 2))
@@ -91,8 +92,8 @@ def _request_time(result: Result, path: Path) -> None:
 
 
 def _attainment(title: Callable[[Mapping[str, Any]], str]) -> Callable[[Result, Path], None]:
-    """A panel for each case of the first figure: for each way to serve, the share of requests that attain and Wilson's
-    interval of 95 %, by what was promised. Later cases with the same title count."""
+    """Return a panel for each case of the first figure. It shows, for each way to serve, the share of requests that
+    meet the SLO, by SLO, with Wilson's 95 % interval. If several cases have the same title, the last one counts."""
 
     def draw(result: Result, path: Path) -> None:
         panels_of = {title(case.parameters): case.parameters for case in result.group(FIRST)}
@@ -110,7 +111,7 @@ def _attainment(title: Callable[[Mapping[str, Any]], str]) -> Callable[[Result, 
                 axes.set_title(name, fontsize=10)
                 axes.set_ylim(0, 105)
             panels[0].set_ylabel("requests that attain, %")
-            drawn.supxlabel("what is promised, x an idle engine's times", color=INK, fontsize=10)
+            drawn.supxlabel("SLO, x an idle engine's times", color=INK, fontsize=10)
             drawn.legend(loc="outside lower center", ncols=3, frameon=False)
 
     return draw
@@ -119,13 +120,13 @@ def _attainment(title: Callable[[Mapping[str, Any]], str]) -> Callable[[Result, 
 # fmt: off
 ENGINE_CHARTS: Final[dict[str, Chart]] = {
     "transfer_out": Bars(
-        "test_transfer_out", "Prefill with nothing cached, every block sent to the store",
-        "prompts a second until all blocks are stored, as a share of those without", _of_cache(True),
+        "bench_transfer_out", "Prefill with nothing cached, every block sent to the store",
+        "prompts a second until all blocks are stored, as a share of those without the connector", _of_cache(True),
         "{p[max_num_batched_tokens]} tokens a step", ("engine's cache on", "engine's cache off"), WITHOUT, _stored,
     ),
     "transfer_in": Lines(
-        "test_transfer_in", "{p[prompts]} prompts of {p[prompt_tokens]} tokens, given twice", "prefix hit rate, %",
-        "prompts a second, fill run at 0 % = 1",
+        "bench_transfer_in", "{p[prompts]} prompts of {p[prompt_tokens]} tokens, given twice", "prefix hit rate, %",
+        "prompts a second (fill run at 0 % = 1)",
         {
             f"{name}, {cache}": (operations(cache, names=(name,)), _to_fill)
             for name in (READ, FILL, WITHOUT) for cache in CACHES
@@ -133,7 +134,7 @@ ENGINE_CHARTS: Final[dict[str, Chart]] = {
         lambda row: float(row.p["hit_rate_percent"]),
     ),
     "long_prefill": Lines(
-        "test_long_prefill", "{p[prompts]} long prompts at once", "tokens of output", "prompts a second",
+        "bench_long_prefill", "{p[prompts]} long prompts at once", "tokens of output", "prompts a second",
         {
             "engine's cache": _of_mode(_CACHED.name, _CACHED.rows[1]),
             "CPU tier": _of_mode(_UNCACHED.name, _UNCACHED.rows[1]),
@@ -144,25 +145,25 @@ ENGINE_CHARTS: Final[dict[str, Chart]] = {
         lambda row: float(row.p["output_tokens"]), log=True,
     ),
     "first_token": Bars(
-        "test_long_prefill", "Time to the first token: {case}", "s",
+        "bench_long_prefill", "Time to the first token: {case}", "s",
         operations(FIRST_TOKEN, where=lambda row: row.name != OWN), "{name}", ROUNDS, OWN, lambda row, item: row.s,
         lambda row, item: row.at(OWN).s.median, one_limit=True, log=True,
     ),
     "hand_over": Bars(
-        "test_hand_over", "Answers that are being given while prompts come", "time between tokens, p99, ms",
+        "bench_hand_over", "Answers generated while prompts arrive", "time between tokens, p99, ms",
         cases(BETWEEN_TOKENS), "prompts of {p[prompt_tokens]} tokens",
         lambda row: [name for name in row.data.operations if name != ALONE], "1.5 x without prompts",
         lambda row, item: row.at(item).s.scaled(1e3), lambda row, item: 1.5 * row.at(ALONE).s.median * 1e3, log=True,
     ),
     "faults": Bars(
-        "test_faults", "Answers while something fails",
-        "from the request to the end of the answer, without the fault's own time, s", _fault_rows, "{name}",
-        lambda row: row.result.cases, "the longest that D waits in hand-overs", lambda row, item: row.at(item).s,
+        "bench_faults", "Answers while something fails",
+        "from the request to the end of the answer, without the duration of the fault, s", _fault_rows, "{name}",
+        lambda row: row.result.cases, "D's longest wait in hand-overs", lambda row, item: row.at(item).s,
         MOST_WAITED_S,
     ),
     "layer_parts": Lines(
-        "test_layer_parts", "A prompt of {p[prompt_tokens]} tokens, handed over through a store behind a link",
-        "rate of the link, MB/s", "there after, s",
+        "bench_layer_parts", "A prompt of {p[prompt_tokens]} tokens, handed over through a store behind a link",
+        "rate of the link, MB/s", "ready after, s",
         {
             name: (operations(names=(name,)), _seconds)
             for name in ("whole blocks", "whole blocks, in chunks", "4 parts", "8 parts", COMPUTE_IT)
@@ -170,8 +171,8 @@ ENGINE_CHARTS: Final[dict[str, Chart]] = {
         _megabytes, log=True,
     ),
     "proxy_links": Lines(
-        "test_proxy_links", "A prompt of {p[prompt_tokens]} tokens, handed over across two links",
-        "rate of each link, MB/s", "there after, s",
+        "bench_proxy_links", "A prompt of {p[prompt_tokens]} tokens, handed over across two links",
+        "rate of each link, MB/s", "ready after, s",
         {
             f"{figure_of}, {way}": (operations(figure_of, names=(way,)), _seconds)
             for figure_of in (SECOND, FIRST_OF_STREAM)
@@ -179,8 +180,8 @@ ENGINE_CHARTS: Final[dict[str, Chart]] = {
         },
         _megabytes, log=True,
     ),
-    "request_time": of("test_request_time", _request_time),
-    "apart": of("test_apart", _attainment(lambda case: f"{case['requests_per_s']:g} requests/s")),
-    "conversation": of("test_conversation", _attainment(lambda case: str(case["prompts"]))),
+    "request_time": of("bench_request_time", _request_time),
+    "apart": of("bench_apart", _attainment(lambda case: f"{case['requests_per_s']:g} requests/s")),
+    "conversation": of("bench_conversation", _attainment(lambda case: str(case["prompts"]))),
 }
 # fmt: on

@@ -1,13 +1,15 @@
-"""Checks answers: an engine with a cache must give the tokens that an engine without a cache would give.
+"""Checks of answers: an engine with a cache must give the tokens that an engine without a cache would give.
 
-Token ids are compared with those of an engine without the connector. They need not be equal: in bfloat16 the logits of
-the likeliest tokens are so coarse (2^-4 at 8 … 16) that some are the same number, and the last bit of a sum depends on
-how many tokens a step computes together, even in an engine without any cache. So where tokens differ, the engine
-without the connector judges: given the tokens before it, is each one within `TIE` of the likeliest? Of long prompts,
-which take it long, only the first token that differs is judged, by what it said with its answer. Measured of an
-engine without any cache, asked the same one prompt at a time and eight at once: where it contradicts itself, the tokens
-are 0 … 0.125 apart with the small model and 0 … 0.31 with the mid one; a random token in the place of the right one is
-6 and 11 at the median, never less than 0.7 and 6.8.
+Token ids are compared with those of an engine without the connector, but they may differ. In bfloat16 the logits of the
+likeliest tokens are coarse (steps of 2^-4 at 8 … 16), so some logits are equal. The last bit of a sum depends on the
+number of tokens that a step computes together, even in an engine without any cache. So where tokens differ, the engine
+without the connector judges whether each token, given the tokens before it, is within `TIE` of the likeliest one. This
+takes long for long prompts, so there only the first differing token is judged, by the log probabilities that came with
+the engine's answer.
+
+An engine without any cache was measured with the same prompts one at a time and eight at once. Where its answers
+differ, the log probabilities of the tokens differ by 0 … 0.125 with the small model and by 0 … 0.31 with the mid one.
+That of a random token differs from that of the right one by 6 and 11 in the median, and by at least 0.7 and 6.8.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _SHOWN: Final = 20
 
 
 class Checks:
-    """The right and wrong answers of a benchmark, counted."""
+    """Counts the right and wrong answers of a benchmark."""
 
     def __init__(self) -> None:
         self.equal = 0
@@ -42,7 +44,7 @@ class Checks:
         expected: Sequence[Answer],
         reference: Engine,
     ) -> None:
-        """Check tokens. expected: the answers of `reference`, the engine without connector."""
+        """Check tokens. expected: the answers of `reference`, the engine without the connector."""
         for number, (prompt, answer, right) in enumerate(zip(prompts, answers, expected, strict=True)):
             if answer.token_ids == right.token_ids:
                 self.equal += 1
@@ -60,26 +62,26 @@ class Checks:
                 self.wrong.append(f"{what}, prompt {number}: {answer.token_ids}, expected {right.token_ids}")
 
     def cached(self, what: str, answers: Sequence[Answer], least: int, most: int) -> None:
-        """Check that so many tokens of every prompt came from a cache."""
+        """Check that `least` to `most` tokens of every prompt came from a cache."""
         counts = [answer.cached_tokens for answer in answers]
         if min(counts) < least or max(counts) > most:
             self.cached_wrong.append(f"{what}: cached tokens {counts}, expected {least} … {most}")
 
     def that(self, holds: bool, otherwise: str) -> None:
-        """Check a fact about the conditions of a row."""
+        """Check a fact about the conditions of a row; `otherwise` is the failure's text."""
         if not holds:
             self.cached_wrong.append(otherwise)
 
     @property
     def failures(self) -> list[str]:
-        """The failures as text for people; not all of them if there are many."""
+        """Return the failures as text; only the first ones if there are many."""
         found = [f"WRONG TOKENS: {text}" for text in self.wrong] + [f"not as expected: {t}" for t in self.cached_wrong]
         return found[:_SHOWN]
 
     @property
     def summary(self) -> str:
         return (
-            f"answers: {self.equal} equal to those without a cache, {self.tied} with a tie of logits told differently, "
+            f"answers: {self.equal} equal to those without a cache, {self.tied} that differ where logits are equal, "
             f"{len(self.wrong)} wrong; cached tokens {'NOT ' if self.cached_wrong else ''}as expected"
         )
 
@@ -94,9 +96,9 @@ class Checks:
 
 
 def gap_where_they_part(answer: Answer, right: Answer) -> float:
-    """How much less likely the answer's token is than the right one where the two differ for the first time, by the
-    engine that gave the right answer: up to there both continue the same tokens. Infinity if it is none of the
-    likeliest, 0 if none differs."""
+    """Return how much less likely the answer's token is than the right one at the first difference, according to the
+    engine that gave the right answer. Both have the same tokens before it. Return infinity if the answer's token is not
+    among the likeliest ones, and 0 if no token differs."""
     for mine, its, tops in zip(answer.token_ids, right.token_ids, right.tops, strict=False):
         if mine != its:
             return tops[its] - tops.get(mine, -math.inf)
@@ -104,7 +106,7 @@ def gap_where_they_part(answer: Answer, right: Answer) -> float:
 
 
 def conclude(benchmark: Benchmark, checks: Checks, **parameters: Any) -> int:
-    """Print the result of the checks and write the JSON. -> the exit status: 1 if a check failed."""
+    """Print the result of the checks and write the JSON. Return the exit status: 1 if a check failed."""
     benchmark.say(checks.summary)
     for failure in checks.failures:
         benchmark.say(failure)

@@ -1,8 +1,8 @@
-"""The models that real engines run here: Qwen2 with random weights, made from a config, since nothing is downloaded.
+"""The models that real engines run here: Qwen2 with random weights, made from a config; nothing is downloaded.
 
-*tiny* starts in seconds; it is for workloads of many prompts. *mid* computes slowly enough that a hit saves time; it is
-for times to the first token. *8B* is for GPUs, and has no file of weights. The weights of all have a wide spread
-(`initializer_range`), so that the output depends on every token of the prompt. With the usual spread such a model
+*tiny* starts in seconds and is for workloads of many prompts. *mid* computes slowly enough that a hit saves time and is
+for times to the first token. *8B* is for GPUs, and has no file of weights. All weights have a wide spread
+(`initializer_range`), so that the output depends on every token of the prompt. With the usual spread a random model
 repeats one token whatever the prompt is, and its output would not show a wrong cache.
 """
 
@@ -41,17 +41,17 @@ class EngineModel:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of `BLOCK_TOKENS` tokens' KV cache."""
+        """The bytes of the KV cache of `BLOCK_TOKENS` tokens."""
         return self.token_bytes * BLOCK_TOKENS
 
     @property
     def shape(self) -> dict[str, int]:
-        """As the arguments of a Qwen2Config."""
+        """Return the shape as arguments of a Qwen2Config."""
         return {name: value for name, value in asdict(self).items() if name != "name"}
 
     def prompts(self, seed: int, count: int, tokens: int, shared_tokens: int = 0) -> list[list[int]]:
-        """`count` prompts that have their first `shared_tokens` in common. Prompts of different seeds have nothing in
-        common."""
+        """Return `count` prompts that have their first `shared_tokens` in common. Prompts of different seeds have
+        nothing in common."""
         chooser = random.Random(seed)
         shared = [chooser.randrange(self.vocab_size) for _ in range(shared_tokens)]
         return [
@@ -81,12 +81,12 @@ def add_engine_model_option(parser: ArgumentParser, option: str = "--model", def
 
 
 def full_blocks(tokens: int) -> int:
-    """How many blocks are full once so many tokens are computed."""
+    """Return the number of blocks that are full when this many tokens are computed."""
     return tokens // BLOCK_TOKENS
 
 
 def cacheable_tokens(tokens: int) -> int:
-    """How many tokens of a prompt can come from a cache: whole blocks, and never the last token."""
+    """Return the number of a prompt's tokens that can come from a cache: whole blocks, and never the last token."""
     return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -96,7 +96,7 @@ def _models_folder() -> Path:
 
 
 def save_model(model: EngineModel) -> Path:
-    """The model's folder. It is made once, with weights from a fixed seed, and kept for later runs."""
+    """Return the model's folder. The folder is made once, with weights from a fixed seed, and kept for later runs."""
     folder = _models_folder() / f"benchmark-{model.name}-3"
     if (folder / "config.json").exists():
         return folder
@@ -114,7 +114,7 @@ def save_model(model: EngineModel) -> Path:
         save_tokenizer(scratch, model.vocab_size)
         scratch.rename(folder)
     except OSError:
-        if not (folder / "config.json").exists():  # else another benchmark was first
+        if not (folder / "config.json").exists():  # otherwise another benchmark made it first
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -122,7 +122,8 @@ def save_model(model: EngineModel) -> Path:
 
 
 def save_config(model: EngineModel) -> Path:
-    """A folder with the model's configuration and no weights, for engines that make weights up: `dummy_weights`."""
+    """Return a folder with the model's configuration and no weights, for engines that make random weights
+    (`dummy_weights`)."""
     folder = _models_folder() / f"benchmark-{model.name}-config-1"
     if (folder / "config.json").exists():
         return folder
@@ -138,7 +139,7 @@ def save_config(model: EngineModel) -> Path:
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a tokenizer whose every token is a word, so an engine that serves text shows each as soon as it has it."""
+    """Write a tokenizer in which every token is a word, so that an engine that serves text sends each token at once."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 

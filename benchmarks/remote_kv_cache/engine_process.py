@@ -1,8 +1,9 @@
-"""One vLLM engine in a process of its own: `run` is the main function of that process.
+"""One vLLM engine in its own process: `run` is the main function of that process.
 
-The process first sends "ready" through the pipe. For each `Order` that it receives it sends a `Run`, for `Arrivals` a
-list of `Served`, for each `Doubt` a list of numbers, for `Times` how long calls took; None ends the engine. Its output
-goes to its log. Time is taken in this process, around the engine's own call, so that the pipe is not timed.
+The process first sends "ready" through the pipe. It answers each `Order` that it receives with a `Run`, and `Arrivals`
+with a list of `Served`. It answers each `Doubt` with a list of numbers, and `Times` with how long calls took. None ends
+the engine. The engine's output goes to its log. Times are measured in this process, around the engine's own call, so
+that they do not include the pipe.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-# Imported once, by the process that engines are forked from: seconds that each engine would take.
+# These are imported once, by the process from which engines are forked, because importing them takes seconds.
 PRELOAD: Final = [
     "transformers",
     "vllm",
@@ -34,9 +35,9 @@ PRELOAD: Final = [
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of an engine. `connector`: the options of `KVStoreConnector`, or, with `kv_connector` among them,
-    all arguments of a `KVTransferConfig`; None for an engine without one. `arguments`: those of `vllm.LLM`. `timed`:
-    whether the calls to the connector are timed. `cores`: those that it may use; empty: all."""
+    """The settings of an engine. `connector`: the options of `KVStoreConnector` or, if `kv_connector` is among them,
+    all arguments of a `KVTransferConfig`; None for an engine without one. `arguments`: the arguments of `vllm.LLM`.
+    `timed`: whether the calls to the connector are timed. `cores`: the cores that it may use; all if empty."""
 
     model: Path
     connector: dict[str, Any] | None
@@ -47,8 +48,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Order:
-    """Prompts given to the engine at once, each to be continued by `output_tokens` at temperature 0. `tops`: of how
-    many of the likeliest tokens the log probabilities are told, at each place."""
+    """Prompts sent to the engine at once, each to be continued by `output_tokens` at temperature 0. `tops`: the number
+    of likeliest tokens whose log probabilities are returned for each place."""
 
     prompts: list[list[int]]
     output_tokens: int
@@ -57,8 +58,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A prompt that comes at a time. `side`: of a hand-over, the flag in its `kv_transfer_params`; empty: none.
-    `endless`: it ends when all others have ended and `Arrivals.seconds` have passed, `output_tokens` at most."""
+    """A prompt that arrives at a given time. `side`: the flag for a hand-over in its `kv_transfer_params`; none if
+    empty. `endless`: it ends when all others have ended and `Arrivals.seconds` have passed, or after
+    `output_tokens`."""
 
     at_s: float
     prompt: list[int]
@@ -69,7 +71,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Prompts that come while the engine works, from `begin` on, on the clock of `time.perf_counter`."""
+    """Prompts that arrive while the engine works, from `begin` on, on the clock of `time.perf_counter`."""
 
     begin: float
     arrivals: list[Arrival]
@@ -78,7 +80,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Served:
-    """What became of an `Arrival`, in their order: its tokens, and when each came out of the engine, in seconds after
+    """The result of an `Arrival`, in the same order: its tokens, and when the engine returned each, in seconds after
     `Arrivals.begin`."""
 
     token_ids: list[int]
@@ -88,8 +90,8 @@ class Served:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Asks how far each token of this continuation is from the token that the engine considers most likely there, as
-    the difference of their log probabilities."""
+    """A request for the distance of each token of this continuation from the most likely token at its place, as the
+    difference of their log probabilities."""
 
     prompt: list[int]
     continuation: list[int]
@@ -97,11 +99,11 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Times:
-    """Asks how long each call to the connector took since it was asked last, by the call's name: the seconds, and for
-    how many of them the thread could run but had no core."""
+    """A request for the times of all calls to the connector since the last request, by the call's name. Each call has
+    its seconds, and those for which its thread was ready to run but had no core."""
 
 
-# What a vLLM engine calls in its steps and between them.
+# The methods that a vLLM engine calls in its steps and between them.
 TIMED: Final = (
     "on_new_request",
     "get_num_new_matched_tokens",
@@ -119,26 +121,26 @@ TIMED: Final = (
     "build_connector_worker_meta",
     "get_kv_connector_stats",
 )
-# And what the connector calls to look at the weights, in these.
+# The methods that the connector calls within those to take a fingerprint of the weights.
 TAKE: Final = "take"
 HASH: Final = "value"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An engine's answer to one prompt. `tops`: at each place, the log probabilities of the likeliest tokens, if they
-    were asked for."""
+    """An engine's answer to one prompt. `tops`: for each place, the log probabilities of the likeliest tokens, if they
+    were requested."""
 
     token_ids: list[int]
     cached_tokens: int
-    first_token_s: float  # since the prompt reached the engine
+    first_token_s: float  # seconds since the prompt reached the engine
     tops: list[dict[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The answers, in the order of the prompts. `begin`: on the clock of `time.perf_counter`, which all processes
-    share. `seconds`: from then until the last answer."""
+    """The answers, in the order of the prompts. `begin`: the time at which the prompts were sent, on the clock of
+    `time.perf_counter`, which all processes share. `seconds`: the time from then until the last answer."""
 
     begin: float
     seconds: float
@@ -146,7 +148,7 @@ class Run:
 
 
 def run(setup: Setup, environment: dict[str, str], log: Path, pipe: Connection) -> None:
-    """Serve until told to end, or until it fails; then the process ends with status 1."""
+    """Serve until the end is requested. If it fails, the process ends with status 1."""
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -159,14 +161,14 @@ def run(setup: Setup, environment: dict[str, str], log: Path, pipe: Connection) 
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    os._exit(0)  # past the interpreter's own end, which takes it seconds with all that is imported
+    os._exit(0)  # skips the interpreter's own shutdown, which takes seconds after these imports
 
 
 def _serve(setup: Setup, pipe: Connection) -> None:
     from tqdm import tqdm
     from vllm import SamplingParams
 
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore that outlives a process which ends as this one does
+    tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore, which would outlive this process
     times = _time_calls() if setup.timed else {}
     engine = _make_engine(setup)
     pipe.send("ready")
@@ -210,21 +212,21 @@ def _serve(setup: Setup, pipe: Connection) -> None:
 
 
 def _next_order(engine: Any, pipe: Connection) -> Any:
-    """Step until there is nothing to do, as an engine's core does in a process of its own: what it has computed last
-    goes to the store between two requests."""
+    """Step until there is nothing to do, as an engine's core does in its own process, so that the last computed blocks
+    are sent to the store between two requests."""
     while not pipe.poll() and _steps_alone(engine):
         engine.step()
     return pipe.recv()
 
 
 def _steps_alone(engine: Any) -> bool:
-    """Whether an engine without requests goes on to step."""
+    """Return whether an engine without requests continues to step."""
     return bool(engine.engine_core.engine_core.scheduler.has_requests())
 
 
 def _time_calls() -> dict[str, list[tuple[float, float]]]:
-    """Have the calls of connectors that are made from now on timed. -> how long they took, by name: see `Times`."""
-    from kvstore_client.engine.paged.weights import Fingerprints, Taken
+    """Time the calls of all connectors made from now on. Return their times by name, see `Times`."""
+    from kvstore_client.engine.paged.weights import Fingerprints, RunningFingerprint
     from kvstore_client.vllm.connector import KVStoreConnector
 
     times: dict[str, list[tuple[float, float]]] = {}
@@ -242,7 +244,7 @@ def _time_calls() -> dict[str, list[tuple[float, float]]]:
 
         return wrapper
 
-    for kind, names in ((KVStoreConnector, TIMED), (Fingerprints, [TAKE]), (Taken, [HASH])):
+    for kind, names in ((KVStoreConnector, TIMED), (Fingerprints, [TAKE]), (RunningFingerprint, [HASH])):
         for name in names:
             times[name] = []
             setattr(kind, name, timed(getattr(kind, name), times[name]))
@@ -250,7 +252,8 @@ def _time_calls() -> dict[str, list[tuple[float, float]]]:
 
 
 def _waited_for_a_core() -> float:
-    """For how many seconds the calling thread could run but had no core; 0 where the kernel does not count that."""
+    """Return the seconds for which the calling thread was ready to run but had no core; 0 if the kernel does not count
+    them."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     except OSError:
@@ -319,14 +322,14 @@ def _make_engine(setup: Setup) -> Any:
             kv_connector="KVStoreConnector",
             kv_connector_module_path="kvstore_client.vllm.connector",
             kv_role=options.pop("kv_role", "kv_both"),
-            # What loading takes is measured, also where computing is sooner.
+            # Loading is measured even where computing would be faster.
             kv_connector_extra_config={"always_load": True, **options},
         )
     arguments = {
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "enforce_eager": True,
-        "disable_log_stats": False,  # the time to the first token is one of them
+        "disable_log_stats": False,  # the time to the first token is one of these statistics
         **setup.arguments,
     }
     engine = LLM(model=str(setup.model), kv_transfer_config=connector, **arguments)
@@ -336,17 +339,18 @@ def _make_engine(setup: Setup) -> Any:
 
 
 def _change_weights(worker: Any) -> None:
-    """Runs in a worker. Our connector took its fingerprint of the weights before, so it is given their new name."""
+    """Runs in a worker. The connector has already taken its fingerprint of the old weights, so it is given a new name
+    for the weights."""
     widen_weights(worker.get_model())
     if (name_weights := getattr(worker, "kvstore_new_weights", None)) is not None:
         name_weights("wide")
 
 
 def widen_weights(model: Any) -> None:
-    """Give a model whose weights vLLM made up (`load_format="dummy"`) others, the same in every process. With vLLM's
-    own, of up to 0.001, norms included, the answer depends on the last token alone and would not show a wrong cache.
-    Queries and keys are so wide that a token attends to few others, and not wider: each layer widens differences of
-    rounding. Logits are wide enough to tell tokens apart.
+    """Replace the random weights that vLLM made (`load_format="dummy"`), the same way in every process. With vLLM's own
+    weights, which are at most 0.001 (even those of norms), the answer depends only on the last token and would not show
+    a wrong cache. The spread of queries and keys lets a token attend to few others. It is not wider, because each layer
+    amplifies rounding differences. Logits have a spread that distinguishes tokens.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md with real engines."""
+"""The tables of docs/benchmarks-appendix.md for benchmarks with real engines."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from benchmarks.remote_kv_cache import test_conversation as talks
+from benchmarks.remote_kv_cache import bench_conversation as talks
+from benchmarks.remote_kv_cache.bench_apart import APART, FIGURES, ONE, SCALES, WAYS
+from benchmarks.remote_kv_cache.bench_documents import DOCUMENTS, ENGINES
+from benchmarks.remote_kv_cache.bench_faults import PHASES
+from benchmarks.remote_kv_cache.bench_hand_over import ALONE, BETWEEN_TOKENS
+from benchmarks.remote_kv_cache.bench_hand_over import FIRST_TOKEN as TO_FIRST
+from benchmarks.remote_kv_cache.bench_layer_parts import CHUNKED_WHOLE, IN_CHUNKS, WHOLE_BLOCKS
+from benchmarks.remote_kv_cache.bench_load_generators import OURS, THEIRS
+from benchmarks.remote_kv_cache.bench_long_prefill import MODES, ROWS
+from benchmarks.remote_kv_cache.bench_proxy_links import FIGURES as OF_STREAM
+from benchmarks.remote_kv_cache.bench_proxy_links import WAYS as OF_LINKS
+from benchmarks.remote_kv_cache.bench_request_time import FIRST, PARTS, WAY
+from benchmarks.remote_kv_cache.bench_transfer_in import CACHES, FILL, READ
+from benchmarks.remote_kv_cache.bench_transfer_out import AGAIN, ANSWERED, BATCH_SIZES, PREFILL, STORED, SWAPPED
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import COMPUTED, FIRST_TOKEN
-from benchmarks.remote_kv_cache.test_apart import APART, FIGURES, ONE, SCALES, WAYS
-from benchmarks.remote_kv_cache.test_documents import DOCUMENTS, ENGINES
-from benchmarks.remote_kv_cache.test_faults import PHASES
-from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
-from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
-from benchmarks.remote_kv_cache.test_layer_parts import CHUNKED_WHOLE, IN_CHUNKS, WHOLE_BLOCKS
-from benchmarks.remote_kv_cache.test_load_generators import OURS, THEIRS
-from benchmarks.remote_kv_cache.test_long_prefill import MODES, ROWS
-from benchmarks.remote_kv_cache.test_proxy_links import FIGURES as OF_STREAM
-from benchmarks.remote_kv_cache.test_proxy_links import WAYS as OF_LINKS
-from benchmarks.remote_kv_cache.test_request_time import FIRST, PARTS, WAY
-from benchmarks.remote_kv_cache.test_transfer_in import CACHES, FILL, READ
-from benchmarks.remote_kv_cache.test_transfer_out import AGAIN, ANSWERED, BATCH_SIZES, PREFILL, STORED, SWAPPED
 from benchmarks.render.cells import Cell, Row, at, cases, operations, text
 from benchmarks.render.tables import Column, Each, Part, Section, Table, markdown, matrix, names_of, paragraph, section
 from benchmarks.results_reader import CaseResult, Result
 from kvstore_serving.load.report import wilson
 
-GOOD_SHARE: Final = 0.9  # of requests that attain, for a rate to count
-SUSTAINED: Final = "3"  # times an idle engine's times, for a rate to be called sustained
+GOOD_SHARE: Final = 0.9  # the share of requests that must meet the SLO for a rate to count
+SUSTAINED: Final = "3"  # the SLO of a sustained rate, as a multiple of an idle engine's times
 
 
 def _prompts_per_s(row: Row) -> str:
@@ -40,7 +40,7 @@ def _checked(row: Row) -> str:
     checks = row.run["checks"]
     said = f"{checks['answers_equal']} answers equal to those without the connector"
     if checks["answers_tied"]:
-        said += f", {checks['answers_tied']} with a tie of logits told differently"
+        said += f", {checks['answers_tied']} where two logits were equal"
     said += f", **{checks['answers_wrong']} wrong**" if checks["answers_wrong"] else ", none wrong"
     cached = "as expected" if checks["cached_as_expected"] else "**not as expected**"
     return f"{said}; cached tokens {cached}."
@@ -64,18 +64,18 @@ _SCALE: Final = "{p[prompts]} prompts of {p[prompt_tokens]} tokens, {p[model][na
 
 
 def _first_tokens(needs: str) -> Section:
-    """Seconds to the first token, and their share of the time of computing it."""
+    """The time to the first token, in seconds and as a fraction of the time to compute the prompt."""
     columns: Sequence[Column] = (
         ("{case}", "{name}"),
         ("s, median (min … max)", "{s:.3f~}"),
-        ("of computing", lambda row: f"1/{1 / row.times(COMPUTED):.1f}"),
+        ("of the time to compute", lambda row: f"1/{1 / row.times(COMPUTED):.1f}"),
         ("x the engine's own cache", "{x:.2f}"),
     )
     return section(needs, Table(operations(FIRST_TOKEN), *columns))
 
 
 def _of_mode(mode: str, names: Sequence[str]) -> Table:
-    """A row an operation, a column a case of this mode."""
+    """A row for each operation, and a column for each case of this mode."""
 
     def of(result: Result) -> list[CaseResult]:
         return [case for case in result.group(ROWS) if case.parameters["mode"] == mode]
@@ -88,13 +88,14 @@ def _of_mode(mode: str, names: Sequence[str]) -> Table:
 
 
 def _request_time(needs: str) -> Section:
-    """Where the time of requests goes that are handed over."""
+    """The parts of the time of requests that are handed over."""
 
     def said(result: Result) -> str:
         shares = [
             f"{case.seconds(WAY).median / case.seconds(FIRST).median:.1%} at {case.name}" for case in result.cases
         ]
-        return f"The way takes {' and '.join(shares)} of the time to the first token (medians). {_checks(result)}"
+        shown = " and ".join(shares)
+        return f"The way to D takes this share of the time to the first token (medians): {shown}.\n\n{_checks(result)}"
 
     def table(result: Result) -> str:
         rows: list[Sequence[str]] = []
@@ -107,7 +108,7 @@ def _request_time(needs: str) -> Section:
 
 
 def _layer_parts(needs: str) -> Section:
-    """When a prompt that is handed over is there, by the rate of the link."""
+    """The time when a handed-over prompt is ready, by the rate of the link."""
 
     def modes(row: Row) -> list[str]:
         return list(row.p["parts"])
@@ -120,11 +121,11 @@ def _layer_parts(needs: str) -> Section:
             if parts != whole:
                 both = [[case.data["seconds"][name] for name in (parts, whole)] for case in result.cases]
                 rows.append((parts, whole, _sooner(rates, [list(zip(*each, strict=True)) for each in both])))
-        return markdown(("sooner there", "than", "over links of"), rows, figures=False)
+        return markdown(("faster", "than", "over links of"), rows, figures=False)
 
     return section(
         needs,
-        Table(cases(), ("there after ms, over a link of", _LINK), Each(names_of, "{s:ms.0f}")),
+        Table(cases(), ("ready after ms, over a link of", _LINK), Each(names_of, "{s:ms.0f}")),
         Table(cases(), ("beyond the longer of prefill and link, ms", _LINK), Each(modes, "{mine[beyond_s]:ms.0f}")),
         sooner,
         _checks,
@@ -135,8 +136,8 @@ _LINK: Final = "{p[bytes_per_s]:M.0f} MB/s"
 
 
 def _sooner(rates: Sequence[float], rounds: Sequence[Sequence[tuple[float, float]]]) -> str:
-    """Over which links parts are sooner, given both times of each round: up to the rate at which fewer than six rounds
-    of seven say so."""
+    """The links over which layer slices are faster, given both times of each round. A rate counts if at least six of
+    seven rounds show it, and if all lower rates count."""
     told = [sum(parts < whole for parts, whole in of_rate) >= 6 / 7 * len(of_rate) for of_rate in rounds]
     if all(told):
         return "every rate"
@@ -153,7 +154,7 @@ def _attained(share: float, requests: int) -> str:
 
 
 def _goodput(of_rates: Sequence[dict[str, Any]], way: str, scale: str) -> str:
-    """The highest rate at which enough requests attain; between two measured rates, on the line between them."""
+    """The highest rate at which enough requests meet the SLO, interpolated between two measured rates."""
     points = [(each["requests_per_s"], each["attained"][way][scale]) for each in of_rates]
     if points[0][1] < GOOD_SHARE:
         return f"< {points[0][0]:g}"
@@ -164,7 +165,8 @@ def _goodput(of_rates: Sequence[dict[str, Any]], way: str, scale: str) -> str:
 
 
 def _of_figures(names: Sequence[str], same: str, heading: str = "{}, ms", cell: Cell = "{s:ms.0f}") -> list[Column]:
-    """A column a figure: figures are cases of their own, those of a row are the same in a parameter."""
+    """A column for each figure. Figures are separate cases, and the cases of a row have the same value of a
+    parameter."""
 
     def column(name: str) -> Cell:
         return lambda row: next(
@@ -188,8 +190,9 @@ def _goodputs(result: Result, way: str, scale: str) -> str:
 
 
 def _rfc(result: Result) -> str:
-    """What the RFC's comments report of one instance and 1P1D, beside what these engines do with the same lengths."""
-    rows = [("the RFC's comments, A10s, each at the rate it sustains: 1.3 and 2.6 requests/s", "more", "-27 %")]
+    """The figures that the RFC's comments give for one instance and for 1P1D, next to those of these engines with the
+    same lengths."""
+    rows = [("the RFC's comments: A10s, each at the rate that it sustains, 1.3 and 2.6 requests/s", "more", "-27 %")]
     for both in zip(*map(result.group, FIGURES[:2]), strict=True):
         changes = (case.seconds(APART).median / case.seconds(ONE).median - 1 for case in both)
         named = f"these engines, {both[0].parameters['requests_per_s']:g} requests/s"
@@ -197,13 +200,13 @@ def _rfc(result: Result) -> str:
     table = markdown(("1P1D against one instance, 1000/200 tokens", *FIGURES[:2]), rows)
     one, apart = (_goodputs(result, way, SUSTAINED) for way in (ONE, APART))
     return (
-        f"{table}\n\nRequests a second of which {GOOD_SHARE:.0%} hold {SUSTAINED} x an idle engine's times: {one} with "
-        f"one engine, {apart} with prefill and decode apart."
+        f"{table}\n\nThe highest rate at which {GOOD_SHARE:.0%} of requests take at most {SUSTAINED} x an idle "
+        f"engine's times: {one} requests/s with one engine, {apart} with P/D."
     )
 
 
 def _faults(result: Result) -> str:
-    """How often each fault met each phase of a request, and how long answers took beside it."""
+    """How often each fault occurred in each phase of a request, and how long answers took with it."""
     tables = []
     for case in result.cases:
         met = case.parameters["met"]
@@ -235,17 +238,17 @@ def _hooks(result: Result) -> str:
 
 # fmt: off
 ENGINE_TABLES: Final[dict[str, Section]] = {
-    "transfer_out": section("test_transfer_out",
+    "transfer_out": section("bench_transfer_out",
         Table(cases(BATCH_SIZES, PREFILL),
-            ("", "{case}"), ("prompts/s without", at(WITHOUT, _prompts_per_s)),
-            Each((AGAIN,), "{share:.2f~}", "another engine without, ÷ without"),
+            ("", "{case}"), ("prompts/s without the connector", at(WITHOUT, _prompts_per_s)),
+            Each((AGAIN,), "{share:.2f~}", "another engine without it, ÷ without"),
             Each((SWAPPED,), "{share:.2f~}", "swapping out only, ÷ without"),
             Each((ANSWERED,), "{share:.2f~}", "until answered, ÷ without"),
             Each((STORED,), "{share:.2f~}", "until stored, ÷ without"),
         ),
         _and_checked(_SCALE, BATCH_SIZES, PREFILL),
     ),
-    "transfer_in": section("test_transfer_in",
+    "transfer_in": section("bench_transfer_in",
         *(
             Table(cases(group),
                 ("prompts/s at prefix hit rate", "{case}"), Each((WITHOUT, FILL, READ), _prompts_per_s),
@@ -255,28 +258,28 @@ ENGINE_TABLES: Final[dict[str, Section]] = {
         ),
         _and_checked("{run[prompts]} prompts, {run[model][name]} model"),
     ),
-    "long_prefill": section("test_long_prefill",
+    "long_prefill": section("bench_long_prefill",
         *(_of_mode(mode.name, (WITHOUT, *mode.rows)) for mode in MODES.values()), _and_checked(_SCALE, ROWS),
     ),
-    "first_token": _first_tokens("test_long_prefill"),
-    "documents": section("test_documents",
+    "first_token": _first_tokens("bench_long_prefill"),
+    "documents": section("bench_documents",
         Table(operations(DOCUMENTS, names=ENGINES),
             ("at once", "{p[at_once]}"), ("engine", "{name}"),
             ("first token, s, mean: median (min … max)", "{s:.3f~}"),
-            (f"of {WITHOUT}", lambda row: f"1/{1 / row.times(WITHOUT):.1f}"),
+            (f"of the time {WITHOUT}", lambda row: f"1/{1 / row.times(WITHOUT):.1f}"),
             ("requests/s", "{mine[requests_rps]:.2f}"), ("cached", "{mine[cached]:.0%}"),
         ),
         _checks,
     ),
-    "long_prompt": _first_tokens("test_documents"),
-    "slow_store": section("test_slow_store", Table(operations(),
+    "long_prompt": _first_tokens("bench_documents"),
+    "slow_store": section("bench_slow_store", Table(operations(),
         ("prompts", "{case}"), ("", "{name}"), ("s, median (min … max)", "{s:.2f~}"), (f"x {WITHOUT}", "{x:.2f~}"),
     )),
-    "request_time": _request_time("test_request_time"), "request_time_mid": _request_time("test_request_time_mid"),
-    "layer_parts": _layer_parts("test_layer_parts"), "layer_parts_delayed": _layer_parts("test_layer_parts_delayed"),
-    "proxy_links": section("test_proxy_links",
+    "request_time": _request_time("bench_request_time"), "request_time_mid": _request_time("bench_request_time_mid"),
+    "layer_parts": _layer_parts("bench_layer_parts"), "layer_parts_delayed": _layer_parts("bench_layer_parts_delayed"),
+    "proxy_links": section("bench_proxy_links",
         Table(cases(OF_STREAM[0]),
-            ("links of", _LINK), ("the prompt's KV takes, ms", "{p[transfer_s]:ms.0f}"),
+            ("links", _LINK), ("the prompt's KV on the link, ms", "{p[transfer_s]:ms.0f}"),
             *(
                 column
                 for figure in OF_STREAM
@@ -286,50 +289,50 @@ ENGINE_TABLES: Final[dict[str, Section]] = {
         ),
         _and_checked("Prompts of {p[prompt_tokens]} tokens, answers of {p[answer_tokens]}; medians"),
     ),
-    "apart": section("test_apart",
+    "apart": section("bench_apart",
         Table(operations(FIGURES[0], names=WAYS),
             ("requests/s", "{p[requests_per_s]:g}"), ("served by", "{name}"), *_of_figures(FIGURES, "requests_per_s"),
             *_scales("{} x, %", lambda row, scale: _attained(row.mine["attained"][scale], row.p["requests"])),
         ),
         "An idle engine has the first token after {p[idle_first_s]:ms.0f} ms and another one every "
-        "{p[idle_each_s]:ms.1f} ms. The last columns: requests that hold so many times both, of {p[requests]}, with "
-        "Wilson's interval of 95 %.",
+        "{p[idle_each_s]:ms.1f} ms. The last columns are the shares of {p[requests]} requests for "
+        "which both times are within this multiple, with Wilson's 95 % interval.",
         Table(lambda result: operations(FIGURES[0], names=WAYS)(result)[: len(WAYS)],
-            (f"requests/s of which {GOOD_SHARE:.0%} attain", "{name}"),
+            (f"requests/s at which {GOOD_SHARE:.0%} attain", "{name}"),
             *_scales("{} x", lambda row, scale: _goodputs(row.result, row.name, scale)),
         ),
         _checks,
     ),
-    "rfc": section("test_apart", _rfc),
-    "conversation": section("test_conversation",
+    "rfc": section("bench_apart", _rfc),
+    "conversation": section("bench_conversation",
         Table(operations(FIGURES[0], names=talks.WAYS),
             ("prompts", "{p[prompts]}"), ("served by", "{name}"), ("not computed", "{mine[found]:.0%}"),
             *_of_figures(FIGURES, "prompts"),
             *_scales("attain {} x", lambda row, scale: f"{row.mine['attained'][scale]:.0%}"),
         ),
         paragraph(
-            "{p[requests]} requests a row, {p[mean_prompt_tokens]} tokens of prompt on average and "
-            "{run[most_output_tokens]} of answer at most, the trace {p[speed]:.1f} times as fast. An idle engine has "
-            "the first token of such a prompt after {p[idle_first_s]:ms.0f} ms and another one every "
-            "{p[idle_each_s]:ms.1f} ms; to attain is to hold so many times both.",
+            "Each row has {p[requests]} requests, with {p[mean_prompt_tokens]} tokens of prompt on average and "
+            "at most {run[most_output_tokens]} of answer. The trace is {p[speed]:.1f} times as fast. An idle engine "
+            "has the first token of such a prompt after {p[idle_first_s]:ms.0f} ms and another one every "
+            "{p[idle_each_s]:ms.1f} ms; a request attains 2 x if it takes at most twice both times.",
             lambda result: cases()(result)[-1:],
         ),
     ),
-    "hooks": section("test_hooks", _hooks),
-    "hand_over": section("test_hand_over",
+    "hooks": section("bench_hooks", _hooks),
+    "hand_over": section("bench_hand_over",
         Table(operations(BETWEEN_TOKENS),
             ("prompts of", "{p[prompt_tokens]}"), ("time between tokens", "{name}"), ("p99, ms", "{s:ms.1f}"),
             (f"x {ALONE}", "{x:.2f~}"), ("longest, ms", "{mine[longest_s]:ms.0f}"),
         ),
-        matrix("to the first token, ms, prompts of", "{s:ms.1f}", names_of, TO_FIRST, row="{p[prompt_tokens]}"),
+        matrix("ms to the first token, prompts of", "{s:ms.1f}", names_of, TO_FIRST, row="{p[prompt_tokens]}"),
         _checks,
     ),
-    "faults": section("test_faults", _faults, "{run[faults]} requests, all of whose tokens were right."),
-    "load_generators": section("test_load_generators",
+    "faults": section("bench_faults", _faults, "All tokens of the {run[faults]} requests were right."),
+    "load_generators": section("bench_load_generators",
         Table(cases(),
             ("ms", "{case}"), Each((OURS, THEIRS), "{s:ms.1f}"), Each((OURS,), "{x:.2f~}", f"x {THEIRS}"),
         ),
-        "{p[requests]} requests a round, {p[requests_per_s]:g} a second.",
+        "Each round has {p[requests]} requests, {p[requests_per_s]:g} a second.",
     ),
 }
 # fmt: on

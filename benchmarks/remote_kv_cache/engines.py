@@ -1,9 +1,10 @@
-"""Real vLLM engines that are measured, and a watch on when the store holds the blocks they sent.
+"""The real vLLM engines that are measured, and a `Store` that finds out when the store has the blocks that the engines
+sent.
 
-An engine is a process of its own; where there is no GPU, it is forked from one that has only imported vLLM. Between
-orders it waits and uses no CPU, so that two engines can live at the same time and take turns. Its scheduler, model and
-connector share that process (no separate engine core), and on a CPU the model computes on all cores: there the
-connector's background work competes with the model.
+An engine is a separate process. Without a GPU it is forked from a process that has only imported vLLM. Between orders
+it waits and uses no CPU, so two engines can run at the same time and be used in turn. The scheduler, the model and the
+connector of an engine share one process (there is no separate engine core). On a CPU the model computes on all cores,
+so the connector's background work competes with it.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from benchmarks.remote_kv_cache.engine_process import (
 from benchmarks.remote_kv_cache.processes import environment
 from kvstore_client import KVStoreClient, Namespace
 
-WITHOUT: Final = "without the connector"  # what an engine is compared with, in every benchmark of engines
+WITHOUT: Final = "without the connector"  # the reference in every benchmark of engines
 
 ENGINE_ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it compiles kernels first, and needs a package that may be missing
-    # A machine without a network has no address but this one.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would first compile kernels, and needs a package that may be missing
+    # A machine without a network has only this address.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -55,9 +56,9 @@ _QUIET_S: Final = 0.3
 
 
 def add_cpu_bytes_option(parser: argparse.ArgumentParser, default: int | None = None) -> None:
-    """Add `--cpu-bytes`, the connector's option of that name."""
+    """Add `--cpu-bytes`, the connector's option `cpu_bytes`."""
     said = "twice what the prompts need" if default is None else default
-    parser.add_argument("--cpu-bytes", type=int, default=default, help=f"of the CPU tier; 0: none; default: {said}")
+    parser.add_argument("--cpu-bytes", type=int, default=default, help=f"the CPU tier; 0: none; default: {said}")
 
 
 def compute_threads() -> int:
@@ -66,7 +67,7 @@ def compute_threads() -> int:
 
 
 class Engine:
-    """A vLLM engine. It starts at once; the first order, or `wait_ready`, waits until it serves."""
+    """A vLLM engine. It starts when the object is made; the first order, or `wait_ready`, waits until it is ready."""
 
     def __init__(
         self,
@@ -78,14 +79,15 @@ class Engine:
         weights: bool = True,
         **arguments: Any,
     ) -> None:
-        """connector: its options; None for an engine without it. timed: whether the calls to it are timed. cores: those
-        that it may use; empty: all. weights: from a file; if not, they are made up, which takes a large model no time.
-        arguments: further ones of `vllm.LLM`, beside those below."""
-        # Read when torch and transformers are imported, which is before an engine's own settings are made.
+        """`connector`: the connector's options; None for an engine without it. `timed`: whether the calls to it are
+        timed. `cores`: the cores that the engine may use; all if empty. `weights`: whether the weights come from a
+        file; if not, they are random, which saves the time to load a large model. `arguments`: further arguments of
+        `vllm.LLM`."""
+        # These are read when torch and transformers are imported, before an engine's own settings apply.
         os.environ["OMP_NUM_THREADS"] = str(compute_threads())
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         context: Any
-        if any(Path("/dev").glob("nvidia[0-9]*")):  # what is imported may open the device, which a fork cannot use
+        if any(Path("/dev").glob("nvidia[0-9]*")):  # an import may open the device, which a fork cannot use
             context = multiprocessing.get_context("spawn")
         else:
             context = multiprocessing.get_context("forkserver")
@@ -110,13 +112,13 @@ class Engine:
         self._ready = False
 
     def wait_ready(self) -> None:
-        """Wait until the engine serves. Raises RuntimeError with the end of its log if it fails to start."""
+        """Wait until the engine is ready. Raises RuntimeError with the end of its log if it fails to start."""
         if not self._ready:
             self._receive(_START_S)
             self._ready = True
 
     def generate(self, prompts: Sequence[list[int]], output_tokens: int, tops: int = 0) -> Run:
-        """Give the engine all prompts at once and wait for the answers. tops: see `Order`."""
+        """Send the engine all prompts at once and wait for the answers. tops: see `Order`."""
         self.wait_ready()
         self._pipe.send(Order(list(prompts), output_tokens, tops))
         run = self._receive(_ANSWER_S)
@@ -124,22 +126,22 @@ class Engine:
         return run
 
     def begin(self, arrivals: Sequence[Arrival], begin: float, seconds: float = 0.0) -> None:
-        """Give the engine prompts that come at their times: see `Arrivals`. `served` waits for the answers."""
+        """Send the engine prompts that arrive at their times: see `Arrivals`. `served` waits for the answers."""
         self.wait_ready()
         self._pipe.send(Arrivals(begin, list(arrivals), seconds))
 
     def served(self) -> list[Served]:
-        """See `begin`."""
+        """Wait for the results of `begin`."""
         return list(self._receive(_ANSWER_S))
 
     def gaps(self, prompt: list[int], continuation: list[int]) -> list[float]:
-        """See `Doubt`. Computed without any cache."""
+        """Return the answer to a `Doubt`. It is computed without any cache."""
         self.wait_ready()
         self._pipe.send(Doubt(prompt, continuation))
         return list(self._receive(_ANSWER_S))
 
     def times(self) -> dict[str, list[tuple[float, float]]]:
-        """See `Times`."""
+        """Return the answer to `Times`."""
         self.wait_ready()
         self._pipe.send(Times())
         return dict(self._receive(_ANSWER_S))
@@ -175,21 +177,22 @@ class Engine:
 
 
 class Store:
-    """The server's counts of its blocks. They are asked for while sends are awaited, not while an engine computes."""
+    """The server's counts of its blocks. They are polled while waiting for sends, not while an engine computes."""
 
     def __init__(self, endpoint: str) -> None:
         nobody = Namespace(model="nobody", dtype="uint8", block_tokens=1, block_bytes=1)
         self._client = KVStoreClient(endpoint, nobody)
 
     def created(self) -> int:
-        """How many blocks have ever become readable. Raises RuntimeError if some were evicted since."""
+        """Return how many blocks have become readable since the server started. Raises RuntimeError if some have been
+        evicted."""
         shards = self._client.info().shards
         if evicted := sum(shard.evicted for shard in shards):
             raise RuntimeError(f"the server evicted {evicted} blocks: it is too small for this benchmark")
         return sum(shard.created for shard in shards)
 
     def read(self) -> int:
-        """How many blocks have ever been sent to a reader."""
+        """Return how many blocks have been sent to readers since the server started."""
         return sum(shard.hits for shard in self._client.info().shards)
 
     def purge(self) -> None:
@@ -197,8 +200,8 @@ class Store:
         self._client.purge(all_namespaces=True, timeout_s=_STORED_S)
 
     def wait_created(self, blocks: int, within_s: float = _STORED_S) -> float:
-        """Wait until so many blocks were created. -> when, on the clock of `time.perf_counter`. Raises RuntimeError
-        if they were not `within_s`."""
+        """Wait until this many blocks have been created. Return the time at which they were, on the clock of
+        `time.perf_counter`. Raises RuntimeError after `within_s`."""
         deadline = time.monotonic() + within_s
         while (created := self.created()) < blocks:
             if time.monotonic() > deadline:
@@ -207,8 +210,8 @@ class Store:
         return time.perf_counter()
 
     def settle(self, blocks: int = 0) -> int:
-        """Wait until at least so many blocks were created and no more come (such as those of generated tokens).
-        -> `created`."""
+        """Wait until at least this many blocks have been created and no more come (for example of generated tokens).
+        Return `created`."""
         self.wait_created(blocks)
         before, now = -1, self.created()
         while now != before:

@@ -1,10 +1,10 @@
-"""The time to the first token of one long prompt: computed, and loaded from each tier that may have it.
+"""Measures the time to the first token of one long prompt: computed, and loaded from each tier that can have it.
 
-An engine without the connector computes the prompt, and answers it once more from its own cache, which is the limit for
-any tier. A second engine computes the prompt and fills the store. A third engine, started after that, finds the prompt
-in the store. Asked again, it finds it in its CPU tier, since its own prefix cache is off. It was warmed up by a short
-prompt that is not in the store, so the load that is measured is its first. The times are those of the engine's own
-request metrics.
+An engine without the connector computes the prompt, and then answers it again from its own cache, which is the limit of
+every tier. A second engine computes the prompt and fills the store. A third engine, started after that, finds the
+prompt in the store. When this engine gets the prompt again, its CPU tier has the prompt, because its own prefix cache
+is off. The engine was warmed up by a short prompt that is not in the store, so the measured load is its first one. The
+times are those of the engine's own request metrics.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ WARM_UP_TOKENS: Final = 200
 
 
 class Asking:
-    """Asks engines one prompt after the other and checks each answer."""
+    """Sends prompts to engines one after the other and checks each answer."""
 
     def __init__(
         self, store: Store, plain: Engine, checks: Checks, step: Callable[[str], object], tops: int = 0
     ) -> None:
-        """plain: the engine without a connector, which judges answers that differ. step: called with what has been
-        asked. tops: see `Order`; with them, `plain` is not asked again."""
+        """plain: the engine without a connector, which judges answers that differ. step: called with the name of each
+        request. tops: see `Order`; with them, `plain` needs no second request to judge."""
         self.seconds: dict[str, list[float]] = {}
         self._store = store
         self._plain = plain
@@ -48,8 +48,8 @@ class Asking:
         self._right: list[Answer] = []
 
     def ask(self, name: str, engine: Engine, prompt: list[int], from_cache: int = 0, from_store: int = 0) -> Run:
-        """from_cache: tokens expected from a cache; from_store: how many blocks of them from the store. All answers
-        must equal the last one of COMPUTED."""
+        """Send a prompt. from_cache: the number of tokens expected from a cache. from_store: the number of blocks
+        expected from the store. All answers must equal the last one of COMPUTED."""
         read_before = self._store.read()
         run = engine.generate([prompt], OUTPUT_TOKENS, self._tops)
         came = self._store.read() - read_before
@@ -58,7 +58,7 @@ class Asking:
         return run
 
     def check(self, name: str, prompt: list[int], run: Run, from_cache: int) -> None:
-        """Count an answer, and check it; see `ask`."""
+        """Count and check an answer; see `ask`."""
         answers = run.answers
         if name == COMPUTED:
             self._right = answers
@@ -77,9 +77,9 @@ def measure_first_token(
     checks: Checks,
     step: Callable[[str], object],
 ) -> Case:
-    """Each round takes a new prompt and a new third engine. cpu_bytes: the size of the CPU tier; None: twice the
-    prompt; 0: no CPU tier, which is then not measured. step: called with what has been measured, at most `STEPS` times
-    a round."""
+    """Run the rounds; each uses a new prompt and a new third engine. cpu_bytes: the size of the CPU tier. None stands
+    for twice the prompt. With 0 there is no CPU tier, and it is not measured. `step` is called with the name of each
+    measurement, at most `STEPS` times a round."""
     blocks = full_blocks(prompt_tokens)
     cached = cacheable_tokens(prompt_tokens)
     room = (blocks + full_blocks(WARM_UP_TOKENS) + 2) * model.block_bytes

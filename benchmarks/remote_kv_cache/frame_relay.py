@@ -1,10 +1,11 @@
-"""A link with a delay, and with losses: carries Ethernet frames between one end of a veth pair and a TAP device.
+"""A link with delay and losses: carries Ethernet frames between one end of a veth pair and a TAP device.
 
-Kernels without netem have no other. It is a process of its own in the namespace of that end, and ends when its standard
-input ends. It makes the TAP device, which takes the end's place: on a bridge, or as the device that has the address.
-Each frame waits for `--delay` seconds, in order; `--seed` decides which frames are lost. Every frame must be a whole
-packet of the link's MTU with its checksum, so that a lost frame is what it would be on a wire. So the TAP device offers
-the kernel no offloads, and those of the veth pair's other end must be off (`set_checksums`).
+It is for kernels without netem, which have no other means. The relay is a separate process in the namespace of that end
+of the pair, and stops when its standard input ends. It makes the TAP device, which replaces that end: on a bridge, or
+as the device that has the address. Each frame waits for `--delay` seconds, in order; `--seed` decides which frames are
+lost. Every frame must be a whole packet with its checksum, and within the link's MTU, so that losing it has the same
+effect as on a wire. So the TAP device offers the kernel no offloads, and those of the veth pair's other end must be off
+(`set_checksums`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SO_RCVBUFFORCE: Final = 33
 TUNSETIFF: Final = 0x400454CA
 IFF_TAP, IFF_NO_PI = 2, 0x1000
 FRAME_BYTES: Final = 1 << 16
-BATCH: Final = 64  # most frames taken from one side before the other side's turn
+BATCH: Final = 64  # the most frames read from one side before the other side is read
 BUFFER_BYTES: Final = 32 << 20
 SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
 READY_S: Final = 10.0
@@ -58,15 +59,16 @@ def open_port(name: str) -> socket.socket:
 
 
 def set_checksums(device: str, on: bool) -> None:
-    """Switch on or off that the kernel leaves checksums, and with them segmentation, to a device of the namespace that
-    this thread is in."""
+    """Turn the checksum offload of a device in this thread's namespace on or off, and with it the segmentation
+    offload."""
     command = ctypes.create_string_buffer(struct.pack("II", ETHTOOL_STXCSUM, on))
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, SIOCETHTOOL, struct.pack("16sQ16x", device.encode(), ctypes.addressof(command)))
 
 
 def start(command: Sequence[str], port: str, tap: str, delay_s: float, loss: float, seed: int) -> Process:
-    """Start a relay with this prefix of its command. -> its process, ready. Raises `OSError` if it did not start."""
+    """Start a relay; `command` is the prefix of its command line. Return its process once it is ready. Raises `OSError`
+    if it did not start."""
     options = ["--port", port, "--tap", tap, "--delay", str(delay_s), "--loss", str(loss), "--seed", str(seed)]
     relay = subprocess.Popen(
         [*command, sys.executable, __file__, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -78,12 +80,12 @@ def start(command: Sequence[str], port: str, tap: str, delay_s: float, loss: flo
     timer.cancel()
     if said != "ready\n":
         end(relay)
-        raise OSError(f"the relay of {port} said {said!r}, not that it is ready")
+        raise OSError(f"the relay of {port} printed {said!r}; expected 'ready'")
     return relay
 
 
 def end(relay: Process) -> None:
-    """End a relay process. Its TAP device goes with it."""
+    """End a relay process. This removes its TAP device."""
     assert relay.stdin is not None
     assert relay.stdout is not None
     relay.stdin.close()
@@ -104,7 +106,7 @@ class Direction:
         self._waiting: deque[tuple[float, bytes]] = deque()
 
     def take(self) -> None:
-        """Read frames that have arrived, at most `BATCH`, and lose some of them."""
+        """Read at most `BATCH` frames that have arrived, and drop some of them."""
         due = time.monotonic() + self._delay_s
         for _ in range(BATCH):
             try:
@@ -115,13 +117,13 @@ class Direction:
                 self._waiting.append((due, frame))
 
     def pass_on(self) -> float:
-        """Write the frames that are due. -> when the next one is due; infinity if there is none."""
+        """Write the frames that are due. Return the time at which the next one is due; infinity if there is none."""
         now = time.monotonic()
         while self._waiting and self._waiting[0][0] <= now:
             _, frame = self._waiting.popleft()
             try:
                 os.write(self._sink, frame)
-            except OSError:  # no room, or no link: the frame is lost
+            except OSError:  # the device is full or the link is down: the frame is lost
                 continue
         return self._waiting[0][0] if self._waiting else float("inf")
 

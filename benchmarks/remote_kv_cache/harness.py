@@ -1,9 +1,9 @@
-"""The common parts of every benchmark here: rounds, options and results.
+"""The common parts of all benchmarks here: rounds, options and results.
 
-Operations take turns: a round runs each of them once, in an order shuffled anew for every round (from a fixed seed), so
-that neither drift of the machine nor leftovers of the operation before favour one of them. The first round is not
-counted. It runs in the given order, so an operation that reads must stand after the one that writes. `before` and
-`after` of an operation are not timed.
+Operations are measured in rounds: a round runs each of them once, in an order that is shuffled for every round (from a
+fixed seed). So neither a drift of the machine's speed nor effects of the previous operation favour one of them. The
+first round is not counted. It runs in the given order, so an operation that reads must come after the one that writes.
+`before` and `after` of an operation are not timed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _no_options(_: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that is timed. `run` returns None, or the seconds it took if it takes the time itself. `limit`: the
-    name of the operation that is its physical limit. `after` raises when the bytes that were moved are wrong."""
+    """An operation that is timed. `run` returns the seconds if it measures them itself, otherwise None. `limit`: the
+    name of the operation that is its physical limit. `after` raises an error if the moved bytes are wrong."""
 
     name: str
     run: Callable[[], float | None]
@@ -56,7 +56,7 @@ class Operation:
 
 
 class Benchmark:
-    """One run of one benchmark: its options, its cases, and the file that they are written to."""
+    """One run of a benchmark: its options, its cases, and the file to which results are written."""
 
     def __init__(
         self,
@@ -67,15 +67,16 @@ class Benchmark:
         *,
         timed: bool = True,
     ) -> None:
-        """timed: the results are times, so it waits a while for the machine to be quiet, and notes how busy it is."""
+        """timed: whether the results are times. If so, it waits a while until the machine is idle, and records how busy
+        the machine is."""
         parser = argparse.ArgumentParser(
             prog=f"python -m {name}",
             description=document,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("--rounds", type=_positive, metavar="N", help=f"default: {rounds}; --quick: {QUICK_ROUNDS}")
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write everything, raw rounds included, here")
-        parser.add_argument("--quick", action="store_true", help="few small rounds: does it run, not how fast")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
+        parser.add_argument("--quick", action="store_true", help="a few small rounds, only to test that it runs")
         add_options(parser)
         self.options = parser.parse_args()
         self.quick: bool = self.options.quick
@@ -83,7 +84,7 @@ class Benchmark:
         self.batch: Batch = QUICK if self.quick else FULL
         self.name = name
         self.cases: list[Case] = []
-        self.skipped: dict[str, str] = {}  # what this machine cannot run -> why
+        self.skipped: dict[str, str] = {}  # the parts that this machine cannot run -> the reason
         self._load = load_average()
         self._timed = timed
         self._busy = busy_share() if timed and not self.quick else None
@@ -133,28 +134,28 @@ class Benchmark:
         references: Sequence[str] = (),
         **parameters: Any,
     ) -> None:
-        """Add a case whose times the benchmark has taken itself: see `Case`. Prints no table."""
+        """Add a case whose times the benchmark itself has measured: see `Case`. Prints no table."""
         self.cases.append(Case(name, seconds, moved or {}, limits or {}, references, parameters=parameters))
 
     def found(self, name: str, /, **parameters: Any) -> None:
-        """Add a case without times: its parameters are what was found."""
+        """Add a case without times, whose parameters are the findings."""
         self.cases.append(Case(name, parameters=parameters))
 
     def keep(self, case: Case) -> None:
-        """Add a case that was measured, in the place of an earlier state of it: print its table, and write what there
-        is so far, should the run be cut off."""
+        """Add a measured case, or replace an earlier state of it. Print its table, and write all results so far,
+        because the run may be interrupted."""
         self.cases = [*(each for each in self.cases if each.name != case.name), case]
         console().print(case_table(case))
         self._write(complete=False)
 
     def skip(self, what: str, why: str) -> None:
-        """Note that something is not measured here, and why. It is part of the result."""
+        """Record that something is not measured here, and why. This is part of the result."""
         self.skipped[what] = why
         self.say(f"skipped: {what}: {why}")
 
     def lacks(self, *missing: str) -> bool:
-        """Whether it cannot run here, and says so. missing: for each thing that it needs, why it cannot be used, or
-        nothing."""
+        """Return whether the benchmark cannot run here, and print why. missing: for each requirement, why it is not
+        met; empty if it is."""
         why = next(filter(None, missing), "")
         if why:
             self.say(f"nothing is measured: {why}")
@@ -162,8 +163,9 @@ class Benchmark:
 
     @contextlib.contextmanager
     def steps(self, doing: str, total: int) -> Iterator[Callable[..., None]]:
-        """A progress bar while the body runs. -> `step(doing, done)`, which says that one more step is done, or so
-        many, and what is done now. It is drawn only then: a drawing thread would take its share of two cores."""
+        """Show a progress bar while the body runs. Yield `step(doing, done)`, which reports the steps done (by default
+        one) and the current activity. The bar is drawn only by `step`, because a separate thread would use part of the
+        two cores."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self._stderr, transient=True, auto_refresh=False) as bar:
             task = bar.add_task(doing, total=total)
@@ -175,19 +177,19 @@ class Benchmark:
             yield step
 
     def matrix(self, title: str, reference: str = "") -> None:
-        """Print all cases side by side, as multiples of one operation, or of each one's limit."""
+        """Print all cases side by side, as multiples of one operation, or of each operation's own limit."""
         console().print(matrix_table(title, self.cases, reference))
 
     def say(self, text: str) -> None:
-        """Print a line for people; it is not part of the result."""
+        """Print a line that is not part of the result."""
         self._stderr.print(text)
 
     def finish(self, **parameters: Any) -> None:
-        """Write the JSON, if one was asked for."""
+        """Write the JSON file, if one was requested."""
         self._write(complete=True, **parameters)
 
     def _write(self, *, complete: bool, **parameters: Any) -> None:
-        """complete: whether the run has come to its end."""
+        """Write the results. complete: whether the run has ended."""
         if self.options.json is None:
             return
         result = {
@@ -213,7 +215,7 @@ class Benchmark:
         scratch.rename(self.options.json)
 
     def _command(self) -> str:
-        """The command that runs this again, without the path of the JSON."""
+        """Return the command that repeats this run, without the path of the JSON file."""
         words = iter(sys.argv[1:])
         kept = []
         for word in words:
@@ -242,20 +244,20 @@ def _positive(text: str) -> int:
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """`--model`: one of the five, or all."""
+    """Add `--model`: one of the five models, or all."""
     parser.add_argument("--model", choices=["all", *MODELS], default="all", help=f"headline: {HEADLINE.name}")
 
 
 def chosen_models(options: argparse.Namespace) -> list[Model]:
-    """The models that `--model` names."""
+    """Return the models that `--model` selects."""
     return list(MODELS.values()) if options.model == "all" else [MODELS[options.model]]
 
 
 def missing_module(module: str) -> str:
-    """Why an optional package cannot be used; empty if it can."""
+    """Return why an optional package cannot be used; empty if it can."""
     return "" if importlib.util.find_spec(module) else f"{module} is not installed"
 
 
 def missing_cores(count: int = 2) -> str:
-    """Why there are fewer than `count` cores for this process; empty if there are enough."""
+    """Return why this process has fewer than `count` cores; empty if it has enough."""
     return "" if len(os.sched_getaffinity(0)) >= count else f"{count} cores are needed"

@@ -1,6 +1,7 @@
-"""Links of limited rate, and of a delay, to a server: a network namespace of its own, behind a token bucket each way.
+"""Links of limited rate, optionally with a delay, to a server in a separate network namespace, with a token bucket each
+way.
 
-Delays are those of a relay (frame_relay.py), which takes large packets to take little time of a core. Needs root.
+Delays come from a relay (frame_relay.py), which uses large packets to use little CPU time. Needs root.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from typing import Final
 from benchmarks.remote_kv_cache import frame_relay
 
 _numbers: Final = itertools.count()
-_BURST_S: Final = 0.004  # of traffic at full rate that passes at once
-_LEAST_BURST: Final = 64 << 10  # bytes: of a packet, at least
+_BURST_S: Final = 0.004  # a burst has at most the traffic of this many seconds at full rate
+_LEAST_BURST: Final = 64 << 10  # bytes; a burst must hold at least one packet
 _QUEUE_MS: Final = 300
-_MTU: Final = 60_000  # bytes, of delayed links
+_MTU: Final = 60_000  # bytes, for links with a delay
 
 
 def unavailable(delays: bool = False) -> str:
-    """Why no link, or none with a delay, can be made here; empty if it can."""
+    """Return why no link, or no link with a delay, can be made here; empty if it can."""
     if os.geteuid() != 0:
-        return "making network namespaces takes root"
+        return "only root can make network namespaces"
     if delays and not frame_relay.TAP_DEVICE.exists():
-        return f"no {frame_relay.TAP_DEVICE}: delays need it"
+        return f"{frame_relay.TAP_DEVICE} is missing; delays need it"
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
     return f"no {' and no '.join(missing)}: install iproute2" if missing else ""
 
 
 class LimitedLink:
-    """A host that is reached over links of `bytes_per_s` each way, each of them at one of its `addresses`. `command`:
-    what runs a program on that host. `round_trip_s`: how much later an answer comes than without the links' delay.
+    """A host that is reached over links of `bytes_per_s` each way, each at one of its `addresses`. `command`: the
+    prefix that runs a program on that host. `round_trip_s`: the delay that the links add to a round trip.
 
-    Used in a `with` statement, which removes it; programs there should have ended by then.
+    Used in a `with` statement, which removes the host; its programs must have ended before.
     """
 
     def __init__(self, bytes_per_s: float, links: int = 1, round_trip_s: float = 0.0) -> None:
@@ -51,7 +52,7 @@ class LimitedLink:
 
     @property
     def address(self) -> str:
-        """The first one."""
+        """The first address."""
         return self.addresses[0]
 
     def __enter__(self) -> LimitedLink:
@@ -75,9 +76,9 @@ class LimitedLink:
         return self
 
     def _delay(self, device: str, port: str, end: str) -> None:
-        """Put a relay between a port and the device that has the link's address there."""
+        """Put a relay between a port of the link and the device on the host that has the link's address."""
         inside = ("-n", self._namespace)
-        _run("ip", *inside, "link", "set", port, "arp", "off", "mtu", str(_MTU), "up")  # the address is not its own
+        _run("ip", *inside, "link", "set", port, "arp", "off", "mtu", str(_MTU), "up")  # another device has the address
         _run("ip", "link", "set", device, "mtu", str(_MTU))
         frame_relay.set_checksums(device, False)
         self._relays.append(frame_relay.start(self.command, port, end, self.round_trip_s / 2, loss=0.0, seed=0))
@@ -92,7 +93,7 @@ class LimitedLink:
             _run("tc", "-n", self._namespace, "qdisc", "replace", "dev", f"eth{number}", "root", *bucket)
 
     def crossed(self) -> tuple[int, int]:
-        """-> bytes that have crossed all links, headers included: to the host, and from it."""
+        """Return the bytes that have crossed all links to the host and from the host, with headers."""
         counters = [Path("/sys/class/net", device, "statistics") for device in self._devices]
         sent, received = (sum(int((each / name).read_text()) for each in counters) for name in ("tx_bytes", "rx_bytes"))
         return sent, received
@@ -100,7 +101,7 @@ class LimitedLink:
     def __exit__(self, *_: object) -> None:
         for relay in self._relays:
             frame_relay.end(relay)
-        _run("ip", "netns", "del", self._namespace)  # and the links with it
+        _run("ip", "netns", "del", self._namespace)  # this removes the links, too
 
 
 def _run(*command: str) -> None:

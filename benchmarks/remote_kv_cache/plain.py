@@ -1,8 +1,8 @@
-"""The plain socket: `sendall` on one side, `recv_into` on the other, one thread each, in two processes.
+"""The plain socket: `sendall` in one process, `recv_into` in another one, with one thread each.
 
-It is the physical limit of one TCP connection, and every transfer here is compared with it. The peer keeps rows of its
-own, so that bytes sent there can be fetched back; it makes no copies beyond those of the kernels. A request is `_HEAD`:
-a command and two counts. With a certificate the same conversation goes through OpenSSL, which is the limit of TLS.
+It is the physical limit of one TCP connection, with which every transfer here is compared. The peer keeps its own rows,
+so that bytes sent to it can be fetched back. No bytes are copied except by the kernel. A request is `_HEAD`: a
+command and two counts. With a certificate the same exchange goes through OpenSSL, which is the limit of TLS.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def receive(sock: socket.socket, view: memoryview) -> None:
     while view:
         got = sock.recv_into(view)
         if not got:
-            raise ConnectionError("the plain socket was closed by its other side")
+            raise ConnectionError("the peer closed the plain socket")
         view = view[got:]
 
 
 class PlainSocket:
-    """The asking side. Not thread-safe: one conversation."""
+    """The client side. Not thread-safe: it has one connection."""
 
     def __init__(self, port: int, ca: str = "", address: str = "127.0.0.1") -> None:
         self._sock = socket.create_connection((address, port))
@@ -47,7 +47,7 @@ class PlainSocket:
             self._sock = context.wrap_socket(self._sock, server_hostname="127.0.0.1")
 
     def close(self) -> None:
-        """End the peer's service of this connection."""
+        """Tell the peer to stop serving this connection."""
         self._sock.close()
 
     def set(self, rows: Rows, start: int, end: int) -> None:
@@ -64,7 +64,7 @@ class PlainSocket:
             receive(self._sock, memoryview(row))
 
     def ask(self, request_bytes: int, answer_bytes: int) -> None:
-        """A round trip of that many bytes there and back, each sent and received whole."""
+        """Send a request of this many bytes, and receive an answer of this many. Both are read whole."""
         self._sock.sendall(_HEAD.pack(_ANSWER, request_bytes, answer_bytes) + bytes(request_bytes))
         receive(self._sock, memoryview(bytearray(answer_bytes)))
 
@@ -110,15 +110,15 @@ def _converse(sock: socket.socket, rows: Rows) -> None:
 
 @contextmanager
 def plain_peer(count: int, row_bytes: int, certificate: Sequence[str] = ()) -> Iterator[int]:
-    """A process that holds `count` rows and serves one `PlainSocket` after the other. -> its port. `certificate`: files
-    of a certificate and its key, with which it speaks TLS."""
+    """Start a process that holds `count` rows and serves one `PlainSocket` after the other. Yield its port.
+    `certificate`: the files of a certificate and its key; with them it speaks TLS."""
     with serving_process(_serve, count, row_bytes, certificate, what="the plain socket's peer") as port:
         yield port
 
 
 @contextmanager
 def plain_socket(count: int, row_bytes: int) -> Iterator[PlainSocket]:
-    """A `PlainSocket` and its peer process."""
+    """Yield a `PlainSocket`, with its peer process."""
     with plain_peer(count, row_bytes) as port:
         sock = PlainSocket(port)
         try:
@@ -129,7 +129,8 @@ def plain_socket(count: int, row_bytes: int) -> Iterator[PlainSocket]:
 
 @contextmanager
 def plain_socket_at(address: str, prefix: Sequence[str], count: int, row_bytes: int) -> Iterator[PlainSocket]:
-    """A `PlainSocket` and its peer on another host: at this address of it, started by the command `prefix`."""
+    """Yield a `PlainSocket` with its peer on another host: at this address, and started through the command
+    `prefix`."""
     command = [*prefix, sys.executable, "-m", __name__, address, str(count), str(row_bytes)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
     try:

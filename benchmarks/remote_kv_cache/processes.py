@@ -1,4 +1,4 @@
-"""The servers that are measured, each started by a benchmark on a free port and ended by it, whatever happens."""
+"""The servers that are measured. A benchmark starts each on a free port, and ends it even after an error."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).resolve().parents[2]
 _START_S: Final = 60.0
 _STOP_S: Final = 20.0
-_READ_BYTES: Final = 1 << 20  # of redis-py; with its default of 64 KiB it reads large values at a fraction of this
+_READ_BYTES: Final = 1 << 20  # for redis-py, whose default of 64 KiB makes reads of large values several times slower
 _SPARE_BYTES: Final = 256 << 20
-# Below those that the kernel gives to connections, of which one could have the port by the time a server listens.
+# These are below the kernel's ephemeral ports, which a connection could take before the server listens.
 _PORTS: Final = iter(random.sample(range(10_000, 20_000), 10_000))
 
 
 def environment() -> dict[str, str]:
-    """The environment of child processes: this checkout can be imported, and the shell's server settings are
-    left out."""
+    """Return the environment of child processes, in which they can import this checkout. It lacks the server settings
+    of the shell's environment."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_SERVER_")}
     return {**inherited, "PYTHONPATH": path}
 
 
 def free_port() -> int:
-    """A port on which nobody listens, for a server that cannot choose one itself; never the same one twice."""
+    """Return a free port, for a server that cannot choose one itself. No port is returned twice."""
     while True:
         port = next(_PORTS)
         with suppress(OSError), socket.socket() as sock:
@@ -50,7 +50,7 @@ def free_port() -> int:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Ask a process to end, and kill it if it does not."""
+    """End a process with SIGTERM, and kill it if it does not end in time."""
     process.terminate()
     try:
         process.wait(_STOP_S)
@@ -67,9 +67,10 @@ def kvstore_server(
     flags: Sequence[str] = (),
     prefix: Sequence[str] = (),
 ) -> Iterator[str]:
-    """A `kvstore-server` with room for `block_bytes` of blocks and some to spare on every shard. -> its endpoint.
+    """Start a `kvstore-server` with room for `block_bytes` of blocks, and some more, on every shard. Yield its
+    endpoint.
 
-    flags: more of them; they win over those for the room. prefix: a command that runs it elsewhere.
+    flags: further flags, which override those for the memory. prefix: a command that runs the server on another host.
     """
     memory = block_bytes * 5 // 4 + spare_bytes * shards
     command = [
@@ -91,12 +92,12 @@ def kvstore_server(
 
 @contextmanager
 def child(command: Sequence[str], ready: str, what: str) -> Iterator[str]:
-    """A process of this checkout while the body runs. -> what follows `ready` in its first line of output.
+    """Run a process of this checkout while the body runs. Yield the text after `ready` in its first line of output.
 
-    Raises `RuntimeError`, with the end of its stderr, if that is not what it prints."""
+    Raises `RuntimeError`, with the end of its stderr, if its first line is a different one."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())
-        late = threading.Timer(_START_S, process.kill)  # ends the wait for the line below
+        late = threading.Timer(_START_S, process.kill)  # ends the wait for the ready line below
         late.start()
         try:
             assert process.stdout is not None
@@ -114,13 +115,13 @@ def child(command: Sequence[str], ready: str, what: str) -> Iterator[str]:
 
 
 def processor_seconds(processes: Iterable[psutil.Process]) -> float:
-    """The processor time of these processes so far, as the scheduler has counted it: all threads that are alive."""
+    """Return the processor time of these processes so far, as counted by the scheduler, for all live threads."""
     files = [file for each in processes for file in Path(f"/proc/{each.pid}/task").glob("*/schedstat")]
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 def redis_missing() -> str:
-    """Why Redis cannot be measured; empty if it can."""
+    """Return why Redis cannot be measured; empty if it can."""
     if shutil.which("redis-server") is None:
         return "redis-server is not installed"
     return "" if importlib.util.find_spec("redis") else "redis-py is not installed"
@@ -128,7 +129,7 @@ def redis_missing() -> str:
 
 @contextmanager
 def redis_server() -> Iterator[Redis | None]:
-    """A Redis of its own, memory only, over TCP. -> a redis-py client; None if `redis_missing`."""
+    """Start a Redis server, memory only, over TCP. Yield a redis-py client; None if `redis_missing`."""
     if redis_missing():
         yield None
         return
@@ -164,7 +165,7 @@ def _await_redis(client: Redis, process: subprocess.Popen[Any]) -> None:
 
 @contextmanager
 def serving_process(serve: Callable[..., None], *arguments: Any, what: str) -> Iterator[Any]:
-    """A process that runs `serve(pipe, *arguments)` while the body runs. -> the first object that it sends."""
+    """Start a process that runs `serve(pipe, *arguments)` while the body runs. Yield the first object that it sends."""
     spawn = multiprocessing.get_context("spawn")
     ours, its_own = spawn.Pipe()
     process = spawn.Process(target=serve, args=(its_own, *arguments), daemon=True)

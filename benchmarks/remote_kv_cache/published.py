@@ -1,7 +1,7 @@
-"""The figures that were published of the design which kvstore follows, and ours beside them: docs/published.md.
+"""The tables of docs/published.md: the published figures of the design that kvstore follows, compared with ours.
 
-Rows and columns are those of the published tables. Theirs were taken on another machine, with a GPU, so seconds say
-little; what can be compared are multiples: of a copy within memory, and of computing a prompt.
+Rows and columns are those of the published tables. The published figures were measured on another machine, with a GPU,
+so seconds cannot be compared. Only multiples can: those of a copy within memory, and those of computing a prompt.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Final
 
 from benchmarks.persistence_kv_cache.placements import FILES, LEVELDB, MAPPED, SEGMENTS, SEGMENTS_DIRECT
 from benchmarks.persistence_kv_cache.stores import COLD, WARM, WRITE
+from benchmarks.remote_kv_cache.bench_long_prefill import COMPUTE, MODES, OUTPUTS, ROWS, Mode
+from benchmarks.remote_kv_cache.bench_server import NOT_DEFERRED
+from benchmarks.remote_kv_cache.bench_transfer_in import CACHES, FILL, READ
+from benchmarks.remote_kv_cache.bench_transfer_out import ANSWERED, BATCH_SIZES, SWAPPED
 from benchmarks.remote_kv_cache.copies import FANCY, GATHER, INDEX_COPY, LAYERS, NAIVE, SWAP_IN, SWAP_OUT
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.shapes import HEADLINE, MODELS
-from benchmarks.remote_kv_cache.test_long_prefill import COMPUTE, MODES, OUTPUTS, ROWS, Mode
-from benchmarks.remote_kv_cache.test_server import NOT_DEFERRED
-from benchmarks.remote_kv_cache.test_transfer_in import CACHES, FILL, READ
-from benchmarks.remote_kv_cache.test_transfer_out import ANSWERED, BATCH_SIZES, SWAPPED
 from benchmarks.remote_kv_cache.transfers import MEMCPY
 from benchmarks.render.tables import NOTHING, markdown
 from benchmarks.results_reader import CaseResult, Result, Results
 
-Figures = Mapping[str, Sequence[float]]  # by the name of the row, a figure a column
+Figures = Mapping[str, Sequence[float]]  # name of the row -> a figure for each column
 
-# Seconds for 512 blocks of 16 tokens, in calls of 64; the naive copy of blocks is what the others are multiples of.
+# Seconds for 512 blocks of 16 tokens, in calls of 64. The others are multiples of the naive copy of blocks.
 COPIES: Final = (NAIVE, LAYERS, FANCY, INDEX_COPY, GATHER, SWAP_IN, SWAP_OUT)
 COPY_S: Final[Figures] = {
     "Qwen2.5-32B": (0.130, 0.277, 0.335, 0.336, 0.165, 0.19, 0.21),
@@ -34,7 +34,7 @@ COPY_S: Final[Figures] = {
     "Llama-3.1-8B": (0.065, 0.140, 0.160, 0.161, 0.082, 0.09, 0.10),
 }
 
-# The published seconds have two digits, the multiples were taken from more.
+# The published seconds have two digits; the published multiples were computed from more exact values.
 TRANSPORTS: Final = ("zmq tcp", "zmq ipc", "zmq inproc")
 TRANSPORT_S: Final[Figures] = {
     "Qwen2.5-32B": (0.56, 0.57, 0.13),
@@ -51,7 +51,8 @@ TRANSPORT_X: Final[Figures] = {
     "Llama-3.1-8B": (4.55, 4.53, 1.19),
 }
 
-# The multiples published for `get` repeat those of `set`; these are its seconds over the naive copy's.
+# The multiples published for `get` repeat those of `set`. These are the seconds of `get` divided by those of the naive
+# copy.
 CALLS: Final = (NOT_DEFERRED, "set", "get", "stream_get")
 CALL_S: Final[Figures] = {
     "Qwen2.5-32B": (0.52, 0.41, 0.77, 0.33),
@@ -68,8 +69,9 @@ CALL_X: Final[Figures] = {
     "Llama-3.1-8B": (4.17, 3.19, 7.69, 1.96),
 }
 
-# Prompts a second while all blocks are sent, as a share of swapping them out alone: scheduling as the engine computes,
-# and two steps ahead; with the engine's own cache on, and off.
+# The prompts a second while all blocks are sent, as a share of those while blocks are only swapped out. A step is
+# scheduled when it is computed (synchronous), or two steps earlier (asynchronous). The engine's own cache is on in the
+# first two columns and off in the others.
 SENDING: Final[Mapping[int, Sequence[float]]] = {
     1024: (0.96, 0.95, 0.98, 0.96),
     768: (0.97, 0.95, 0.97, 0.97),
@@ -81,7 +83,7 @@ SENDING: Final[Mapping[int, Sequence[float]]] = {
     32: (0.99, 0.99, 1.00, 0.98),
 }
 
-# Prompts a second of ten prompts of 10240 tokens, by how many tokens continue them.
+# The prompts a second for ten prompts of 10240 tokens, by the number of tokens of the answer.
 LONG_PREFILL: Final[Mapping[str, Sequence[Sequence[float]]]] = {
     "cache on": (
         (0.88, 0.88, 0.86, 0.81, 0.72, 0.59, 0.43),
@@ -101,7 +103,7 @@ LONG_PREFILL: Final[Mapping[str, Sequence[Sequence[float]]]] = {
     ),
 }
 
-# Multiples of the naive copy, over the five models: writing and reading 512 blocks. LevelDB's reads were not given.
+# Multiples of the naive copy, over the five models: writing and reading 512 blocks. LevelDB's reads were not published.
 PERSISTENCE: Final[Mapping[str, Sequence[str]]] = {
     FILES: ("3.5 - 4.3 x", "3.6 - 4.0 x"),
     MAPPED: ("a little more", "a little more"),
@@ -128,8 +130,8 @@ def _case(result: Result, name: str) -> CaseResult | None:
 def _by_model(
     result: Result, columns: Sequence[str], reference: str, seconds: Figures, multiples: Figures, *more: str
 ) -> str:
-    """Two rows a model, published and ours, and a third with the multiples of the physical limit, if `more` is its
-    heading."""
+    """Two rows for each model: the published figures and ours. If `more` has a heading, a third row has multiples of
+    the physical limit."""
     rows = []
     for model in MODELS:
         case = _case(result, model)
@@ -142,28 +144,28 @@ def _by_model(
 
 
 def copies(result: Result) -> str:
-    """Copies within memory."""
+    """The table of copies within memory."""
     multiples = {model: [each / seconds[0] for each in seconds] for model, seconds in COPY_S.items()}
     return _by_model(result, COPIES, NAIVE, COPY_S, multiples)
 
 
 def transports(result: Result) -> str:
-    """ZeroMQ's library."""
-    return _by_model(result, TRANSPORTS, MEMCPY, TRANSPORT_S, TRANSPORT_X, "ours, of the plain socket")
+    """The table of ZeroMQ's library."""
+    return _by_model(result, TRANSPORTS, MEMCPY, TRANSPORT_S, TRANSPORT_X, "ours, x plain socket")
 
 
 def calls(result: Result) -> str:
-    """Client and server, end to end."""
-    return _by_model(result, CALLS, MEMCPY, CALL_S, CALL_X, "ours, of the plain socket")
+    """The table of client and server, end to end."""
+    return _by_model(result, CALLS, MEMCPY, CALL_S, CALL_X, "ours, x plain socket")
 
 
 def _share(case: CaseResult, reference: str) -> str:
-    """Prompts a second while all blocks are sent, as a share of another engine's."""
+    """The prompts a second while all blocks are sent, as a share of those of another engine."""
     return f"{case.ratio(reference, ANSWERED):.2f}" if reference in case.operations else ""
 
 
 def sending(result: Result) -> str:
-    """What sending costs an engine."""
+    """The table of the cost of sending for an engine."""
     rows = []
     for batch, published in SENDING.items():
         ours = []
@@ -179,7 +181,7 @@ def sending(result: Result) -> str:
             ours.append(of)
         on, off = (published[:2], published[2:])
         rows.append([str(batch), *(f"{each:.2f}" for each in on), *ours[0], *(f"{each:.2f}" for each in off), *ours[1]])
-    kinds = ("published, synchronous", "published, asynchronous", "ours", "ours, of no connector")
+    kinds = ("published, synchronous", "published, asynchronous", "ours", "ours, compared with no connector")
     headings = [f"cache {state}: {kind}" for state in ("on", "off") for kind in kinds]
     return markdown(("tokens a step", *headings), rows)
 
@@ -202,13 +204,13 @@ def _long_prefill_of(result: Result, mode: Mode) -> list[list[str]]:
 
 
 def long_prefill(result: Result) -> str:
-    """Long prompts, and an engine that restarts."""
+    """The table of long prompts, and an engine that restarts."""
     rows = [row for name in LONG_PREFILL for row in _long_prefill_of(result, MODES[name])]
-    return markdown(("prompts/s, of computing", "", *(f"{n} tokens" for n in OUTPUTS)), rows)
+    return markdown(("prompts/s, and x computing", "", *(f"{n} tokens" for n in OUTPUTS)), rows)
 
 
 def reading(result: Result) -> str:
-    """What reading gains, by the share that prompts have in common."""
+    """The table of the gain from reading, by the share of tokens that prompts have in common."""
     found = {(case.parameters["hit_rate_percent"], case.parameters.get("group")): case for case in result.cases}
     rows = [["0 %", "published", "20", "50 - 60", "2.5 - 3.0 x", "more", "more", ""]]
     for percent in sorted({percent for percent, _ in found}):
@@ -221,11 +223,11 @@ def reading(result: Result) -> str:
         rows.append(row)
     states = (group.removeprefix("engine's ") for group in reversed(CACHES))
     headings = [f"{state}: {what}" for state in states for what in (FILL, READ, "read ÷ fill")]
-    return markdown(("in common", "", *headings), rows)
+    return markdown(("tokens in common", "", *headings), rows)
 
 
 def persistence(result: Result) -> str:
-    """Blocks on disk."""
+    """The table of blocks on disk."""
     case = _case(result, HEADLINE.name)
     rows = []
     for placement, theirs in PERSISTENCE.items():
@@ -239,11 +241,11 @@ def _section(benchmark: str, table: Callable[[Result], str]) -> Callable[[Result
 
 
 PUBLISHED_TABLES: Final = {
-    "published_copies": _section("test_memory_io", copies),
-    "published_transports": _section("test_zmq_transfer", transports),
-    "published_calls": _section("test_server", calls),
-    "published_persistence": _section("test_placement", persistence),
-    "published_sending": _section("test_transfer_out", sending),
-    "published_reading": _section("test_transfer_in", reading),
-    "published_long_prefill": _section("test_long_prefill", long_prefill),
+    "published_copies": _section("bench_memory_io", copies),
+    "published_transports": _section("bench_zmq_transfer", transports),
+    "published_calls": _section("bench_server", calls),
+    "published_persistence": _section("bench_placement", persistence),
+    "published_sending": _section("bench_transfer_out", sending),
+    "published_reading": _section("bench_transfer_in", reading),
+    "published_long_prefill": _section("bench_long_prefill", long_prefill),
 }

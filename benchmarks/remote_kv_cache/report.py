@@ -1,8 +1,8 @@
-"""Statistics of interleaved rounds, and the tables made of them.
+"""Statistics of interleaved rounds, and the tables that are made from these statistics.
 
-A `Case` holds the raw seconds of operations that took turns. A ratio is taken within each round, and the median of the
-ratios is reported: a disturbance of the machine then affects both sides of the ratio. Ratios compare seconds per
-byte where both operations move bytes, else seconds.
+A `Case` holds the raw seconds of operations that were measured in the same rounds. A ratio is taken within each round,
+and the median of the ratios is reported, so a disturbance of the machine affects both sides of a ratio. Ratios compare
+seconds per byte if both operations move bytes, otherwise seconds.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Case:
-    """The rounds of operations that were compared with each other. `moved`: payload bytes of one run, for operations
-    that move some. `limits`: operation -> the one that is its physical limit. `unavailable`: operations that were not
-    run, and why."""
+    """The rounds of operations that are compared with each other. `moved`: the payload bytes of one run, for operations
+    that move bytes. `limits`: operation -> the operation that is its physical limit. `unavailable`: operations that
+    were not run, and why."""
 
     name: str
     seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Case:
         return median(self.seconds[operation])
 
     def ratios(self, operation: str, reference: str) -> list[float]:
-        """Round by round, the operation's time as a multiple of the reference's."""
+        """The operation's time in each round as a multiple of the reference's."""
         mine, other = (self.moved.get(name, 0) for name in (operation, reference))
         scale = other / mine if mine and other else 1.0
         pairs = zip(self.seconds[operation], self.seconds[reference], strict=True)
@@ -47,7 +47,7 @@ class Case:
         return median(self.ratios(operation, reference))
 
     def to_json(self) -> dict[str, Any]:
-        """The whole case, raw rounds first; all times in seconds."""
+        """The whole case, with the raw rounds first. All times are in seconds."""
         names = list(self.seconds)
         return {
             "case": self.name,
@@ -76,17 +76,17 @@ def _short(value: float) -> float:
 
 
 def console() -> Console:
-    """Standard output; if it is not a terminal, wide enough for a table."""
+    """Return a console on standard output. If that is not a terminal, the console is wide enough for a table."""
     return Console(width=None if sys.stdout.isatty() else 140)
 
 
 def time_text(seconds: float) -> str:
-    """Milliseconds, or microseconds below one."""
+    """Return a time as text, in milliseconds, or in microseconds if it is below one millisecond."""
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
 
 
 def case_table(case: Case) -> Table:
-    """A row for each operation: time, spread, rate, and multiples of its limit and of the case's references."""
+    """A row for each operation: its time, spread and rate, and multiples of its limit and of the case's references."""
     table = Table("operation", title=case.name, title_justify="left")
     for heading in ("median", "min … max", "GB/s", "x limit", *(f"x {name}" for name in case.references)):
         table.add_column(heading, justify="right", no_wrap=heading in ("median", "GB/s"))
@@ -108,8 +108,8 @@ def case_table(case: Case) -> Table:
 
 
 def matrix_table(title: str, cases: Sequence[Case], reference: str = "") -> Table:
-    """A row for each case, a column for each operation, cells as multiples of `reference`.
-    Without a reference, each operation is a multiple of its own limit."""
+    """A row for each case and a column for each operation, with multiples of `reference`. Without a reference, the
+    multiples are those of each operation's own limit."""
     first = cases[0]
     names = [name for name in first.seconds if (name != reference if reference else name in first.limits)]
     table = Table("", title=title, title_justify="left")

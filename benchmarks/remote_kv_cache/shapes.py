@@ -1,4 +1,4 @@
-"""The blocks that are moved: those of five models, 8192 tokens in 8 calls, and rows of bytes that look like them."""
+"""The blocks that are moved: the block sizes of five models, 8192 tokens in 8 calls, and rows of random bytes."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ HEADLINE: Final = MODELS["Qwen2.5-7B"]
 
 @dataclass(frozen=True)
 class Batch:
-    """How many blocks an operation moves, and how many of them in one call."""
+    """The number of blocks that an operation moves, in all and in one call."""
 
     blocks: int
     per_call: int
 
     def calls(self) -> Iterator[tuple[int, int]]:
-        """The first and last (exclusive) block of every call."""
+        """Yield the first and the last (exclusive) block of every call."""
         for start in range(0, self.blocks, self.per_call):
             yield start, min(start + self.per_call, self.blocks)
 
     def described(self, block_bytes: int) -> dict[str, int]:
-        """What a result says of it, for blocks of this size."""
+        """Return the description for a result, for blocks of this size."""
         return {"block_bytes": block_bytes, "blocks": self.blocks, "blocks_per_call": self.per_call}
 
 
@@ -71,17 +71,18 @@ QUICK: Final = Batch(32, 8)
 
 
 def random_rows(count: int, row_bytes: int, seed: int = 0) -> Rows:
-    """Rows of shape `(count, row_bytes)` that neither repeat nor compress. The same seed gives the same bytes."""
+    """Return rows of shape `(count, row_bytes)` that neither repeat nor compress. The same seed gives the same
+    bytes."""
     words = -(-count * row_bytes // 8)
     data = np.random.Generator(np.random.SFC64(seed)).integers(0, 1 << 64, words, dtype=np.uint64)
     return data.view(np.uint8)[: count * row_bytes].reshape(count, row_bytes)
 
 
 def random_keys(count: int, seed: int = 1) -> Rows:
-    """`(count, 16)` distinct keys, as `prefix_keys` would give them."""
+    """Return `(count, 16)` distinct keys, like those of `prefix_keys`."""
     return random_rows(count, KEY_BYTES, seed)
 
 
 def size_text(count: int) -> str:
-    """A size as text: ``64 KiB`` if that is exact, else ``917504 B``."""
+    """Return a size as text: ``64 KiB`` if that is exact, otherwise ``917504 B``."""
     return f"{count >> 10} KiB" if count % 1024 == 0 and count < 1 << 19 else f"{count} B"

@@ -1,8 +1,8 @@
 """The operations that move a batch of blocks: over memcpy, the plain socket, kvstore and Redis.
 
-All of them share one `Blocks`: the bytes to send, room for what comes back, and the keys. Before an operation that
-reads, the room is cleared; after it, its bytes are compared: neither is timed. What is read into memory of its own
-(`get`, `mget`) is compared as far as it is still there, that is, the last call's.
+All of them share one `Blocks`: the bytes to send, the memory to read into, and the keys. This memory is cleared before
+an operation that reads and compared after it; neither is timed. Of operations that return new memory (`get`, `mget`),
+only the blocks of the last call are compared, because those of earlier calls no longer exist.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Call = Callable[[int, int], object]
 
 
 class Blocks:
-    """`batch.blocks` blocks of `block_bytes` bytes: `source` to send, `out` to read into, and `keys`."""
+    """`batch.blocks` blocks of `block_bytes` bytes: `source` has the bytes to send, `out` is the memory to read into,
+    and `keys` are the keys."""
 
     def __init__(self, batch: Batch, block_bytes: int, seed: int = 0) -> None:
         self.batch = batch
@@ -51,20 +52,20 @@ class Blocks:
         self.out.fill(0)
 
     def verify(self) -> None:
-        """Raise unless all bytes that were read are right."""
+        """Raise an error unless all bytes that were read are right."""
         for number, (row, expected) in enumerate(zip(self.out, self.source, strict=True)):
             if not np.array_equal(row, expected):
-                raise AssertionError(f"block {number}: other bytes were read than were written")
+                raise AssertionError(f"block {number}: the bytes read differ from those written")
 
     def verify_last(self, blocks: Any) -> None:
-        """Raise unless `blocks` are those of the last call."""
+        """Raise an error unless `blocks` are those of the last call."""
         expected = self.source[-len(blocks) :]
         for block, row in zip(blocks, expected, strict=True):
             if block is None or not np.array_equal(np.frombuffer(block, dtype=np.uint8), row):
-                raise AssertionError("other bytes were read than were written")
+                raise AssertionError("the bytes read differ from those written")
 
     def each_call(self, call: Call) -> Callable[[], None]:
-        """`call(first, last)` for every call of the batch."""
+        """Return a function that runs `call(first, last)` for every call of the batch."""
 
         def run() -> None:
             for start, end in self.batch.calls():
@@ -73,11 +74,11 @@ class Blocks:
         return run
 
     def writing(self, name: str, call: Call, limit: str, before: Callable[[], object]) -> Operation:
-        """An operation that sends the blocks."""
+        """Return an operation that sends the blocks."""
         return Operation(name, self.each_call(call), self.total_bytes, limit, before=before)
 
     def reading(self, name: str, call: Call, limit: str = "", before: Callable[[], object] = nothing) -> Operation:
-        """An operation that fills `out`."""
+        """Return an operation that fills `out`."""
 
         def clear() -> None:
             self.clear()
@@ -88,11 +89,11 @@ class Blocks:
     def fetching(
         self, name: str, call: Callable[[int, int], Any], limit: str, before: Callable[[], object] = nothing
     ) -> Operation:
-        """An operation whose calls return blocks."""
+        """Return an operation whose calls return blocks."""
         last: list[Any] = []
 
         def keep(start: int, end: int) -> None:
-            last.clear()  # as a caller does who is done with the blocks: their memory can be used again
+            last.clear()  # as a caller does that no longer needs the blocks, so that their memory can be reused
             last.append(call(start, end))
 
         def check() -> None:
@@ -102,7 +103,7 @@ class Blocks:
 
 
 def namespace(model: str, block_bytes: int) -> Namespace:
-    """The namespace of a benchmark's blocks."""
+    """Return the namespace of a benchmark's blocks."""
     return Namespace(model=model, dtype="bfloat16", block_tokens=BLOCK_TOKENS, block_bytes=block_bytes)
 
 
@@ -117,8 +118,8 @@ def connect(
     secret: bytes | None = None,
     tls_ca: str | None = None,
 ) -> KVStoreClient:
-    """A client over TCP, or over shared memory, with the library's other defaults, except for a longer deadline, which
-    a slow machine meets."""
+    """Return a client over TCP or shared memory. It has the library's defaults, except for a longer deadline, which a
+    slow machine can meet."""
     return KVStoreClient(
         endpoint,
         namespace(model, block_bytes),
@@ -133,7 +134,7 @@ def connect(
 
 
 def memcpy_operation(blocks: Blocks) -> Operation:
-    """One copy of the same bytes, block by block."""
+    """Return the operation that copies the same bytes once, block by block."""
 
     def copy(start: int, end: int) -> None:
         for number in range(start, end):
@@ -143,7 +144,7 @@ def memcpy_operation(blocks: Blocks) -> Operation:
 
 
 def plain_operations(plain: PlainSocket, blocks: Blocks) -> list[Operation]:
-    """The physical limits. `get` fetches the bytes that `set` has sent to the peer."""
+    """Return the physical limits. `get` fetches the bytes that `set` has sent to the peer."""
 
     def send(start: int, end: int) -> None:
         plain.set(blocks.source, start, end)
@@ -158,8 +159,9 @@ def plain_operations(plain: PlainSocket, blocks: Blocks) -> list[Operation]:
 
 
 def set_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: str, deferred: bool = True) -> Operation:
-    """`set` of keys that are not there: they are deleted before each round. With one copy of each block a deferred set
-    should take as long as another: both are acknowledged when the server has the bytes."""
+    """Return the operation that sets absent keys. The keys are deleted before each round. With one copy of each block,
+    a deferred set should take as long as one that is not deferred, because both are acknowledged when the server has
+    the bytes."""
     results: list[SetResult] = []
 
     def call(start: int, end: int) -> None:
@@ -180,7 +182,7 @@ def set_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: str, 
 
 
 def get_into_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: str) -> Operation:
-    """`get_into` the rows to which the blocks belong."""
+    """Return the operation that reads the blocks into their rows with `get_into`."""
 
     def call(start: int, end: int) -> None:
         client.get_into(blocks.keys[start:end], blocks.out[start:end])
@@ -189,7 +191,7 @@ def get_into_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: 
 
 
 def stream_get_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: str) -> Operation:
-    """`stream_get`, each block placed where it belongs as it arrives."""
+    """Return the operation that puts each block into its row as it arrives, with `stream_get`."""
 
     def stream(start: int, end: int) -> None:
         rows = blocks.out[start:end]
@@ -200,7 +202,7 @@ def stream_get_operation(client: KVStoreClient, blocks: Blocks, name: str, limit
 
 
 def kvstore_operations(client: KVStoreClient, blocks: Blocks) -> list[Operation]:
-    """The calls of the reference's table, and `get_into`."""
+    """Return the calls of the published design's table, and `get_into`."""
     return [
         set_operation(client, blocks, "set", PLAIN_SET),
         blocks.fetching("get", lambda start, end: client.get(blocks.keys[start:end]).blocks, PLAIN_GET),
@@ -210,9 +212,10 @@ def kvstore_operations(client: KVStoreClient, blocks: Blocks) -> list[Operation]
 
 
 def redis_operations(redis: Redis, blocks: Blocks) -> list[Operation]:
-    """Redis through redis-py: many keys to a command, a pipeline, and a command a key, which is its fastest for blocks
-    of this size. `get` places each block where it belongs, as stream_get does; `mget` only gives bytes objects. Each
-    has a fresh connection in every round: one that carried a large MGET stays at half its speed."""
+    """Return the operations of Redis through redis-py: many keys in a command, a pipeline, and one command for each
+    key, which is the fastest way for blocks of this size. `get` puts each block into its row, as stream_get does;
+    `mget` only returns bytes objects. Each operation uses a new connection in every round, because a connection stays
+    at half its speed after a large MGET."""
     keys = [key.tobytes() for key in blocks.keys]
     views = [memoryview(row) for row in blocks.source]
 

@@ -1,7 +1,7 @@
-"""`vllm bench serve`, replaying a trace in Mooncake's format.
+"""Runs `vllm bench serve` with a trace in Mooncake's format.
 
-Its command line asks for the metadata of a distribution named `vllm`, which the builds for CPUs lack, so its parts are
-called: `python -m benchmarks.remote_kv_cache.vllm_bench …` takes its arguments."""
+vLLM's command line needs the metadata of a distribution named `vllm`, which the builds for CPUs lack. So this module
+calls the benchmark's functions: `python -m benchmarks.remote_kv_cache.vllm_bench …` takes the same arguments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-CHUNK: Final = 512  # tokens of a hash in the trace
+CHUNK: Final = 512  # tokens for each hash in the trace
 
 
 def bench_arguments(url: str, model: str, tokenizer: Path, trace: Path, requests: int, result: Path) -> list[str]:
-    """-> those of `vllm bench serve`, which replays a trace and writes the file `result`."""
+    """Return the arguments with which `vllm bench serve` replays a trace and writes the file `result`."""
     options = {
         "backend": "vllm",
         "base-url": url,
@@ -36,7 +36,7 @@ def bench_arguments(url: str, model: str, tokenizer: Path, trace: Path, requests
 
 
 def bench(arguments: Sequence[str]) -> None:
-    """`vllm bench serve` with these arguments."""
+    """Run `vllm bench serve` with these arguments."""
     from vllm.benchmarks.serve import add_cli_args, main
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

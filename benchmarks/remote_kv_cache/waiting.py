@@ -1,11 +1,11 @@
 """A process that promises many blocks to a server and waits for some of them, until its standard input ends.
 
-`python -m benchmarks.remote_kv_cache.waiting ENDPOINT MODEL BLOCK_BYTES CONNECTIONS READS PROMISES`: on each of
-CONNECTIONS connections READS reads wait, each for a block of its own, of PROMISES that are promised. It prints a line
-when all wait, and the number of reads that missed after the promises ended.
+`python -m benchmarks.remote_kv_cache.waiting ENDPOINT MODEL BLOCK_BYTES CONNECTIONS READS PROMISES`: READS reads wait
+on each of CONNECTIONS connections, each for a different one of PROMISES promised blocks. It prints a line when all
+reads wait, and, after the promises have ended, the number of reads that missed.
 
-The connections are ZeroMQ's own, with messages made by hand: a client of the library has no more reads under way than
-its threads.
+The connections use ZeroMQ's own library, with messages that this module makes, because a client of kvstore has at most
+one read in progress for each thread.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(endpoint: str, model: str, block_bytes: int, connections: int, reads: i
                 _ask(socket, get, keys[number * reads + read].tobytes())
         while sum(each.awaited for each in producer.info().shards[0].namespaces) < connections * reads:
             if early := [socket for socket in sockets if socket.poll(0)]:
-                raise RuntimeError(f"a read does not wait: it gave {_reply(early[0])}")
+                raise RuntimeError(f"a read did not wait: the reply was {_reply(early[0])}")
             time.sleep(LOOK_S)
         print("waiting", flush=True)
         sys.stdin.read()

@@ -1,6 +1,6 @@
-"""Results become tables, charts and the ledger of targets, from descriptions that are data.
+"""Makes tables, charts and the ledger of targets from results, as described by data.
 
-`cells`: a row of a result, and the templates that make text of it; `tables`: rows and columns; `charts`: bars, lines
-and panels; `ledger`: targets and verdicts. What is shown of a benchmark stands beside it, in its folder's `tables`,
-`charts` and `claims`.
+`cells` has the rows of a result, and the templates that make their texts. `tables` has rows and columns, `charts` has
+bars, lines and panels, and `ledger` has targets and verdicts. A benchmark's descriptions are in `tables`, `charts` and
+`claims` in the benchmark's folder.
 """

@@ -1,9 +1,9 @@
-"""A row of a result, and the text that a template makes of it.
+"""A row of a result, and the text that a template makes from the row.
 
-A template is what `str.format` takes, with the attributes of a `Row` as its names: "{case}: {rate:.2f} GB/s". A format
-may begin with a unit that the value is converted to, and end with "~" for the spread of the rounds beside the median:
-"{s:ms.1f~}" is "3.1 (2.9 … 3.4)", and "{x:.2f~ x}" is "1.04 x (0.98 … 1.11)". What a template cannot say is a function
-of the row.
+A template is a string for `str.format`, with the attributes of a `Row` as names: "{case}: {rate:.2f} GB/s". A format
+may begin with a unit, to which the value is converted. A "~" at its end adds the spread of the rounds to the median.
+For example, "{s:ms.1f~}" gives "3.1 (2.9 … 3.4)", and "{x:.2f~ x}" gives "1.04 x (0.98 … 1.11)". For anything else, a
+function of the row is used instead of a template.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class NotMeasured(KeyError):
 
 @dataclass(frozen=True)
 class Row:
-    """A case of a result and, where a row or a column is an operation, its name."""
+    """A case of a result. If the rows or columns of a table are operations, it also has the operation's name."""
 
     result: Result
     data: CaseResult
     name: str = ""
 
     def at(self, item: str | CaseResult) -> Row:
-        """The row of another operation, or of another case."""
+        """Return the row of another operation, or of another case."""
         return replace(self, name=item) if isinstance(item, str) else replace(self, data=item)
 
     @property
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def mine(self) -> Mapping[str, Any]:
-        """The parameters that each operation has of its own, of this one."""
+        """The parameters of this operation alone."""
         given = {**self.run, **self.p}
         return {key: value[self.name] for key, value in given.items() if isinstance(value, dict) and self.name in value}
 
@@ -72,23 +72,23 @@ class Row:
 
     @property
     def limit(self) -> Row:
-        """Its physical limit."""
+        """The operation's physical limit."""
         if self.name not in self.data.limits:
             raise NotMeasured(self.name)
         return self.at(self.data.limits[self.name])
 
     @property
     def x(self) -> Spread:
-        """The time as a multiple of the limit's."""
+        """The operation's time as a multiple of the limit's time."""
         return self.limit.data.to_limit(self.name)
 
     @property
     def share(self) -> Spread:
-        """The throughput as a share of the limit's."""
+        """The operation's throughput as a share of the limit's throughput."""
         return self.x.inverse
 
     def times(self, reference: str) -> float:
-        """The time as a multiple of another operation's, the median over the rounds."""
+        """Return the time as a multiple of another operation's time (the median over the rounds)."""
         return self._there().ratio(self.name, reference)
 
     def _there(self) -> CaseResult:
@@ -124,12 +124,12 @@ def _number(value: Any, unit: str | None, spec: str) -> str:
 
 
 def text(cell: Cell, row: Row) -> str:
-    """The text of a cell. Raises `NotMeasured`."""
+    """Return the text of a cell. Raises `NotMeasured`."""
     return cell(row) if callable(cell) else _Formatter(row).vformat(cell, (), {})
 
 
 def text_or_none(cell: Cell, row: Row) -> str:
-    """The text of a cell; empty where it was not measured."""
+    """Return the text of a cell. It is empty if the value was not measured."""
     try:
         return text(cell, row)
     except NotMeasured:
@@ -137,17 +137,18 @@ def text_or_none(cell: Cell, row: Row) -> str:
 
 
 def times(reference: str, spec: str = ".2f") -> Cell:
-    """The time as a multiple of another operation's."""
+    """Return a cell with the time as a multiple of another operation's time."""
     return lambda row: format(row.times(reference), spec)
 
 
 def at(name: str, cell: Cell) -> Cell:
-    """The cell of another operation of the case."""
+    """Return the cell of another operation of the case."""
     return lambda row: text(cell, row.at(name))
 
 
 def joined(cell: Cell, between: str = ", ", names: Iterable[str] = ()) -> Callable[[Row], str]:
-    """The texts of several operations; without names: of all in the row's case."""
+    """Return the texts of several operations. If no names are given, return those of all operations of the row's
+    case."""
     return lambda row: between.join(text(cell, row.at(name)) for name in names or row.data.operations)
 
 
@@ -155,7 +156,7 @@ def joined(cell: Cell, between: str = ", ", names: Iterable[str] = ()) -> Callab
 
 
 def cases(*groups: str, where: Callable[[Row], bool] = lambda row: True) -> Rows:
-    """A row a case, of these groups or of all."""
+    """Return a row for each case of these groups, or of all groups if none is given."""
 
     def rows(result: Result) -> list[Row]:
         found = [case for group in groups for case in result.group(group)] if groups else result.cases
@@ -171,7 +172,11 @@ def operations(
     limited: bool = False,
     where: Callable[[Row], bool] = lambda row: True,
 ) -> Rows:
-    """A row an operation of each case. case: of this one only. limited: only operations that have a limit, by name."""
+    """Return a row for each operation of each case.
+
+    case: if given, only this case is used
+    limited: whether to return only operations that have a limit, by name
+    """
 
     def rows(result: Result) -> list[Row]:
         of = [Row(result, result.case(case))] if case else cases(*groups)(result)

@@ -1,7 +1,7 @@
-"""The charts of docs/charts: bars and lines with the spread of their rounds, and panels side by side.
+"""Draws the charts of docs/charts: bars and lines with the spread of their rounds, and panels side by side.
 
-The physical limit of the same run is a red line. The background is transparent; the text is a grey that is readable on
-white and on black. The same results give the same bytes. matplotlib is imported only while a chart is drawn.
+The physical limit of the same run is a red line. The background is transparent, and the text has a grey that is
+readable on white and on black. The same results give the same bytes. matplotlib is imported only when a chart is drawn.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.render.cells import Cell, NotMeasured, Row, Rows, text
+from benchmarks.render.renamed import renamed
 from benchmarks.render.tables import Item, Names
 from benchmarks.results_reader import Result, Results, Spread
 
 INK: Final = "#7b8087"
 LIMIT: Final = "#d1495b"
 COLOURS: Final = ("#3d82c4", "#e08e3c", "#4aa37a", "#9a7bc8", "#b5a642")
-ROUNDS: Final = ("median, min … max",)  # the series of a chart that has but one
+ROUNDS: Final = ("median, min … max",)  # the name of the series in a chart that has only one
 STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "kvstore",
@@ -33,26 +34,35 @@ STYLE: Final[dict[Any, Any]] = {
 
 @contextmanager
 def figure(path: Path, width: float, height: float) -> Iterator[Any]:
-    """A figure in our style, written to a file at the end."""
+    """Yield a figure in the style of these charts. At the end, it is written to a file."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
     with matplotlib.rc_context(STYLE):
         made = Figure(figsize=(width, height), layout="constrained")
         yield made
+        for each in made.findobj(Text):
+            if renamed(each.get_text()) != each.get_text():
+                each.set_text(renamed(each.get_text()))
         made.savefig(path, format="svg", transparent=True, metadata={"Date": None})
 
 
 def multiple(row: Row, item: Item) -> Spread:
-    """The time of an operation as a multiple of its limit's."""
+    """Return the time of an operation as a multiple of its limit's time."""
     return row.at(item).x
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Horizontal bars: a group for each row, in it one for each operation or case of `series`, or for each word that
-    `value` understands. A bar whose value was not measured is left out. `limit`: a number is one line for all bars, a
-    function makes one for each bar, or with `one_limit` that of the first for all. Without rows there is no chart."""
+    """Horizontal bars in groups.
+
+    There is a group for each row, with a bar for each operation or case of `series`, or for each word that `value`
+    accepts. A bar is left out if its value was not measured. If there are no rows, there is no chart.
+
+    `limit` is either a number or a function. A number draws one line for all bars. A function gives a line for each
+    bar; with `one_limit`, the first bar's line is used for all bars.
+    """
 
     needs: str
     title: Cell
@@ -109,8 +119,8 @@ class Bars:
 
 @dataclass(frozen=True)
 class Lines:
-    """A line with the spread of its rounds for each series: from the rows' places, and their values. `log`: both axes
-    are logarithmic, the horizontal one in powers of two."""
+    """A line for each series through the rows' places and values, with the spread of the rounds. `log`: whether both
+    axes are logarithmic, the horizontal one in powers of two."""
 
     needs: str
     title: Cell
@@ -149,14 +159,17 @@ class Lines:
 
 @dataclass(frozen=True)
 class Panels:
-    """Panels side by side. `panels`: what each of them shows; without any there is no chart. `draw` draws one.
-    `legend`: the columns of the legend of the first panel, for all of them; 0: panels have their own."""
+    """Panels side by side.
+
+    `panels` gives the content of each panel; if it is empty, there is no chart. `draw` draws one panel. `legend` is the
+    number of columns of a common legend, which is the first panel's; if it is 0, each panel has its own legend.
+    """
 
     needs: str
     panels: Callable[[Result], Iterable[Any]]
     draw: Callable[[Any, Any], None]
     legend: int = 0
-    width: float = 3.8  # of one
+    width: float = 3.8  # the width of one panel
 
     def __call__(self, results: Results, path: Path) -> None:
         """Draw it."""
@@ -174,7 +187,7 @@ class Panels:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart that nothing else is like."""
+    """A chart that has its own drawing function."""
 
     needs: str
     draw: Callable[[Results, Path], None]
@@ -185,7 +198,7 @@ class Drawn:
 
 
 def of(needs: str, draw: Callable[[Result, Path], None]) -> Drawn:
-    """A chart of one result that nothing else is like."""
+    """Return a chart of one result, with its own drawing function."""
     return Drawn(needs, lambda results, path: draw(results[needs], path))
 
 

@@ -1,8 +1,9 @@
-"""The ledger of targets: each target, the command that measures it, the figure reached, and the verdict.
+"""The ledger of targets. It has each target, the command that measures it, the figure that was reached, and the
+verdict.
 
-A target is *met* or *missed* only by a result of at least `MIN_ROUNDS` rounds on a machine that did nothing else when
-the benchmark began. With any other result it is *not established*, whatever the figure. A result is *stale* if what
-its benchmark measures (`measures.py`) has changed since the commit that it carries.
+A target is *met* or *missed* only if the result has at least `MIN_ROUNDS` rounds and the machine was idle when the
+benchmark began. With any other result the target is *not established*, whatever the figure is. A result is *stale* if
+the code of a path that its benchmark measures (`measures.py`) has changed since the result's commit.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from benchmarks.code_changes import changed_since
 from benchmarks.measures import measured_by
-from benchmarks.remote_kv_cache.rig import changed_since
 from benchmarks.render.cells import Cell, Row, Rows, text
 from benchmarks.render.tables import markdown
 from benchmarks.results_reader import Result, Results
@@ -27,8 +28,8 @@ NOT_MEASURED: Final = "not measured"
 
 @dataclass(frozen=True)
 class Finding:
-    """The figure that was reached, the limit of the same run, and whether the target is met. `rounds`: the number of
-    rounds of this figure, if it is not that of its benchmark."""
+    """The figure that was reached, the limit from the same run, and whether the target is met. `rounds`: the number of
+    rounds of this figure, if it differs from the benchmark's number."""
 
     reached: str
     limit: str
@@ -38,7 +39,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """A target. `find` raises `KeyError` if its case was not measured. `variant`: which of the benchmark's results."""
+    """A target. `find` raises `KeyError` if the case was not measured. `variant`: which of the benchmark's results the
+    target uses."""
 
     target: str
     benchmark: str
@@ -48,17 +50,18 @@ class Claim:
 
     @property
     def result(self) -> str:
-        """The name of the result that it is found in."""
+        """The name of the result that has the target's figure."""
         return f"{self.benchmark}_{self.variant}" if self.variant else self.benchmark
 
     @property
     def command(self) -> str:
-        """The command that measures it."""
+        """The command that measures the target's figure."""
         module = next(entry.module for entry in BENCHMARKS if entry.module.endswith(f".{self.benchmark}"))
         return f"python -m {module}{self.arguments and ' ' + self.arguments}"
 
     def look(self, results: Results) -> Finding | None:
-        """The finding; None if it was not measured. Whoever gives a wrong answer misses every target."""
+        """Return the finding, or None if it was not measured. A benchmark with a wrong answer misses all its
+        targets."""
         try:
             result = results[self.result]
             found = self.find(result)
@@ -78,8 +81,9 @@ def found(
     between: str = ", ",
     own_rounds: bool = False,
 ) -> Callable[[Result], Finding]:
-    """What a target is found by: what each row says of it, the limit that the first one names, and whether all of them
-    meet it. own_rounds: the first row's operation has rounds of its own."""
+    """Return a function that finds a target's figure. The function returns the text of each row, the limit that the
+    first row names, and whether all rows meet the target. `own_rounds`: whether the first row's operation has its own
+    number of rounds."""
 
     def find(result: Result) -> Finding:
         if not (mine := rows(result)):
@@ -91,28 +95,34 @@ def found(
 
 
 def at_most(limit: float, figure: Callable[[Row], float] = lambda row: row.x.median) -> Callable[[Row], bool]:
-    """Whether a figure is no larger; without one, the multiple of the limit's time."""
+    """Return a check that a figure is at most `limit`. By default the figure is the multiple of the limit's time."""
     return lambda row: figure(row) <= limit
 
 
 def at_least(limit: float, figure: Callable[[Row], float] = lambda row: row.share.median) -> Callable[[Row], bool]:
-    """Whether a figure is no smaller; without one, the share of the limit's throughput."""
+    """Return a check that a figure is at least `limit`. By default the figure is the share of the limit's
+    throughput."""
     return lambda row: figure(row) >= limit
 
 
 def verdict(finding: Finding | None, result: Result | None) -> str:
-    """The verdict on a target: met, missed, not established, or not measured."""
+    """Return the verdict on a target: met, missed, not established, or not measured."""
     if finding is None or result is None:
         return NOT_MEASURED
-    rounds = result.rounds if finding.rounds is None else finding.rounds
-    if result.data["quick"] or rounds < MIN_ROUNDS or not result.quiet:
+    if reservations(result, finding.rounds):
         return NOT_ESTABLISHED
     return MET if finding.met else MISSED
 
 
 def why_not(finding: Finding, result: Result) -> str:
-    """Why a target is not established."""
-    rounds = result.rounds if finding.rounds is None else finding.rounds
+    """Return the reasons why a target is not established."""
+    return ", ".join(reservations(result, finding.rounds))
+
+
+def reservations(result: Result, rounds: int | None = None) -> list[str]:
+    """Return the reasons why a result cannot decide a target, or an empty list if it can. `rounds`: the number of
+    rounds of the figure, if it differs from the result's."""
+    rounds = result.rounds if rounds is None else rounds
     reasons = []
     if result.data["quick"]:
         reasons.append("a quick run")
@@ -120,19 +130,27 @@ def why_not(finding: Finding, result: Result) -> str:
         reasons.append(f"{rounds} round{'s' * (rounds != 1)}")
     if not result.quiet:
         reasons.append(f"the machine was busy (load {result.load_text})")
-    return ", ".join(reasons)
+    return reasons
 
 
-def age(result: Result) -> str:
-    """The commit of a result, and whether it is stale."""
+def staleness(result: Result) -> str:
+    """Return whether the measured paths have changed since a result was made: yes, no, or not known."""
     if not result.commit:
         return "not known"
     changed = changed_since(result.data["commit"], measured_by(result.data["benchmark"]))
-    return f"`{result.commit}`" + (", **stale**" if changed else "" if changed is False else ", age not known")
+    return "not known" if changed is None else "yes" if changed else "no"
+
+
+def age(result: Result) -> str:
+    """Return the commit of a result, and whether the result is stale."""
+    if not result.commit:
+        return "not known"
+    said = {"yes": ", **stale**", "no": "", "not known": ", age not known"}
+    return f"`{result.commit}`{said[staleness(result)]}"
 
 
 def claims_table(claims: Sequence[Claim], results: Results) -> str:
-    """The table of all targets."""
+    """Return the table of all targets."""
     rows = []
     for claim in claims:
         found = claim.look(results)
@@ -144,33 +162,25 @@ def claims_table(claims: Sequence[Claim], results: Results) -> str:
             if said == NOT_ESTABLISHED:
                 said = f"{said}: {why_not(found, result)}"
             cells = (found.reached, said, found.limit, age(result))
-        rows.append((claim.target, *cells, f"`{claim.command}`"))
+        # Figures of several cases get one row each, so that no cell is long.
+        first, *others = cells[0].split("; ")
+        rows.append((claim.target, first, *cells[1:], f"`{claim.command}`"))
+        rows += [("", other, "", "", "", "") for other in others]
     return markdown(("target", "reached", "verdict", "limit, same run", "commit", "command"), rows, figures=False)
 
 
-def missed_table(claims: Sequence[Claim], results: Results) -> str:
-    """The table of all targets whose figures miss them, established or not."""
-    rows = []
-    for claim in claims:
-        found = claim.look(results)
-        if found is not None and not found.met:
-            result = results[claim.result]
-            rows.append((claim.target, found.reached, verdict(found, result), age(result), f"`{claim.command}`"))
-    if not rows:
-        return "None."
-    return markdown(("target", "reached", "verdict", "commit", "command"), rows, figures=False)
-
-
 def rig_table(results: Results) -> str:
-    """The table of where and when results were measured, at which commit, and how quiet the machine was. Those of a GPU
-    machine stand in docs/gpu.md."""
+    """Return the table that shows where and when results were measured, at which commit, and how idle the machine was.
+    Results of a GPU machine are left out, as they are in docs/gpu.md."""
     results = {name: result for name, result in results.items() if not name.startswith("gpu_")}
     if not results:
         return "Not measured yet."
     rows = []
     for name, result in results.items():
         data = result.data
-        rows.append((name, data["date"], age(result), str(result.rounds), result.load_text, f"`{data['command']}`"))
+        command, *others = data["command"].split("; ")
+        rows.append((name, data["date"], age(result), str(result.rounds), result.load_text, f"`{command}`"))
+        rows += [("", "", "", "", "", f"`{other}`") for other in others]
     any_data = next(iter(results.values())).data
     where, versions = any_data["rig"], any_data["versions"]
     quick = [name for name, result in results.items() if result.data["quick"]]
@@ -178,7 +188,7 @@ def rig_table(results: Results) -> str:
         f"{where['cpu']}, {where['cores']} cores, {where['memory_bytes'] / 2**30:.0f} GiB, {where['kernel']}, "
         f"Python {where['python']}; {where['network']}.",
         "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
-        *([f"**Quick runs, not fit for any claim: {', '.join(quick)}.**"] if quick else []),
+        *([f"**Quick runs, which cannot decide a target: {', '.join(quick)}.**"] if quick else []),
         "",
         markdown(("benchmark", "date", "commit", "rounds", "load before", "command"), rows, figures=False),
     ]

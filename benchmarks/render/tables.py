@@ -1,4 +1,4 @@
-"""Tables of Markdown: which rows, and of each column its heading and its cell."""
+"""Markdown tables, which are described by their rows and by the heading and cell of each column."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Names = Callable[[Row], Iterable[Item]]
 
 @dataclass(frozen=True)
 class Each:
-    """A column for each operation or case, whose cells are those of `row.at(item)`."""
+    """A column for each operation or case. Its cells are those of `row.at(item)`."""
 
     items: Sequence[str] | Names
     cell: Cell
@@ -30,7 +30,7 @@ Column = tuple[Cell, Cell] | Each
 
 
 class Table:
-    """Rows and columns. Headings are made of the first row. Without rows there is no table."""
+    """A table of rows and columns. Headings are made from the first row. If there are no rows, there is no table."""
 
     def __init__(self, rows: Rows, *columns: Column, figures: bool = True) -> None:
         self.rows = rows
@@ -38,7 +38,7 @@ class Table:
         self.figures = figures
 
     def headings_and_rows(self, result: Result) -> tuple[list[str], list[list[str]]]:
-        """The texts of all cells."""
+        """Return the texts of all cells."""
         rows = list(self.rows(result))
         headings: list[str] = []
         cells: list[list[str]] = [[] for _ in rows]
@@ -68,7 +68,7 @@ def _at(row: Row, item: Item | None) -> Row:
 
 @dataclass(frozen=True)
 class Mixed:
-    """A table whose rows are of several kinds, each with cells of its own."""
+    """A table with several kinds of rows, each with its own cells."""
 
     headings: Sequence[Cell]
     kinds: Sequence[tuple[Rows, Sequence[Cell]]]
@@ -87,7 +87,7 @@ Part = Callable[[Result], str]
 
 @dataclass(frozen=True)
 class Section:
-    """What stands at one marker of a document: tables and paragraphs of one result."""
+    """The content for one marker of a document, which is tables and paragraphs of one result."""
 
     needs: str
     parts: Sequence[Part]
@@ -98,23 +98,23 @@ class Section:
 
 
 def section(needs: str, *parts: Part | str) -> Section:
-    """A section. A part that is a template is a paragraph, made of the first case."""
+    """Return a section. A part that is a template becomes a paragraph, made from the first case."""
     return Section(needs, [paragraph(part) if isinstance(part, str) else part for part in parts])
 
 
 def paragraph(cell: Cell, rows: Rows | None = None) -> Part:
-    """A paragraph, made of the first row."""
+    """Return a paragraph that is made from the first row."""
     return lambda result: next((text(cell, row) for row in (rows or cases())(result)), "")
 
 
 def unavailable(result: Result) -> str:
-    """What was not run, and why."""
+    """Return the operations that were not run, with the reasons."""
     missing = result.cases[0].data["unavailable"]
     return "\n\n".join(f"{name}: {reason}." for name, reason in missing.items())
 
 
 def matrix(heading: Cell, cell: Cell, names: Sequence[str] | Names, *groups: str, row: Cell = "{case}") -> Table:
-    """A row a case and a column an operation."""
+    """Return a table with a row for each case and a column for each operation."""
     return Table(cases(*groups), (heading, row), Each(names, cell))
 
 
@@ -135,7 +135,8 @@ def console(
     sums: bool = False,
     caption: str | None = None,
 ) -> ConsoleTable:
-    """A table for the terminal. left: the columns that are aligned to the left. sums: the last row stands apart."""
+    """Return a table for the terminal. `left`: the columns that are aligned to the left. `sums`: whether the last row
+    has sums and is separated from the others."""
     table = ConsoleTable(title=title, title_justify="left", caption=caption)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right")
@@ -145,7 +146,8 @@ def console(
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], figures: bool = True) -> str:
-    """A table. The first column is aligned to the left, the others to the right if they hold figures."""
+    """Return a Markdown table. The first column is aligned to the left. Other columns with figures are aligned to the
+    right."""
     others = "--:|" if figures else "---|"
     lines = ["| " + " | ".join(headings) + " |", "|---|" + others * (len(headings) - 1)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]

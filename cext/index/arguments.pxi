@@ -1,4 +1,4 @@
-# Arguments of an index: keys, slots, and one number or as many as there are blocks.
+# The arguments of an index: keys, slots, and numbers that are either one for all blocks or one for each block.
 
 cdef Py_ssize_t open_keys(object keys, Py_ssize_t key_bytes, Py_buffer *view) except -1:
     """Fills ``view`` with concatenated keys and returns their count."""
@@ -21,7 +21,8 @@ cdef bint is_vector(Py_buffer *view, Py_ssize_t itemsize, char format, char othe
 
 
 cdef Py_ssize_t open_slots(object slots, Py_buffer *view) except -1:
-    """Fills ``view`` with int32 slot numbers and returns their count. Converts other integers; they never wrap around.
+    """Fills ``view`` with int32 slot numbers and returns their count. Other integers are converted, and never wrap
+    around.
     """
     if PyObject_CheckBuffer(slots):
         PyObject_GetBuffer(slots, view, PyBUF_FULL_RO)
@@ -40,7 +41,8 @@ cdef Py_ssize_t open_slots(object slots, Py_buffer *view) except -1:
 
 
 cdef Py_ssize_t open_sums(object sums, Py_buffer *view, str name) except -1:
-    """Fills ``view`` with uint64 numbers, such as checksums, and returns their count. Converts a sequence of integers.
+    """Fills ``view`` with uint64 numbers, such as checksums, and returns their count. A sequence of integers is
+    converted.
     """
     if PyObject_CheckBuffer(sums):
         PyObject_GetBuffer(sums, view, PyBUF_FULL_RO)
@@ -64,7 +66,8 @@ cdef int check_priorities(object lowest, object highest) except -1:
 
 
 cdef const uint8_t *open_priorities(_Buffers held, object priorities, Py_ssize_t count, uint8_t *same) except? NULL:
-    """Returns the priority of each of ``count`` blocks; NULL when ``priorities`` is one for all: it is in ``same``."""
+    """Returns the priority of each of ``count`` blocks. If ``priorities`` is one number for all blocks, returns NULL
+    and sets ``same`` to the number."""
     if isinstance(priorities, int):
         check_priorities(priorities, priorities)
         same[0] = priorities
@@ -76,7 +79,8 @@ cdef const uint8_t *open_priorities(_Buffers held, object priorities, Py_ssize_t
 
 
 cdef const double *open_times(_Buffers held, object times, Py_ssize_t count, double *same, str name) except? NULL:
-    """Returns the time of each of ``count`` blocks; NULL when ``times`` is one for all, which is then in ``same``."""
+    """Returns the time of each of ``count`` blocks. If ``times`` is one number for all blocks, returns NULL and sets
+    ``same`` to the number."""
     if isinstance(times, (int, float)):
         same[0] = times
         return NULL

@@ -1,9 +1,9 @@
-# The distinct keys of one batch: an open-addressing table of positions, to find keys that occur twice.
+# The distinct keys of one batch: an open-addressing table of positions. It finds keys that occur twice.
 
 
 cdef struct Batch:
-    int32_t *heads      # one allocation; its second part is hashes
-    uint32_t *hashes    # one a key; the caller fills it in
+    int32_t *heads      # one allocation, whose second part is `hashes`
+    uint32_t *hashes    # one per key; the caller fills it in
     uint32_t mask
 
 

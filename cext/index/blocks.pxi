@@ -1,37 +1,38 @@
 # The blocks of one index: their records, the look-up by key, and the state changes of a block.
 #
-# A slot is FREE, then WRITING (reserved for a key), then READY (committed), then FREE again; or GONE before that, as
-# long as a reader still holds a removed block. The methods of the index are composed of these state changes in
-# looking_up.pxi, writing.pxi, removing.pxi, linking.pxi, by_slot.pxi and segments.pxi.
+# A slot is FREE, then WRITING (reserved for a key), then READY (committed), then FREE again. A block that is removed
+# while a reader holds it is GONE until the reader releases it. The methods of the index are composed of these state
+# changes in looking_up.pxi, writing.pxi, removing.pxi, linking.pxi, by_slot.pxi and segments.pxi.
 #
-# What must hold. A key has at most one table entry: its READY slot, or its WRITING slot; then `older` of the WRITING
-# slot is the READY slot that it will replace (NONE: none). The policy has the READY slots of ordinary blocks and no
-# others. GONE slots have refs > 0, and are neither in the table nor in the policy. An expired block stays READY until a
-# look-up, an eviction or the sweep finds it.
+# What must hold: a key has at most one table entry, which is either its READY slot or its WRITING slot. In the second
+# case `older` of the WRITING slot is the READY slot that it will replace, or NONE. The policy has the READY slots of
+# ordinary blocks and no others. GONE slots have refs > 0, and are neither in the table nor in the policy. An expired
+# block stays READY until a look-up, an eviction or the sweep finds it.
 #
-# A transient block (`reads` of its record is not 0) is dropped when it was read that often, or expires. It is not in
-# the policy and has no links, so it is never evicted and keeps no other block from it. Transient blocks have segments
-# of their own: their number bounds the memory that is not to be evicted.
+# A transient block (`reads` of its record is not 0) is dropped when it has been read as often as `reads` says, or when
+# it expires. It is not in the policy and has no links, so it is never evicted and protects no other block. Transient
+# blocks have segments of their own, and the number of these segments bounds the memory that cannot be evicted.
 
 
 @cython.final
 cdef class Blocks:
-    """The state of an index. The methods do not check their arguments: slots must exist, keys have the right length."""
+    """The state of an index. The methods do not check their arguments: slots must exist, and keys must have the right
+    length."""
 
     cdef Space space
     cdef Table table
     cdef FreeSlots unused
-    cdef FreeSlots spare                    # the free slots of segments of transient blocks
+    cdef FreeSlots spare                    # the free slots of the segments for transient blocks
     cdef Policy policy
-    cdef Py_ssize_t ready, writing, gone    # slots by state
-    cdef Py_ssize_t segments, slots         # attached
-    cdef Py_ssize_t transient               # READY transient blocks
-    cdef Py_ssize_t transient_slots         # attached, in segments of transient blocks
-    cdef uint32_t soonest                   # no transient block expires earlier
-    cdef Py_ssize_t lowest_detached         # no segment below it is detached
-    cdef Py_ssize_t expiring                # READY blocks with an expiry time
-    cdef int32_t guarded                    # the block whose chain makes no room; NONE: no block
-    cdef Py_ssize_t hand                    # the slot at which the sweep for expired blocks goes on
+    cdef Py_ssize_t ready, writing, gone    # the number of slots in each state
+    cdef Py_ssize_t segments, slots         # the numbers of attached segments and slots
+    cdef Py_ssize_t transient               # the number of READY transient blocks
+    cdef Py_ssize_t transient_slots         # the attached slots in segments for transient blocks
+    cdef uint32_t soonest                   # no transient block expires before this time
+    cdef Py_ssize_t lowest_detached         # no segment with a lower ordinal is detached
+    cdef Py_ssize_t expiring                # the number of READY blocks with an expiry time
+    cdef int32_t guarded                    # the block whose chain is not evicted, or NONE
+    cdef Py_ssize_t hand                    # the slot at which the sweep for expired blocks continues
     cdef bint keep_lapsed                   # whether the keys of expired blocks are kept
     cdef unsigned char *lapsed              # the keys of expired blocks
     cdef Py_ssize_t lapsed_count, lapsed_capacity
@@ -65,7 +66,7 @@ cdef class Blocks:
     # -- time, records ---------------------------------------------------------------------------------------
 
     cdef inline uint32_t advance(self, double now) noexcept nogil:
-        """Moves the index's clock forward to ``now``; it never goes back. Returns ``now`` in eighths of a second."""
+        """Moves the index's clock forward to ``now``. It never goes back. Returns ``now`` in eighths of a second."""
         cdef uint32_t time = eighths_down(now)
         self.space.clock = max(self.space.clock, time)
         return time
@@ -80,7 +81,7 @@ cdef class Blocks:
         )
 
     cdef object complaint(self, int32_t slot, str expected):
-        """Returns the exception for a slot that is not in the expected state."""
+        """Returns the exception for a slot whose state is not the expected one."""
         if not self.exists(slot):
             return ValueError(f"slot {slot} is in no attached segment of {self.space.slots_per_segment} slots")
         return ValueError(f"slot {slot} is {STATE_NAMES[self.record(slot).state]}, expected {expected}")
@@ -88,7 +89,7 @@ cdef class Blocks:
     # -- looking up ------------------------------------------------------------------------------------------
 
     cdef Entry *look_up(self, const unsigned char *key, uint32_t hash) noexcept nogil:
-        """Returns the entry of a key, or NULL. A block that has expired is dropped first."""
+        """Returns the entry of a key, or NULL. If its block has expired, the block is dropped first."""
         cdef Entry *entry = table_find(&self.table, &self.space, key, hash)
         cdef Record *record
         if entry == NULL:
@@ -103,7 +104,8 @@ cdef class Blocks:
         return entry
 
     cdef void find(self, const unsigned char *keys, Py_ssize_t n, int32_t *slots) noexcept nogil:
-        """Finds the slot of each key, or NONE. Prefetches for many keys at once: a cold index costs mainly latency."""
+        """Finds the slot of each key, or NONE. Prefetches for many keys at once, because a cold index costs mainly
+        latency."""
         cdef uint32_t[64] hashes  # a ring of two groups of LOOKAHEAD
         cdef uint32_t at
         cdef Py_ssize_t base = -LOOKAHEAD, i, key_bytes = self.table.key_bytes
@@ -125,7 +127,8 @@ cdef class Blocks:
             base += LOOKAHEAD
 
     cdef inline int32_t readable(self, int32_t slot) noexcept nogil:
-        """Returns the READY slot of a table entry's slot: the slot itself, the one that it will replace, or NONE."""
+        """Returns the READY slot for a table entry's slot: that slot itself, or the one that it will replace, or
+        NONE."""
         cdef Record *record
         if slot == NONE:
             return NONE
@@ -135,7 +138,8 @@ cdef class Blocks:
     # -- use -------------------------------------------------------------------------------------------------
 
     cdef void touch(self, const int32_t *slots, Py_ssize_t n, Py_ssize_t batch, uint64_t tick) noexcept nogil:
-        """The first n blocks of a batch were used: sets their ticks, the head's the highest. Skips negative slots."""
+        """Sets the ticks of the first n blocks of a batch, because they were used. The head gets the highest tick.
+        Skips negative slots."""
         cdef Py_ssize_t i
         cdef Record *record
         for i in range(n - 1, -1, -1):
@@ -146,7 +150,8 @@ cdef class Blocks:
         self.touched(slots, n)
 
     cdef void touched(self, const int32_t *slots, Py_ssize_t n) noexcept nogil:
-        """Tells the policy of the use of blocks, but for the transient ones, which it does not have."""
+        """Reports the use of blocks to the policy. Transient blocks are left out, because the policy does not have
+        them."""
         cdef Py_ssize_t i, start = 0
         if self.transient != 0:
             for i in range(n):
@@ -158,7 +163,7 @@ cdef class Blocks:
             self.policy.touched(slots + start, n - start)
 
     cdef inline void pin(self, int32_t slot, uint32_t until) noexcept nogil:
-        """Keeps a block from being evicted until ``until``. Never shortens a pin."""
+        """Keeps a block from being evicted until ``until``. A pin is never shortened."""
         cdef Record *record = self.record(slot)
         cdef Segment *segment = &self.space.segment[segment_of(&self.space, slot)]
         record.pin_until = max(record.pin_until, until)
@@ -190,7 +195,7 @@ cdef class Blocks:
             self.space.segment[segment_of(&self.space, slot)].used -= 1
 
     cdef bint retire(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
-        """Takes a READY slot that is no longer in the table out of use. True when that frees the slot."""
+        """Takes out of use a READY slot that is no longer in the table. Returns True if this frees the slot."""
         if record.reads == 0:
             self.policy.removed(slot, record, evicted)
         else:
@@ -207,7 +212,7 @@ cdef class Blocks:
         return False
 
     cdef bint forget(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
-        """Deletes a READY block. A write that is to replace it goes on. True when that frees its slot."""
+        """Deletes a READY block. A write that will replace it goes on. Returns True if this frees the block's slot."""
         cdef Entry *entry = table_find_slot(&self.table, &self.space, slot, record.hash)
         if entry.slot == slot:
             table_remove(&self.table, entry)

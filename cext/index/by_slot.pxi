@@ -1,4 +1,4 @@
-# Reading of an index by slot number.
+# Reading an index by slot number.
 
 
 cdef int check_held(Blocks blocks, const int32_t *slots, Py_ssize_t n) except -1:
@@ -10,7 +10,7 @@ cdef int check_held(Blocks blocks, const int32_t *slots, Py_ssize_t n) except -1
 
 
 cdef object column_of(Blocks blocks, slots, int field, dtype):
-    """Returns one field of the record of each slot that holds a block; 0 for negative slots."""
+    """Returns one field of the record of each slot that holds a block, and 0 for negative slots."""
     cdef _Buffers held = _Buffers(2)
     cdef Py_ssize_t n = open_slots(slots, &held.views[0]), i
     held.count = 1

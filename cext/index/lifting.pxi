@@ -1,7 +1,7 @@
-# The order of a list of blocks by use, in which a block comes before those that follow it in its chain.
+# The order of a list of blocks by use. A block comes before the blocks that follow it in its chain.
 
 cdef Py_ssize_t row_of(const int32_t *slots, Py_ssize_t n, int32_t slot) noexcept nogil:
-    """Returns the row of a slot among ascending slots; -1 when it is not there."""
+    """Returns the row of a slot among ascending slots, or -1 if the slot is not there."""
     cdef Py_ssize_t low = 0, high = n, middle
     while low < high:
         middle = (low + high) // 2
@@ -13,11 +13,14 @@ cdef Py_ssize_t row_of(const int32_t *slots, Py_ssize_t n, int32_t slot) noexcep
 
 
 def lift_ticks(slots, before, ticks) -> None:
-    """Raises ticks in place, so that a block's is higher than those of all blocks that follow it in their chain.
+    """Raises ticks in place, so that a block's tick is higher than the ticks of all blocks that follow it in its chain.
 
-    ``slots``: int32, ascending. ``before``: int32, the slot of the block that each follows, -1: none; it is used as
-    scratch memory. ``ticks``: uint64, with room for a chain's length between any two. O(n log n), 8 bytes a block,
-    without the GIL.
+    ``slots``: int32, ascending.
+    ``before``: int32, the slot of the block that each block follows, or -1 if there is none. The array is
+    overwritten.
+    ``ticks``: uint64. Any two must differ by at least the length of a chain.
+
+    Takes O(n log n) time and 8 bytes of memory per block. Works without the GIL.
     """
     cdef _Buffers held = _Buffers(3)
     cdef Py_buffer *slot_view = _vector(held, slots, 4, b"i", "slots")
@@ -48,7 +51,7 @@ def lift_ticks(slots, before, ticks) -> None:
             if followers[i] == 0:
                 leaves[end] = <int32_t>i
                 end += 1
-        while taken < end:  # a leaf is one whose followers have all been taken
+        while taken < end:  # a block is a leaf when all blocks that follow it have been taken
             i = leaves[taken]
             taken += 1
             row = above[i]

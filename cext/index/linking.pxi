@@ -1,4 +1,4 @@
-# Linking of blocks by key: see links.pxi.
+# Linking blocks by key (see links.pxi).
 
 
 cdef Py_ssize_t link_keys(Blocks blocks, keys, before, slots, uint64_t call, offsets) except -1:

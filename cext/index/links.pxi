@@ -1,23 +1,25 @@
-# The chains of an index: which block follows which.
+# The chains of an index: which block follows which one.
 #
 # READY blocks that were set as a chain are linked, each to the nearest block before it that this index has. So they
-# form trees: prompts with a common beginning branch where they part. A block that others follow is not evicted before
-# these, so that of every chain the head stays longest, whoever set its blocks, in whatever calls. When such a block's
-# turn comes, the policy puts it aside (KEPT); it is the next one when the last block that followed it is gone.
+# form trees: prompts with a common beginning branch where they differ. A block is not evicted before the blocks that
+# follow it. So the head of every chain stays longest, whichever clients and calls set its blocks. When a followed block
+# would be evicted next, the policy puts it aside (KEPT). It can be evicted when the last block that followed it is
+# gone.
 #
-# What must hold: only READY blocks are linked; a tree has no circle, because nothing in a circle could ever be evicted;
-# `followers` counts the list that begins at `first`. A block is linked once: it keeps its place until it, or the block
-# before it, is removed. Blocks that followed a removed one begin trees of their own: what is behind a gap is useless
-# until the gap is filled, and then a set or the next link() of the chain joins it again.
+# What must hold: only READY blocks are linked. A tree has no circle, because no block in a circle could ever be
+# evicted. `followers` is the length of the list that begins at `first`. A block is linked only once: it keeps its place
+# until the block itself, or the block before it, is removed. Blocks that followed a removed block begin trees of their
+# own, because blocks behind a gap are useless until the gap is filled. Then a set or the next link() of the chain joins
+# them again.
 
 
 cdef enum:
-    MOST_FOLLOWERS = 4096   # of one block; more are not linked, so that the removal of a block takes a bounded time
-    MOST_STEPS = 16384      # in search of circles, or of blocks to evict, for all blocks of one call
+    MOST_FOLLOWERS = 4096   # followers of one block; no more are linked, so that the time to remove a block is bounded
+    MOST_STEPS = 16384      # steps of a search for circles or for blocks to evict, for all blocks of one call together
 
 
 cdef inline bint is_above(Space *space, int32_t slot, int32_t above, Py_ssize_t *steps) noexcept nogil:
-    """Whether ``slot`` is ``above`` or one of the blocks before it. Also true when ``steps`` are used up."""
+    """Returns whether ``slot`` is ``above`` or a block before it. Also returns True if the ``steps`` are used up."""
     while above != slot:
         steps[0] -= 1
         if steps[0] < 0:
@@ -29,7 +31,7 @@ cdef inline bint is_above(Space *space, int32_t slot, int32_t above, Py_ssize_t 
 
 
 cdef inline bint links_join(Space *space, int32_t above, int32_t slot, Py_ssize_t *steps) noexcept nogil:
-    """Links a READY block to the READY block ``above``. False: it is linked already, or must not be."""
+    """Links a READY block to the READY block ``above``. Returns False if it is linked already or must not be linked."""
     cdef Record *record = record_at(space, slot)
     cdef Record *record_above = record_at(space, above)
     cdef Link *link
@@ -58,7 +60,8 @@ cdef inline bint links_join(Space *space, int32_t above, int32_t slot, Py_ssize_
 
 
 cdef void links_cut(Space *space, Policy policy, int32_t slot, Record *record) noexcept nogil:
-    """Takes a block that is removed out of its tree. The block before it is bared when it was the last follower."""
+    """Takes a removed block out of its tree. If it was the last follower, the policy's bared() is called for the block
+    before it."""
     cdef Link *link = link_at(space, slot)
     cdef Link *link_before
     cdef Record *record_before

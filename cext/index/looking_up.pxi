@@ -1,11 +1,11 @@
-# Look-ups by key, with touching and pinning of the found blocks, and the references of readers.
+# Look-ups by key, which touch and pin the blocks that they find, and the references of readers.
 
 
 cdef inline void use(
     Blocks blocks, int32_t *slots, Py_ssize_t n, Py_ssize_t batch, double now, bint refresh, uint64_t tick,
     double pin_until,
 ) noexcept nogil:
-    """Pins and touches the first n slots of a batch like `Blocks.pin` and `touch`, in one pass over their records."""
+    """Pins and touches the first n slots of a batch, like `Blocks.pin` and `touch`, in one pass over their records."""
     cdef uint32_t until = eighths_up(pin_until) if pin_until > now else 0
     cdef Py_ssize_t i
     cdef int32_t slot
@@ -63,7 +63,7 @@ cdef Py_ssize_t leading_run(
             raise MemoryError(f"no memory to look {n} keys up")
         blocks.advance(now)
         while i == base and base < n:
-            count = min(n - base, base + LOOKAHEAD)  # doubling: the look-ups behind a miss at most double the cost
+            count = min(n - base, base + LOOKAHEAD)  # batches double: the look-ups after a miss at most double the cost
             blocks.find(key + base * blocks.table.key_bytes, count, slots + base)
             base += count
             while i < base and slots[i] != NONE:
@@ -99,12 +99,12 @@ cdef Py_ssize_t count_missing(Blocks blocks, keys, int reads) except -1:
 
 
 cdef inline bint is_passing(Blocks blocks, Entry *entry) noexcept nogil:
-    """Whether the entry is that of a READY transient block, which no write is to replace yet."""
+    """Returns whether the entry belongs to a READY transient block that no write will replace yet."""
     return blocks.transient != 0 and blocks.record(entry.slot).reads != 0 and blocks.record(entry.slot).state == READY
 
 
 cdef int32_t slot_of(Blocks blocks, key, str name, Py_ssize_t least) except -2:
-    """Returns the slot of one key in the table, or NONE. ``least`` 0: ``key`` may be empty, which gives NONE."""
+    """Returns the slot of one key in the table, or NONE. If ``least`` is 0, ``key`` may be empty, which gives NONE."""
     cdef Py_buffer view
     cdef Py_ssize_t n = open_keys(key, blocks.table.key_bytes, &view)
     cdef int32_t slot = NONE

@@ -1,8 +1,9 @@
-# The records of an index: one a slot, in segments.
+# The records of an index: one for each slot, in segments.
 #
-# A record (48 bytes, then the key) has the whole state of a slot, so that with 16-byte keys a hit costs one cache line.
-# Records are allocated and freed by segment. Times in records are eighths of a second of the monotonic clock. End times
-# are rounded up and the present time is rounded down, so that nothing ends early; at its end time a thing has ended.
+# A record (48 bytes, then the key) has the whole state of a slot, so that a hit costs one cache line if keys have 16
+# bytes. Records are allocated and freed by segment. Times in records are eighths of a second of the monotonic clock.
+# End times are rounded up and the present time is rounded down, so that nothing ends early. A pin or a block ends
+# exactly at its end time.
 
 cdef extern from *:
     """
@@ -17,7 +18,7 @@ cdef extern from *:
         v0 += v3; v3 = KV_ROTL(v3, 21); v3 ^= v0; \\
         v2 += v1; v1 = KV_ROTL(v1, 17); v1 ^= v2; v2 = KV_ROTL(v2, 32)
 
-    /* SipHash-1-3 (Aumasson and Bernstein, 2012): a keyed hash; without the key nobody can construct collisions. */
+    /* SipHash-1-3 (Aumasson and Bernstein, 2012), a keyed hash. Without the key, collisions cannot be constructed. */
     static inline uint32_t kv_siphash(const unsigned char *key, size_t size, uint64_t k0, uint64_t k1) {
         uint64_t v0 = k0 ^ 0x736f6d6570736575ULL, v1 = k1 ^ 0x646f72616e646f6dULL;
         uint64_t v2 = k0 ^ 0x6c7967656e657261ULL, v3 = k1 ^ 0x7465646279746573ULL;
@@ -35,7 +36,7 @@ cdef extern from *:
         return (uint32_t)(v0 ^ v1 ^ v2 ^ v3);
     }
 
-    /* n / d for 32-bit n and d > 1, with magic = 2**64 / d + 1 (Lemire, 2019): multiplies instead of dividing. */
+    /* n / d for 32-bit n and d > 1, with magic = 2**64 / d + 1 (Lemire, 2019). It multiplies instead of dividing. */
     static inline uint32_t kv_divide(uint32_t n, uint64_t magic) {
         return (uint32_t)(((unsigned __int128)magic * n) >> 64);
     }
@@ -54,25 +55,25 @@ cdef enum:
     WRITING = 1
     READY = 2
     GONE = 3
-    CHOSEN = 4  # a WRITING slot during a commit or abort, to detect slots that occur twice
+    CHOSEN = 4  # marks a WRITING slot during a commit or abort, to detect slots that occur twice
 
     NONE = -1
-    ABSENT = -1  # of a look-up
+    ABSENT = -1  # the result of a look-up
     COMING = -2
-    EXISTED = -1  # of a reservation
+    EXISTED = -1  # the result of a reservation
     DUPLICATE = -2
     NO_SPACE = -3
-    FOUND = -4  # FOUND - slot: during reserve, a key whose READY slot is still to be touched
+    FOUND = -4  # FOUND - slot: a key of a reserve() whose READY slot must still be touched
 
     PRIORITIES = 4
     MOST_READS = 255
-    LOOKAHEAD = 32  # keys whose cache lines are prefetched together
+    LOOKAHEAD = 32  # the number of keys whose cache lines are prefetched together
     MAX_SLOTS = 0x7FFFFFC0
 
-    FOLLOWS = 1   # the block is linked to the one before it in its chain
+    FOLLOWS = 1   # the block is linked to the block before it in its chain
     FOLLOWED = 2  # other blocks are linked to it
-    KEPT = 4      # the policy has put it aside, because it was FOLLOWED when its turn to be evicted came
-    IN_CALL = 8   # its Link says in which call it was set
+    KEPT = 4      # the policy has put it aside, because it was FOLLOWED when it would have been evicted
+    IN_CALL = 8   # its Link says in which call the block was set
 
     CHECKSUM = 0  # the fields of a record that `column_of` can read
     TICK = 1
@@ -87,46 +88,46 @@ cdef tuple STATE_NAMES = ("free", "writing", "ready", "gone", "named twice")
 
 cdef struct Record:
     uint64_t checksum
-    uint64_t tick       # of its last use
+    uint64_t tick       # the tick of its last use
     uint32_t pin_until  # eighths of a second; 0: never pinned
     uint32_t expires    # eighths of a second; 0: never
     int32_t refs
     int32_t newer       # READY: a link of the policy's list
     int32_t older       # READY: a link of the policy's list; WRITING: the READY slot that it will replace
     uint32_t hash
-    uint32_t rank       # how many blocks followed it in the batch that last touched it; tick - rank names the batch
+    uint32_t rank       # how many blocks followed it in the batch that last touched it; tick - rank tells the batch
     uint8_t state
     uint8_t priority    # 0 to PRIORITIES - 1; blocks of a higher priority stay longer
-    uint8_t linked      # FOLLOWS, FOLLOWED, KEPT, IN_CALL: which fields of its Link are valid, and where the policy has it
-    uint8_t reads       # of a transient block: how often it may still be read; 0: it is an ordinary block
+    uint8_t linked      # flags FOLLOWS to IN_CALL: the valid fields of its Link, and whether the policy put it aside
+    uint8_t reads       # how often a transient block may still be read; 0 for an ordinary block
 
 
 cdef struct Link:
-    # A block's place in the tree of chains; beside the records of its segment. See links.pxi.
-    uint64_t call       # IN_CALL: a number for the call that set the block, the same on all shards that got a part of it
-    uint32_t offset     # IN_CALL: its place among the keys of that call
+    # A block's place in the tree of chains (see links.pxi). It is stored behind the records of its segment.
+    uint64_t call       # IN_CALL: the number of the call that set the block, which is the same on all shards
+    uint32_t offset     # IN_CALL: the place of its key among the keys of that call
     int32_t before      # FOLLOWS: the block before it in its chain
     int32_t next        # FOLLOWS: the neighbours among the blocks that follow the same one
     int32_t previous
     int32_t first       # FOLLOWED: one of the blocks that follow it
-    int32_t followers   # FOLLOWED: how many there are
-    int32_t chosen      # of them, by a walk that does not remove blocks; 0 between walks
+    int32_t followers   # FOLLOWED: the number of blocks that follow it
+    int32_t chosen      # the number of followers that a walk chose without removing them; 0 between walks
 
 
 cdef struct Segment:
-    char *records           # NULL: detached; the links of all slots follow, then the policy's `slot_bytes` of each
-    uint32_t latest_pin     # no pin in the segment ends later; makes counting pins cheap
-    int32_t used            # of a segment for transient blocks: slots that are not free; -1: it is for ordinary ones
+    char *records           # NULL if detached; behind the records: the links, then the policy's data, of all slots
+    uint32_t latest_pin     # no pin in the segment ends later, which makes counting pins cheap
+    int32_t used            # slots that are not free, in a segment for transient blocks; -1 in others
 
 
 cdef struct Space:
-    # The records of one index by slot: slots are numbered ordinal * slots_per_segment + i.
+    # The records of one index by slot. Slots are numbered ordinal * slots_per_segment + i.
     Segment *segment        # by ordinal
     Py_ssize_t ordinals
     Py_ssize_t slots_per_segment
-    Py_ssize_t stride       # bytes from record to record
-    Py_ssize_t links_at     # bytes from the records to the links
-    Py_ssize_t policy_at    # bytes from the records to the policy's data
+    Py_ssize_t stride       # the bytes from one record to the next
+    Py_ssize_t links_at     # the bytes from the records to the links
+    Py_ssize_t policy_at    # the bytes from the records to the policy's data
     uint64_t magic          # divides by slots_per_segment
     uint32_t clock          # the latest time that a call was given
 
@@ -159,7 +160,7 @@ cdef inline bint is_expired(Space *space, Record *record) noexcept nogil:
 
 
 cdef inline bint is_held(Space *space, Record *record, uint32_t now) noexcept nogil:
-    """Whether a READY block may not be evicted: it is being read, or pinned, or transient."""
+    """Returns whether a READY block may not be evicted, because it is being read, or pinned, or transient."""
     return record.refs != 0 or ((record.pin_until > now or record.reads != 0) and not is_expired(space, record))
 
 
@@ -169,6 +170,6 @@ cdef inline uint32_t eighths_down(double seconds) noexcept nogil:
 
 
 cdef inline uint32_t eighths_up(double seconds) noexcept nogil:
-    """Converts an end time to eighths of a second, rounded up; 0 for a time that is not positive."""
+    """Converts an end time to eighths of a second, rounded up. Returns 0 for a time that is not positive."""
     cdef uint32_t eighths = eighths_down(seconds)
     return eighths + (eighths < seconds * 8)

@@ -1,4 +1,4 @@
-# Removal of blocks from an index: deletion, expiry, and eviction by the policy's choice.
+# The removal of blocks from an index: deletion, expiry, and eviction by the policy's choice.
 
 
 cdef Py_ssize_t delete_keys(Blocks blocks, keys, double now) except -1:
@@ -46,7 +46,8 @@ cdef Py_ssize_t delete_all(Blocks blocks) noexcept:
 
 
 cdef Py_ssize_t drop_transient(Blocks blocks, bint every) noexcept:
-    """Drops transient blocks: those that have expired, or every one. Returns how many. O(slots of their segments)."""
+    """Drops transient blocks, either expired ones or all. Returns their number. Takes O(slots of their
+    segments)."""
     cdef Space *space = &blocks.space
     cdef Py_ssize_t count = 0, ordinal, i
     cdef int32_t slot
@@ -109,8 +110,8 @@ cdef Py_ssize_t drop_expired(Blocks blocks, double now, Py_ssize_t limit) noexce
 
 
 cdef inline int32_t next_victim(Blocks blocks, int32_t bared, uint32_t time) noexcept nogil:
-    """Returns the next block to evict, NONE at the end. ``bared``: a block that a walk passed because others followed
-    it, and that no block follows any more; NONE: there is none."""
+    """Returns the next block to evict, or NONE at the end. ``bared``: a block that a walk passed because others
+    followed it, but that no block follows any more, or NONE if there is no such block."""
     cdef Record *record
     cdef Link *link
     cdef int32_t slot = bared
@@ -121,7 +122,7 @@ cdef inline int32_t next_victim(Blocks blocks, int32_t bared, uint32_t time) noe
         if slot == NONE:
             return NONE
         record = blocks.record(slot)
-        if record.newer != NONE:  # probably the next one
+        if record.newer != NONE:  # the block that is probably the next one
             kv_prefetch(link_at(&blocks.space, record.newer))
         if not record.linked & FOLLOWED or is_expired(&blocks.space, record):
             return slot
@@ -132,8 +133,9 @@ cdef inline int32_t next_victim(Blocks blocks, int32_t bared, uint32_t time) noe
 
 
 cdef int32_t next_buried(Blocks blocks, uint32_t time, Py_ssize_t *steps) noexcept nogil:
-    """Returns the next block to evict when all blocks that end a chain are held: one that only held blocks follow, or
-    NONE, also when ``steps`` are used up. It is the last block of its chain that can be evicted."""
+    """Returns the next block to evict if all blocks that end a chain are held. It is the last block of its chain that
+    can be evicted, and only held blocks follow it. Returns NONE if there is no such block, or if the ``steps`` are used
+    up."""
     cdef int priority
     cdef int32_t top, slot, deepest
     for priority in range(PRIORITIES):
@@ -190,7 +192,7 @@ cdef tuple cut_chain(Blocks blocks, keys, uint64_t call, uint32_t offset, double
         if is_held(space, record, time):
             break
         below, slot = slot, NONE if slot == top else link.before
-        if below == last:  # the last block of the call that is left is the one before it
+        if below == last:  # the last remaining block of the call is the one before it
             last = link.before if record.linked & FOLLOWS else NONE
         blocks.forget(below, record, True)
         count += 1
@@ -223,7 +225,7 @@ cdef Py_ssize_t evict_blocks(Blocks blocks, Py_ssize_t n, double now, bytearray 
             found = cut_at(blocks, link_at(&blocks.space, slot), before)
             if not cuts or cuts[len(cuts) - 1][0] != found[0]:
                 cuts.append(found)
-            elif found[1] < cuts[len(cuts) - 1][1]:  # mostly, because the tail goes first
+            elif found[1] < cuts[len(cuts) - 1][1]:  # the usual case, because the tail goes first
                 cuts[len(cuts) - 1] = found
         if before != NONE and not blocks.record(before).linked & KEPT:
             before = NONE
@@ -258,7 +260,7 @@ cdef object next_victims(Blocks blocks, Py_ssize_t n, double now):
             continue
         out[count] = slot
         count += 1
-        if record.linked & FOLLOWS:  # as if it were gone: the block before it may be next
+        if record.linked & FOLLOWS:  # treat this block as gone: the one before it may be next
             before = link_at(&blocks.space, slot).before
             link = link_at(&blocks.space, before)
             link.chosen += 1

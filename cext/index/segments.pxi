@@ -1,4 +1,4 @@
-# The segments of an index: attaching and detaching them, their recency, and the memory of the index.
+# The segments of an index: how they are attached and detached, their recency, and the memory of the index.
 
 
 cdef inline Py_ssize_t segment_record_bytes(Blocks blocks) noexcept:
@@ -80,7 +80,7 @@ cdef Py_ssize_t detach_segment(Blocks blocks, Py_ssize_t ordinal) except -1:
     while capacity > 8 and blocks.slots * 6 < capacity:
         capacity //= 2
     if capacity < table_capacity(&blocks.table):
-        table_resize(&blocks.table, capacity)  # if there is no memory for it, the larger table stays
+        table_resize(&blocks.table, capacity)  # if there is no memory for a smaller table, the larger one stays
     return dropped
 
 

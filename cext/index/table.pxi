@@ -1,8 +1,8 @@
 # The table from key to slot, and the bitmap of free slots: two plain structures that are independent of block states.
 #
-# The table is a hash table (open addressing, linear probing, backward-shift deletion, at most 70 % full) of (hash,
-# slot) pairs; the keys themselves are in the records. It grows when a segment is attached, so no later call can run out
-# of memory half way. Keys come from the network, so the hash is SipHash-1-3 with a random key.
+# The table is a hash table of pairs (hash, slot), with open addressing, linear probing, backward-shift deletion, and at
+# most 70 % full. The keys themselves are in the records. The table grows when a segment is attached, so no later call
+# can run out of memory half way. Keys come from the network, so the hash is SipHash-1-3 with a random key.
 #
 # A cursor moves over the bitmap, so a batch gets ascending slots.
 
@@ -36,13 +36,13 @@ cdef inline void table_insert(Table *table, uint32_t hash, int32_t slot) noexcep
 
 
 cdef bint table_resize(Table *table, Py_ssize_t capacity) noexcept nogil:
-    """Changes the table's capacity. False: there is no memory for it, and the table is unchanged."""
+    """Changes the table's capacity. Returns False, and changes nothing, if there is no memory for the new table."""
     cdef Entry *old = table.entries
     cdef Py_ssize_t i, count = table_capacity(table)
     cdef Entry *entries = <Entry *>malloc(capacity * sizeof(Entry))
     if entries == NULL:
         return False
-    memset(entries, 0xFF, capacity * sizeof(Entry))  # every slot NONE
+    memset(entries, 0xFF, capacity * sizeof(Entry))  # so that every slot is NONE
     table.entries = entries
     table.mask = <uint32_t>(capacity - 1)
     for i in range(count):
@@ -77,7 +77,7 @@ cdef inline Entry *table_find(Table *table, Space *space, const unsigned char *k
 
 
 cdef inline Entry *table_find_slot(Table *table, Space *space, int32_t slot, uint32_t hash) noexcept nogil:
-    """Returns the entry that has a slot, or the WRITING slot that will replace it. The entry must exist."""
+    """Returns the entry of a slot, or of the WRITING slot that will replace this slot. The entry must exist."""
     cdef uint32_t i = hash & table.mask
     cdef Record *record
     while True:
@@ -99,7 +99,7 @@ cdef struct FreeSlots:
 
 
 cdef bint free_reach(FreeSlots *slots, Py_ssize_t end) noexcept nogil:
-    """Grows the bitmap for the slots below ``end``. False: there is no memory for it."""
+    """Grows the bitmap for the slots below ``end``. Returns False if there is no memory for the larger bitmap."""
     cdef Py_ssize_t words = (end + 63) // 64
     cdef void *memory
     if words > slots.words:
@@ -124,7 +124,7 @@ cdef inline void free_remove(FreeSlots *slots, int32_t slot) noexcept nogil:
 
 
 cdef int32_t free_take(FreeSlots *slots) noexcept nogil:
-    """Takes the next free slot at or after the cursor, or NONE. Wraps around at the end."""
+    """Takes the next free slot at or after the cursor, and returns it, or NONE. Wraps around at the end."""
     cdef Py_ssize_t word = slots.cursor >> 6
     cdef uint64_t bits
     if slots.count == 0:

@@ -1,4 +1,4 @@
-# Adding blocks to an index: reserved, then committed or aborted; or restored from a recovered index.
+# Adding blocks to an index: they are reserved and then committed or aborted, or restored from a recovered index.
 
 
 cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, priorities, int reads):
@@ -66,7 +66,7 @@ cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, priorit
 
 
 cdef int choose(Blocks blocks, const int32_t *slots, Py_ssize_t n) except -1:
-    """Marks the WRITING slots CHOSEN. When one of them is not WRITING, raises ValueError and marks none."""
+    """Marks the WRITING slots CHOSEN. If one of the slots is not WRITING, raises ValueError and marks none."""
     cdef Py_ssize_t i, j
     for i in range(n):
         if slots[i] < 0:
@@ -125,7 +125,7 @@ cdef Py_ssize_t commit_slots(
                 if record.reads != 0:
                     transient = True
                     blocks.soonest = min(blocks.soonest, until)
-            if transient:  # all of them: one call has reserved them
+            if transient:  # all blocks are transient, because one call has reserved them
                 blocks.transient += count
             else:
                 blocks.policy.inserted(slot, n, before, ends_chain, behind)
@@ -186,7 +186,7 @@ cdef bytes set_expiry_keys(Blocks blocks, keys, double now, double expires):
 
 
 cdef void unname(Blocks blocks, int32_t slot, Record *record) noexcept nogil:
-    """Takes a WRITING slot out of the table; the block that it was to replace is in the table again."""
+    """Takes a WRITING slot out of the table. A block that it would have replaced returns to the table."""
     cdef Entry *entry = table_find_slot(&blocks.table, &blocks.space, slot, record.hash)
     if record.older != NONE:
         entry.slot = record.older

@@ -1,29 +1,32 @@
-# The default policy: evicts the blocks that are worth least, judged by how similar blocks were used again.
+# The default policy evicts the blocks that are worth least, judged by how often similar blocks were used again.
 #
-# For KV blocks it matters more whether they are used again than when they were last used: the last block of a prompt is
-# hardly ever requested again, while the tenth use of a system prompt is followed by an eleventh. So blocks are kept in
-# one list for each class (how often they were used, what they follow, whether they end their chain), priority and age
-# bin. The lists are ranked by their worth, which worth.pxi computes from what reuse.pxi learns about their class and
-# bin. Eviction takes the lists in that order, the oldest block of each first; those of bin 0, about a sixteenth of a
-# cache of references, come last: another engine may be about to read a block that one engine has just set. On the
-# Mooncake trace of a chat service, with room for 1, 2, 5 and 10 % of its blocks, the hit rate is 5, 7, 3 and 2 points
-# higher than with LRU, and the same with room for 25 and 50 %. A flood of blocks that are not used again does not empty
-# the cache once the policy has seen that other blocks are.
+# For KV blocks it matters more whether they will be used again than when they were last used. The last block of a
+# prompt is hardly ever requested again, while the tenth use of a system prompt is followed by an eleventh. So blocks
+# are kept in one list for each combination of class, priority and age bin. The class says how often they were used,
+# what they follow, and whether they end their chain. The lists are ranked by their worth, which worth.pxi computes from
+# what reuse.pxi learns about their class and bin. Eviction takes the lists in that order, and the oldest block of each
+# list first. The lists of bin 0 come last, because another engine may be about to read a block that one engine has just
+# set. Bin 0 covers about a sixteenth of a cache of references (see `WINDOWS`).
 #
-# Classes: 1 to 14 by uses (1, 2, 3, 4, 5-6, 7-11, 12-23, 24-47 ...). Blocks with one use may also be of class 0: the
-# end of the chain; 15, 16, 17: behind a block with 2 or 3, 4 to 23, more uses. Blocks that are new, too, may be between
-# them and that block: what counts is the nearest one before them that was used more often, the context. A chain may be
-# set in several calls. So a block that ends one keeps its context, and gets the class of its context when another call
-# continues the chain. The count of uses survives eviction (seen.pxi), and a block has at least as many uses as the
-# blocks behind it in its chain. New blocks of a chain are put right behind their parent, on the older side, if they
-# belong to the same list; links.pxi makes sure that a chain is evicted from its tail.
+# On the Mooncake trace of a chat service, the hit rate is 5, 7, 3 and 2 points higher than with LRU if the cache has
+# room for 1, 2, 5 and 10 % of the trace's blocks. With room for 25 and 50 % it is the same. A flood of blocks that are
+# not used again does not empty the cache, once the policy has seen that other blocks are used again.
 #
-# Nothing depends on a clock: time is the number of blocks used so far (lists.pxi), and everything scales with the
+# Classes 1 to 14 are for blocks with 1, 2, 3, 4, 5-6, 7-11, 12-23, 24-47 ... uses. Blocks with one use may also be of
+# other classes. Class 0: they end their chain. Classes 15, 16, 17: they are behind a block with 2 or 3, with 4 to 23,
+# or with more uses. That block, their *context*, is the nearest one before them that was used more than once; new
+# blocks may lie between. A chain may be set in several calls. So a block that ends a chain keeps its context, and gets
+# the class of its context when another call continues the chain. The count of uses survives eviction (seen.pxi), and a
+# block has at least as many uses as the blocks behind it in its chain. If new blocks of a chain belong to the same list
+# as their parent, they are put right behind the parent, on the older side. `links.pxi` makes sure that a chain is
+# evicted from its tail.
+#
+# Nothing depends on a clock. Time is the number of blocks used so far (lists.pxi), and everything scales with the
 # number of slots.
 #
-# Cost: a use moves a block to a list's head, and as the block ages it is moved up to 25 times; each batch does a part
-# of these moves. Memory: for each slot 8 bytes here, 8 for seen uses and 14 for samples; less
-# in large caches, up to 224 for samples in those of a few hundred slots.
+# Cost: a use moves a block to the head of a list. As the block ages, it is moved up to 25 times, and each batch does a
+# part of these moves. Memory: each slot takes 8 bytes here, 8 for seen uses and 14 for samples. Samples take less in
+# large caches, and up to 224 bytes per slot in caches of a few hundred slots.
 
 
 include "seen.pxi"
@@ -33,13 +36,13 @@ include "lists.pxi"
 
 
 cdef enum:
-    MOST_COUNTED = 0xFFFF   # uses
-    # "A cache of references" is as many uses of blocks as the cache has slots.
+    MOST_COUNTED = 0xFFFF   # the most uses that are counted
+    # "A cache of references" is a number of block uses that equals the number of slots in the cache.
     WINDOWS = 64            # uses of a block within 1/64 of a cache of references count once: a request's look-up, read
                             # and write, and those of other ranks; 1/16 to 1/256 work as well
-    REQUESTS = 256          # the size of requests is averaged over so many
+    REQUESTS = 256          # the size of requests is averaged over this many
     AGINGS = 128            # rounds of aging in a cache of references; a round moves blocks to the lists of their age
-    AGED_PER_USE = 16       # blocks that may be moved by aging at each batch: so many for each block used, plus
+    AGED_PER_USE = 16       # blocks that aging may move per batch: this many for each block used, plus
     AGED_AT_LEAST = 500
     RANKINGS = 16           # how often the lists are ranked anew in a cache of references
     LEAST_BETWEEN_RANKINGS = 256
@@ -58,26 +61,26 @@ cdef inline int kind_of_uses(int uses) noexcept nogil:
 
 
 cdef inline int least_uses(int kind) noexcept nogil:
-    """Returns the fewest uses of a block of one of the classes 1 to 14; 0 for 0."""
+    """Returns the fewest uses of a block of class 1 to 14. Returns 0 for class 0."""
     return kind if kind <= 5 else 7 if kind == 6 else 6 << (kind - 6)
 
 
 @cython.final
 cdef class Adaptive(Policy):
-    """The default policy: updates lists and statistics at each use of a block, and walks over the lists to evict."""
+    """The default policy. It updates lists and statistics at each use of a block, and walks over the lists to evict."""
 
     cdef Lists lists                            # the blocks, and the time
     cdef Py_ssize_t[PRIORITIES] blocks
-    cdef uint32_t parked_until                  # no parked block's pin ends earlier
+    cdef uint32_t parked_until                  # no pin of a parked block ends before this time
     cdef Reuse reuse
     cdef Seen seen
-    cdef Py_ssize_t capacity                    # slots
+    cdef Py_ssize_t capacity                    # the number of slots
     cdef uint32_t window
     cdef uint64_t next_ranking, next_aging
     cdef double mean_request
-    cdef Py_ssize_t request                     # blocks used so far by the present request
-    # The walk: priority, position in the order, the next block (NONE: the next list's oldest); whether this is the
-    # second pass over the lists, for the blocks of bin 0.
+    cdef Py_ssize_t request                     # the number of blocks used so far by the current request
+    # The walk: its priority, its position in the order, and the next block (NONE: the oldest block of the next list).
+    # Also whether this is the second pass over the lists, which is for the blocks of bin 0.
     cdef int priority
     cdef int position
     cdef int32_t at
@@ -97,9 +100,9 @@ cdef class Adaptive(Policy):
     # -- time ------------------------------------------------------------------------------------------------
 
     cdef void advance(self, Py_ssize_t count, bint continues) noexcept nogil:
-        """Moves time on by ``count`` used blocks, and does the housekeeping that is due.
+        """Advances the time by ``count`` used blocks, and does the housekeeping that is due.
 
-        ``continues``: the blocks belong to the same request as others that were used before.
+        ``continues``: whether the blocks belong to the same request as blocks that were used before.
         """
         if not continues and self.request != 0:
             self.mean_request += (self.request - self.mean_request) / REQUESTS
@@ -120,7 +123,7 @@ cdef class Adaptive(Policy):
     cdef inline void count_use(self, Record *record, Life *life, int kind, bint known) noexcept nogil:
         """Counts a use of a block, whose class is ``kind`` from now on.
 
-        ``known``: the block was in the cache, so that its MONITORED flag tells whether its last use is a sample.
+        ``known``: whether the block was in the cache. Then its MONITORED flag shows whether its last use is a sample.
         """
         cdef uint32_t now = <uint32_t>self.lists.references
         if not known or life.kind & MONITORED:
@@ -130,7 +133,8 @@ cdef class Adaptive(Policy):
             life.kind |= MONITORED
 
     cdef inline int context_behind(self, Life *life) noexcept nogil:
-        """Returns the context of the blocks behind a block: 1 to 3 by its uses; its own if it was used once."""
+        """Returns the context of the blocks behind a block: 1 to 3 by the block's uses, or its own context if it was
+        used only once."""
         if life.uses > 1:
             return 1 if life.uses < 4 else 2 if life.uses < 24 else 3
         if (life.kind & CLASS) == 0:
@@ -138,7 +142,7 @@ cdef class Adaptive(Policy):
         return max(0, (life.kind & CLASS) - 14)
 
     cdef void extend(self, int32_t slot) noexcept nogil:
-        """Blocks are put behind this one: if it ended its chain, it does not any more."""
+        """Notes that blocks are put behind this block, so that it no longer ends its chain."""
         cdef Record *record
         cdef Life *life = life_at(self.space, slot)
         cdef int context, kind
@@ -288,7 +292,7 @@ cdef class Adaptive(Policy):
     # -- eviction --------------------------------------------------------------------------------------------
 
     cdef void unpark(self) noexcept nogil:
-        """Returns parked blocks that are not pinned any more to their lists, as if they were just used."""
+        """Puts parked blocks that are no longer pinned back into their lists, as if they had just been used."""
         cdef int priority
         cdef int32_t slot, newer
         cdef uint32_t until = 0xFFFFFFFF
@@ -319,7 +323,7 @@ cdef class Adaptive(Policy):
             self.unpark()
 
     cdef bint next_list(self) noexcept nogil:
-        """Goes to the next list with blocks. False: there is none left."""
+        """Goes to the next list with blocks. Returns False if none is left."""
         cdef int32_t number
         while True:
             self.position += 1
@@ -334,7 +338,7 @@ cdef class Adaptive(Policy):
                 self.position = -1
                 continue
             number = self.reuse.order[self.position]
-            # The first pass over the lists leaves out those of bin 0, the second one returns only them.
+            # The first pass over the lists leaves out those of bin 0, and the second pass returns only them.
             if (number % BINS == 0) != self.again:
                 continue
             self.at = self.lists.lines[self.priority][number].oldest
@@ -360,7 +364,7 @@ cdef class Adaptive(Policy):
                 self.parked_until = min(self.parked_until, pinned_until(record))
 
     cdef int32_t oldest(self) noexcept nogil:
-        """Returns the least recently used block, whatever it is worth; namespaces are compared by it."""
+        """Returns the least recently used block, whatever its worth. Namespaces are compared by its tick."""
         cdef int priority, bin
         cdef uint32_t kinds, seen
         cdef int32_t found, slot

@@ -1,31 +1,32 @@
 # The lists of the default policy: its blocks by priority, class and age bin.
 #
-# What must hold: a READY block is in exactly one list, which its `Life` and its priority determine: the list of its
-# class and bin, or, if it was pinned when its turn to be evicted came, the parked list of its priority, so that
-# evictions need not walk over it, or, if blocks of its chain followed it then, the kept list. The lists of one class and priority, concatenated, are in order of stamps (except for
-# restored blocks and blocks whose pins have ended). So the blocks that become too old for a list are at its old end,
-# and move to the next list in one piece.
+# What must hold: a READY block is in exactly one list, which its `Life` and its priority determine. Usually that is the
+# list of its class and bin. A block that was pinned when it would have been evicted is in the parked list of its
+# priority, so that evictions need not walk over it. A block that others of its chain followed at that time is in the
+# kept list. If the lists of one class and priority are concatenated, they are in order of stamps (except for restored
+# blocks and blocks whose pins have ended). So the blocks that become too old for a list are at its old end, and move to
+# the next list in one piece.
 #
-# Time is the number of blocks used so far. Stamps are its low 32 bits, and only differences below 2^31 are compared:
-# older blocks are in the last bin, where only the order counts. Time starts just before stamps wrap around, so that a
-# mistake in handling that shows at once.
+# Time is the number of blocks used so far. Stamps are its low 32 bits, and only differences below 2^31 are compared.
+# Older blocks are in the last bin, where only the order counts. Time starts just before stamps wrap around, so that a
+# mistake in the handling of the wrap-around shows at once.
 
 
 cdef enum:
     PARKED = 26             # = BINS: the bin of parked blocks
-    KEPT_BIN = 27           # of blocks that others follow
-    CLASS = 0x1F            # of `kind`: the class
-    CONTEXT = 0x20          # of `kind`: the lowest of two bits with the context of a block of class 0 (see default.pxi)
-    MONITORED = 0x80        # a flag beside the class: the block's last use is a sample
+    KEPT_BIN = 27           # the bin of blocks that others follow
+    CLASS = 0x1F            # in `kind`: the class
+    CONTEXT = 0x20          # in `kind`: the lower of two bits with the context of a block of class 0 (see default.pxi)
+    MONITORED = 0x80        # in `kind`: the block's last use is a sample
 
 cdef uint64_t FIRST_REFERENCE = 0xFFFF0000
 
 
 cdef struct Life:
-    # The policy's data of a block, beside the records of its segment.
+    # The policy's data for a block, stored behind the records of its segment.
     uint32_t stamp
     uint16_t uses
-    uint8_t kind        # the class, the context, and MONITORED
+    uint8_t kind        # the class, the context, and the flag MONITORED
     uint8_t bin
 
 
@@ -36,11 +37,11 @@ cdef struct Line:
 
 cdef struct Lists:
     Line[PRIORITIES][LISTS] lines
-    Line[PRIORITIES] parked                 # blocks that were pinned when their turn came
-    Line[PRIORITIES] kept                   # blocks that others followed then
-    uint32_t[PRIORITIES][BINS] occupied     # by class: lists that are not empty
-    uint64_t references                     # time: blocks used so far
-    int aging                               # bins that are still to be checked in this round of aging
+    Line[PRIORITIES] parked                 # blocks that were pinned when they would have been evicted
+    Line[PRIORITIES] kept                   # blocks that others followed when they would have been evicted
+    uint32_t[PRIORITIES][BINS] occupied     # by class: which lists are not empty
+    uint64_t references                     # time: the number of blocks used so far
+    int aging                               # the bins that must still be checked in this round of aging
 
 
 cdef void lists_clear(Lists *lists) noexcept nogil:
@@ -120,9 +121,10 @@ cdef inline void lists_push_oldest(
 cdef inline bint lists_push_behind(
     Space *space, Lists *lists, int32_t parent, int32_t slot, Record *record, Life *life
 ) noexcept nogil:
-    """Puts a block right behind its parent, so that it is evicted before it, if both belong to the same list of bin 0.
+    """Puts a block right behind its parent, so that it is evicted before the parent, if both belong to one list of bin
+    0.
 
-    False: they do not, and nothing was changed.
+    Otherwise returns False and changes nothing.
     """
     cdef Record *above
     cdef Life *life_above
@@ -183,9 +185,10 @@ cdef void lists_age(Space *space, Lists *lists, Reuse reuse, Py_ssize_t limit) n
 cdef Py_ssize_t age_list(
     Space *space, Lists *lists, int priority, int kind, int bin, uint32_t now, uint32_t edge, Py_ssize_t limit
 ) noexcept nogil:
-    """Moves the blocks of age ``edge`` and more, at a list's old end, to the next bin's list, in one piece.
+    """Moves the blocks of age ``edge`` and more, which are at a list's old end, in one piece to the list of the next
+    bin.
 
-    Returns how many blocks were moved, at most ``limit``.
+    Returns the number of moved blocks, which is at most ``limit``.
     """
     cdef Line *line = &lists.lines[priority][kind * BINS + bin]
     cdef Line *older = line + 1
@@ -220,7 +223,7 @@ cdef Py_ssize_t age_list(
 
 
 cdef void lists_file_anew(Space *space, Lists *lists, Reuse reuse) noexcept nogil:
-    """The edges of the bins have changed: moves every block to the bin of its age."""
+    """Moves every block to the bin of its age, because the edges of the bins have changed."""
     cdef int priority, kind, bin
     cdef int32_t slot, newer
     cdef int32_t[BINS] oldest

@@ -1,12 +1,12 @@
-# Least recently used, one list a priority. Of the blocks of one request, the tail is evicted before the head.
+# Least recently used, with one list per priority. Within one request, the tail is evicted before the head.
 
 
 cdef struct Chain:
     # A list of READY blocks, linked through their records.
     int32_t newest
     int32_t oldest
-    # All blocks older than `unpinned_from` (NONE: all blocks) are pinned until `pinned_until` at least. So not every
-    # eviction has to walk over pinned blocks at the old end.
+    # All blocks older than `unpinned_from` are pinned until at least `pinned_until`. If `unpinned_from` is NONE, all
+    # blocks are pinned until then. So evictions need not always walk over pinned blocks at the old end.
     int32_t unpinned_from
     uint32_t pinned_until
 
@@ -57,7 +57,7 @@ cdef inline void chain_put_back(Space *space, Chain *chain, int32_t slot, Record
 
 
 cdef inline int32_t chain_begin(Chain *chain, uint32_t now) noexcept nogil:
-    """Returns the block at which a walk begins: the oldest one that may be unpinned; NONE when all are pinned."""
+    """Returns the block at which a walk begins, the oldest one that may be unpinned. Returns NONE if all are pinned."""
     if chain.pinned_until <= now:
         chain.unpinned_from = chain.oldest
         chain.pinned_until = 0xFFFFFFFF
@@ -65,7 +65,8 @@ cdef inline int32_t chain_begin(Chain *chain, uint32_t now) noexcept nogil:
 
 
 cdef inline void chain_pass(Chain *chain, int32_t slot, Record *record, uint32_t now) noexcept nogil:
-    """A walk passes over a held block. If it and all older blocks are pinned, the next walk begins behind it."""
+    """Notes that a walk passes over a held block. If this block and all older blocks are pinned, the next walk begins
+    behind it."""
     if chain.unpinned_from == slot and record.pin_until > now:
         chain.unpinned_from = record.newer
         chain.pinned_until = min(chain.pinned_until, pinned_until(record))
@@ -75,14 +76,16 @@ cdef inline void chain_pass(Chain *chain, int32_t slot, Record *record, uint32_t
 cdef class Lru(Policy):
     """Least recently used first.
 
-    The blocks above a held block, in the chain with which it was last touched, are spared, because the held block would
-    be useless without them. They are evicted when no other blocks of their priority are left.
+    If a block is held, the blocks before it in its chain are spared, because the held block would be useless without
+    them. Its chain is the one with which it was last touched. Spared blocks are evicted when no other blocks of their
+    priority are left.
     """
 
     cdef Chain[PRIORITIES] chains
     cdef Chain[PRIORITIES] kept_chains  # KEPT blocks
-    # The walk: its list and position, whether it has passed a held block and that block's batch, whether it has spared
-    # blocks, and whether this is the second pass over the list, which returns the blocks spared by the first one.
+    # The walk: its list and position, whether it has passed a held block, the batch of that block, and whether it has
+    # spared blocks. Also whether this is the second pass over the list, which returns the blocks that the first one
+    # spared.
     cdef int priority
     cdef int32_t at
     cdef bint passed_held, spared, again

@@ -1,72 +1,73 @@
-# Learns from a sample of uses how blocks are used again.
+# Learns from a sample of block uses how likely blocks are to be used again.
 #
-# A block has a class and an age: block references since its last use. Ages fall into bins whose edges grow by the
-# square root of 2 from a sixteenth of the cache. A sample is one use of one block, followed until the block's next use,
-# even while the block is not in the cache: a policy that learns only from blocks that it keeps would learn that it was
-# right to keep them. For each (class, bin) we count the samples that reached the bin and those that were used again in
-# it. Their ratio is the hazard: the chance that a block that reaches the bin is used again in it. worth.pxi ranks the
-# lists by these counts.
+# A block has a class and an age, which is the number of block references since its last use. Ages fall into bins. The
+# edges of the bins begin at a sixteenth of the cache and grow by a factor of the square root of 2. A sample is one use
+# of one block. It is followed until the block's next use, even while the block is not in the cache. A policy that
+# learns only from blocks that it keeps would learn that it was right to keep them. For each (class, bin) we count the
+# samples that reached the bin, and the samples that were used again in it. Their ratio is the hazard: the chance that a
+# block that reaches the bin is used again in it. worth.pxi ranks the lists by these counts.
 #
-# All uses are sampled as long as there is room. When the room is full and the oldest sample is younger than HORIZON
-# caches of references, only every second use is sampled from then on, and so forth; every second old sample is dropped,
-# a few at each new one. Uses are sampled, not keys: sampling keys can miss the few prompts that are half the traffic.
+# All uses are sampled as long as there is room. If the room is full and the oldest sample is younger than HORIZON
+# caches of references, only every second use is sampled from then on. Every second old sample is then dropped, a few
+# for each new sample. This is repeated when the room is full again. Uses are sampled rather than keys, because sampling
+# keys can miss the few prompts that are half the traffic.
 
 
 cdef enum:
     CLASSES = 18
-    BINS = 26               # the last begins at 256 caches of references
+    BINS = 26               # the last bin begins at 256 caches of references
     LISTS = 468             # CLASSES * BINS
     VACANT = 0xFF           # the class of an entry without a sample
-    HORIZON = 64            # a sample is followed for at least so many caches of references; 32 to 128 work as well
-    BLOCKS_PER_SAMPLE = 2   # one sample for so many blocks of the cache; 1 to 4 work as well
-    MIN_SAMPLES = 4096      # but at least so many: what can be learned depends on their number, not on their share
-    MOST_PER_BLOCK = 8      # and at most so many for a block
-    MOST_SAMPLES = 32768    # and at most so many in all: 8192 taught as much, and each sample costs time and memory
-    THINNED_AT_ONCE = 4     # entries checked for each new sample during a thinning, which drops every second sample
-    MAX_AGE = 0x80000000    # ages are differences of 32-bit counts; older blocks are in the last bin, and not compared
+    HORIZON = 64            # a sample is followed for at least this many caches of references; 32 to 128 work as well
+    BLOCKS_PER_SAMPLE = 2   # one sample for this many blocks of the cache; 1 to 4 work as well
+    MIN_SAMPLES = 4096      # but at least this many, because learning depends on their number and not on their share
+    MOST_PER_BLOCK = 8      # and at most this many per block
+    MOST_SAMPLES = 32768    # and at most this many in all; 8192 taught as much, and each sample costs time and memory
+    THINNED_AT_ONCE = 4     # the entries checked for each new sample during a thinning, which drops every second sample
+    MAX_AGE = 0x80000000    # ages are differences of 32-bit counts; older blocks are in the last bin, not compared
 
-cdef double FIRST_EDGE = 1.0 / 16.0     # of the cache; 1/8 to 1/32 work as well, 1/2 does not
-cdef double FINER = 0.70710678118654752 # the factor from an edge to the one before it
+cdef double FIRST_EDGE = 1.0 / 16.0     # as a share of the cache; 1/8 to 1/32 work as well, 1/2 does not
+cdef double FINER = 0.70710678118654752 # the ratio of an edge to the next one
 
 
 cdef struct Sample:
     uint32_t hash
-    uint32_t stamp      # time of the use
-    int32_t newer       # in its bin
+    uint32_t stamp      # the time of the use
+    int32_t newer       # the neighbour in the sample's bin
     int32_t older
-    int32_t next        # in its bucket, or in the list of vacant entries
+    int32_t next        # the next sample in the bucket, or the next one in the list of vacant entries
     uint8_t kind        # the class
     uint8_t bin
-    uint8_t epoch       # of the last thinning that has checked it
+    uint8_t epoch       # the last thinning that has checked the sample
 
 
 cdef inline Py_ssize_t samples_for(Py_ssize_t capacity) noexcept nogil:
-    """Returns how many samples a cache of so many blocks has."""
+    """Returns the number of samples for a cache of ``capacity`` blocks."""
     cdef Py_ssize_t least = min(<Py_ssize_t>MIN_SAMPLES, MOST_PER_BLOCK * capacity)
     return min(max(capacity // BLOCKS_PER_SAMPLE, least), <Py_ssize_t>MOST_SAMPLES)
 
 
 @cython.final
 cdef class Reuse:
-    """Statistics of reuse, and the ranking of the lists of blocks by them. 28 bytes a sample."""
+    """Statistics of reuse, and the ranking of the lists of blocks by these statistics. 28 bytes per sample."""
 
-    cdef double[CLASSES][BINS] entered      # samples that reached a bin
-    cdef double[CLASSES][BINS] reused       # samples that were used again in it
-    cdef int32_t[LISTS] order               # class * BINS + bin, the lowest worth first
-    cdef double[BINS + 1] edges             # of bins, in references
-    cdef uint32_t[BINS + 1] ages            # the edges for comparisons with ages: rounded up, at most MAX_AGE
-    cdef double unit                        # the size of the cache for which the edges are
+    cdef double[CLASSES][BINS] entered      # the samples that reached a bin
+    cdef double[CLASSES][BINS] reused       # the samples that were used again in the bin
+    cdef int32_t[LISTS] order               # class * BINS + bin of each list; the list of lowest worth comes first
+    cdef double[BINS + 1] edges             # the edges of the bins, in references
+    cdef uint32_t[BINS + 1] ages            # the edges for comparison with ages: rounded up, and at most MAX_AGE
+    cdef double unit                        # the size of the cache for which the edges were made
     cdef Sample *samples
-    cdef int32_t *buckets                   # the first sample of each bucket, plus one; as many as samples
+    cdef int32_t *buckets                   # the first sample of each bucket, plus one; as many buckets as samples
     cdef int32_t[BINS] newest
     cdef int32_t[BINS] oldest
-    cdef uint32_t capacity, used            # entries, and how many of them were ever used
+    cdef uint32_t capacity, used            # the number of entries, and the number of entries that were ever used
     cdef int32_t vacant
-    cdef uint32_t rate, gap                 # one use in `rate` is sampled; the number of uses until the next sample
-    cdef uint32_t hand                      # the thinning's position; `capacity`: no thinning is in progress
+    cdef uint32_t rate, gap                 # one use in `rate` is sampled; `gap`: the uses until the next sample
+    cdef uint32_t hand                      # the position of the thinning; `capacity` if no thinning is in progress
     cdef uint8_t epoch
     cdef uint64_t random
-    cdef uint64_t taken                     # samples since the last halving; 0: there never was one
+    cdef uint64_t taken                     # the samples since the last halving; 0 if there never was a sample
 
     def __cinit__(self):
         self.rate = self.gap = 1
@@ -138,14 +139,15 @@ cdef class Reuse:
         self.vacant = i
 
     cdef inline uint64_t draw(self) noexcept nogil:
-        """Returns a random number: Xorshift (Marsaglia, 2003), with the same sequence in every process."""
+        """Returns a random number by Xorshift (Marsaglia, 2003). The sequence is the same in every process."""
         self.random ^= self.random << 13
         self.random ^= self.random >> 7
         self.random ^= self.random << 17
         return self.random >> 16
 
     cdef void make_vacant(self, uint32_t now) noexcept nogil:
-        """Makes an entry vacant and continues a thinning; begins one if all samples are too young to be dropped."""
+        """Makes an entry vacant, and continues a thinning that is in progress. Begins a thinning if all samples are too
+        young to be dropped."""
         cdef int32_t oldest = NONE
         cdef int bin = BINS - 1
         cdef Py_ssize_t left = THINNED_AT_ONCE
@@ -172,7 +174,8 @@ cdef class Reuse:
             self.drop(oldest)
 
     cdef bint used_again(self, uint32_t hash, uint32_t now) noexcept nogil:
-        """A block was used: ends the sample of its last use. Returns whether there was one."""
+        """Ends the sample of a block's last use, because the block was used again. Returns whether there was a
+        sample."""
         cdef int32_t i = self.find(hash)
         cdef int bin
         cdef Sample *sample
@@ -188,7 +191,7 @@ cdef class Reuse:
         return True
 
     cdef inline int32_t find(self, uint32_t hash) noexcept nogil:
-        """Returns the sample of a hash, or NONE."""
+        """Returns the sample with a hash, or NONE."""
         cdef int32_t i = NONE
         if self.capacity:
             i = self.bucket(hash)[0] - 1
@@ -197,7 +200,7 @@ cdef class Reuse:
         return i
 
     cdef void reclass(self, uint32_t hash, int kind) noexcept nogil:
-        """A block that was put into a class by mistake belongs to another one: so does its sample, if it has one."""
+        """Moves a block's sample, if it has one, to another class, because the block was put into the wrong one."""
         cdef int32_t i = self.find(hash)
         cdef int bin
         if i == NONE:
@@ -208,7 +211,7 @@ cdef class Reuse:
         self.samples[i].kind = <uint8_t>kind
 
     cdef bint take(self, uint32_t hash, int kind, uint32_t now) noexcept nogil:
-        """A block was used and has class ``kind`` from now on. Returns whether this use becomes a sample."""
+        """Notes the use of a block whose class is ``kind`` from now on. Returns whether this use becomes a sample."""
         cdef int32_t i
         self.gap -= 1
         if self.gap > 0 or not self.capacity:
@@ -232,7 +235,8 @@ cdef class Reuse:
         return True
 
     cdef Py_ssize_t age(self, int bin, uint32_t now, Py_ssize_t limit) noexcept nogil:
-        """Moves up to ``limit`` samples that are too old for a bin to the next one. Returns how many."""
+        """Moves up to ``limit`` samples that are too old for their bin to the next bin. Returns the number of moved
+        samples."""
         cdef int32_t i = self.oldest[bin]
         cdef Py_ssize_t count = 0
         while i != NONE and count < limit and now - self.samples[i].stamp >= self.ages[bin + 1]:
@@ -246,7 +250,8 @@ cdef class Reuse:
     # -- the size of the cache -------------------------------------------------------------------------------
 
     cdef bint resize(self, Py_ssize_t capacity, uint32_t now) noexcept nogil:
-        """The cache has ``capacity`` slots now. Returns whether the edges of bins changed, which takes O(samples)."""
+        """Sets the number of slots of the cache. Returns whether the edges of the bins changed, which takes
+        O(samples)."""
         cdef double coarser = 1 / FINER, unit = self.unit
         cdef int bin
         if not self.taken:
@@ -268,7 +273,7 @@ cdef class Reuse:
         return True
 
     cdef void shift_down(self) noexcept nogil:
-        """The cache grew by one bin: age bin k becomes k - 1."""
+        """Adapts the counts to a cache that grew by the factor of one bin. Age bin k becomes bin k - 1."""
         cdef int kind, bin
         for kind in range(CLASSES):
             self.reused[kind][0] += self.reused[kind][1]
@@ -278,7 +283,8 @@ cdef class Reuse:
             self.entered[kind][BINS - 1] = self.reused[kind][BINS - 1] = 0
 
     cdef void shift_up(self) noexcept nogil:
-        """The cache shrank by one bin: the first bin is split, assuming that reuse is evenly distributed in it."""
+        """Adapts the counts to a cache that shrank by the factor of one bin. The first bin is split, on the assumption
+        that reuse is evenly distributed in it."""
         cdef int kind, bin
         for kind in range(CLASSES):
             self.reused[kind][BINS - 1] += self.reused[kind][BINS - 2]
@@ -291,7 +297,8 @@ cdef class Reuse:
             self.entered[kind][1] = self.entered[kind][0] - self.reused[kind][0]
 
     cdef void rebuild(self, uint32_t capacity, uint32_t now) noexcept nogil:
-        """Moves the samples to new memory for ``capacity`` of them, without the oldest; no memory: changes nothing."""
+        """Moves the samples to new memory for ``capacity`` samples. The oldest ones may not fit. Changes nothing if
+        there is no memory."""
         cdef Sample *old = self.samples
         cdef Sample *samples = <Sample *>calloc(capacity, sizeof(Sample))
         cdef int32_t *buckets = <int32_t *>calloc(capacity, sizeof(int32_t))

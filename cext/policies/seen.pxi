@@ -1,9 +1,10 @@
-# How often evicted blocks had been used: a bounded table of hashes, with four bits for each.
+# How often evicted blocks had been used: a bounded table of hashes, with four bits for each hash.
 #
-# The table has buckets of eight words, half a cache line; a hash belongs to one bucket. A word is 28 bits of the hash
-# and the class of uses; 0: empty. A put inserts its word as the bucket's first and drops the last one, so a bucket has
-# its latest eight. A wrong answer needs two equal 32-bit hashes: one look-up in 2000 at a million blocks. The table is
-# only a hint, so when there is no memory to resize it, it stays unchanged.
+# The table has buckets of eight words, which is half a cache line. Each hash belongs to one bucket. A word is 28 bits
+# of the hash and the class of uses, or 0 if it is empty. A put inserts its word as the first of the bucket and drops
+# the last one, so a bucket holds its latest eight words. A wrong answer needs two equal 32-bit hashes: with a million
+# blocks, that is one look-up in 2000. The table is only a hint, so if there is no memory to resize the table, it stays
+# unchanged.
 
 
 cdef enum:
@@ -13,7 +14,7 @@ cdef enum:
 
 @cython.final
 cdef class Seen:
-    """The class of uses, 1 to 15, of about the last ``capacity`` blocks that were put. 4 bytes a block."""
+    """The class of uses, from 1 to 15, of about the last ``capacity`` blocks that were added. 4 bytes per block."""
 
     cdef uint32_t *words
     cdef uint32_t buckets
@@ -38,7 +39,7 @@ cdef class Seen:
             words[0] = hash << 4 | <uint32_t>uses_class
 
     cdef int take(self, uint32_t hash) noexcept nogil:
-        """Returns and removes the class of a hash; 0: the table does not have it."""
+        """Removes the class of a hash and returns it, or returns 0 if the table does not have the hash."""
         cdef uint32_t *words = self.bucket(hash)
         cdef uint32_t word
         cdef int i
@@ -51,7 +52,7 @@ cdef class Seen:
         return 0
 
     cdef void resize(self, Py_ssize_t capacity) noexcept nogil:
-        """Changes the capacity, and keeps the words as far as they fit. O(capacity)."""
+        """Changes the capacity, and keeps the words that fit. Takes O(capacity)."""
         cdef uint32_t *old = self.words
         cdef Py_ssize_t old_buckets = self.buckets, row, buckets = max(<Py_ssize_t>1, capacity // SEEN_WAYS)
         cdef int i
@@ -62,7 +63,8 @@ cdef class Seen:
         self.words = words
         self.buckets = <uint32_t>buckets
         for row in range(old_buckets):
-            # The lowest hash of the bucket. With 16 buckets and more, it and a word's 28 bits determine the other four.
+            # The lowest hash of the bucket. If there are 16 or more buckets, this hash and the 28 bits of a word
+            # determine the other four bits.
             first = <uint32_t>(((<uint64_t>row << 32) + old_buckets - 1) // old_buckets)
             for i in range(SEEN_WAYS - 1, -1, -1):
                 word = old[row * SEEN_WAYS + i]

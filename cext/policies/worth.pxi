@@ -1,22 +1,24 @@
-# What blocks are worth, from the counts of reuse.pxi: the ranking of the lists of blocks.
+# What blocks are worth, computed from the counts of reuse.pxi, and the ranking of the lists of blocks.
 #
-# The worth of a block is its Gittins index: the most hits a reference that it can bring from its age on, over all times
-# for which it might be kept (Gittins, 1979; for caches Beckmann, Chen, Cidon: LHD, NSDI 2018, with one fixed horizon).
+# The worth of a block is its Gittins index (Gittins, 1979): the most hits per reference that it can bring from its age
+# on. The maximum is taken over all times for which the block might be kept. For caches see LHD (Beckmann, Chen, Cidon;
+# NSDI 2018), which has one fixed horizon. The formula:
 #     worth(class, a) = max over b >= a of  expected hits from bin a to b / expected references spent in them
-# Bins with few samples borrow from others: a bin of all classes from the bin before it; a bin of one class from the
-# class with fewer uses, or else from all classes, times the factor by which the class was used more or less than these
-# so far (proportional hazards). Few samples also make a class be worth as much as one with fewer uses; many show what
-# it is worth. So blocks may be worth less the more they were used, as documents that are asked about some ten times.
+# Bins with few samples borrow from others. A bin of all classes together borrows from the bin before it. A bin of one
+# class borrows from the class with fewer uses, or else from all classes. The borrowed value is multiplied by the factor
+# by which the class was used more often than its source so far (proportional hazards). While a class has few samples,
+# it is worth at least as much as a class with fewer uses. Many samples show its own worth. So blocks may be worth less
+# the more they were used, such as documents that are queried about ten times.
 
 
 cdef enum:
-    TAKEN_BEFORE_HALVING = 0x40000  # after so many samples, all counts are halved
+    TAKEN_BEFORE_HALVING = 0x40000  # after this many samples all counts are halved
 
-cdef double STRENGTH = 1.0              # an assumption counts as this many observed reuses
+cdef double STRENGTH = 1.0              # an assumption counts as much as this many observed reuses
 cdef double FIRST_HAZARD = 0.02         # assumed for the first bin
 cdef double SECOND_HAZARD = 0.33        # assumed for the second bin, relative to the first: the second is 0.41 as wide,
                                         # so the newest blocks are worth most
-cdef double MOST_ERRORS = 2.0           # standard errors
+cdef double MOST_ERRORS = 2.0           # in standard errors
 cdef double MOST_HAZARD = 0.98
 cdef double MOST_ASSUMED = 0.95
 
@@ -35,7 +37,7 @@ cdef int compare_ranked(const void *a, const void *b) noexcept nogil:
 
 
 cdef void rank_lists(Reuse reuse, double mean_request) noexcept nogil:
-    """Ranks the lists of blocks by the worth of their blocks. Takes 25 us.
+    """Ranks the lists of blocks by the worth of their blocks. This takes 25 us.
 
     The blocks of one request are used together, so all of them count as one observation.
     """
@@ -86,8 +88,8 @@ cdef void rank_lists(Reuse reuse, double mean_request) noexcept nogil:
                 if hits > best * cost:
                     best = hits / cost
                     observed = found
-            # Presumably a block is worth at least as much as one that was used less, and as the blocks behind it in
-            # its chain. What was observed may show the contrary: up to two standard errors are allowed for.
+            # A block is assumed to be worth at least as much as a block that was used less, and as the blocks behind it
+            # in its chain. This raises its worth by at most two standard errors, so observations can show the contrary.
             most = best * (1 + MOST_ERRORS / sqrt(1 + observed / together))
             if 0 < kind < 15:
                 best = max(best, min(most, ranked[(kind - 1) * BINS + first].worth))

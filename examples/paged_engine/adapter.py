@@ -27,15 +27,16 @@ from kvstore_client.engine.paged.plan import Load, RankStore, SavedBlock, Saves,
 from kvstore_client.engine.paged.sends_under_way import SendsUnderWay
 from kvstore_client.engine.paged.worker import WorkerHalf
 
-LOAD_S = 5.0  # what has not come by then is computed
+LOAD_S = 5.0  # blocks that have not come by then are computed
 
 
 class KVStoreConnector:
-    """Of an engine with one rank: both halves are in one process here, and a plan is handed over as it is."""
+    """The connector of an engine with one rank. Both halves are in one process here, so a plan is passed on
+    unchanged."""
 
     def __init__(self, endpoint: str, engine: Engine, *, cpu_blocks: int = 128, timeout_s: float = 5.0) -> None:
         layout = BlockLayout(engine.kv_caches, engine.num_blocks)
-        # The namespace names all that decides a block's bytes, beside the tokens: those are in the keys.
+        # The namespace names everything that determines a block's bytes, except the tokens, which are in the keys.
         self.namespace = Namespace(
             model=engine.name,
             dtype="float32",
@@ -49,7 +50,7 @@ class KVStoreConnector:
         self._lookups = PrefixLookups([self._guard], timeout_s=timeout_s, counters=self.counters)
         self._purges = Purges([self._guard])
         self._tier = HostTier(cpu_blocks, keep=True)
-        self._sends = SendsUnderWay(ranks=1, parts=1)
+        self._sends = SendsUnderWay(ranks=1, slices=1)
         store = RankStore(self.namespace, cpu_blocks)
         self._worker = WorkerHalf(
             guard(), layout, store=store, timeout_s=timeout_s, replica=(0, 1), counters=self.counters
@@ -60,11 +61,11 @@ class KVStoreConnector:
         self._copying: dict[int, list[SavedBlock]] = {}
         self._keys: dict[str, list[bytes]] = {}
         self._asked: dict[str, PrefixLookup] = {}
-        self._saved: dict[str, int] = {}  # leading blocks of a request that are saved, or need not be
+        self._saved: dict[str, int] = {}  # the number of a request's leading blocks that are saved, or need not be
         self._last_job: dict[str, int] = {}
-        self._read_slots: dict[str, list[int]] = {}  # what a load reads of the CPU tier
+        self._read_slots: dict[str, list[int]] = {}  # the slots of the CPU tier that a load reads
 
-    # ---- beside the scheduler --------------------------------------------------------------------------------------
+    # ---- the scheduler's half --------------------------------------------------------------------------------------
 
     def matched_tokens(self, request: Request) -> int | None:
         if request.id not in self._keys:
@@ -72,7 +73,7 @@ class KVStoreConnector:
                 self._tier.clear()
             keys = [row.tobytes() for row in self.namespace.keys(request.tokens)]
             self._keys[request.id] = keys
-            # The last token is always computed: its output is what the request is for.
+            # The last token is always computed, because the request needs its output.
             self._asked[request.id] = self._lookups.ask(keys[: (len(request.tokens) - 1) // BLOCK_TOKENS])
         lookup = self._asked[request.id]
         stored = self._lookups.poll(lookup)
@@ -104,7 +105,7 @@ class KVStoreConnector:
         )
 
     def computed(self, request: Request) -> None:
-        """Save what is complete now. What finds no slot, because all are in use, is tried again."""
+        """Save the blocks that are complete now. If all slots are in use, it is tried again later."""
         keys, first = self._keys[request.id], self._saved[request.id]
         complete = range(first, request.computed // BLOCK_TOKENS)
         for index, slot in zip(complete, self._tier.reserve([keys[at] for at in complete]).tolist(), strict=True):
@@ -126,18 +127,19 @@ class KVStoreConnector:
         return True
 
     def _take(self, report: WorkerReport) -> None:
-        """What the rank has finished: copies can be loaded from the CPU tier, blocks that are sent may be evicted."""
+        """Process what the rank has finished: copied blocks can be loaded from the CPU tier, and sent blocks may be
+        evicted."""
         for job in report.copied:
             blocks = self._copying.pop(job)
             slots = [block.slot for block in blocks]
             self._tier.commit(slots)
             self._tier.link([block.key for block in blocks], [block.parent for block in blocks])
-            self._tier.hold(slots)  # until they are sent
+            self._tier.hold(slots)  # until the blocks are sent
             if job in report.broken:
                 self._tier.drop(slots)
         self._tier.release([sent.slot for sent in self._sends.update(report.released, report.stored)])
 
-    # ---- beside the model ------------------------------------------------------------------------------------------
+    # ---- the worker's half ------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         plan, self._plan = self._plan, StepPlan()
@@ -153,11 +155,11 @@ class KVStoreConnector:
             self._copying[plan.saves.job] = plan.saves.copied
             self._sends.begin(plan.saves)
         self._worker.begin_step(plan)
-        self._worker.saves.save()  # copies follow what the step has computed
+        self._worker.saves.save()  # the copies come after the step's computation
         loaded, failed = self._worker.loads.take_loaded(), self._worker.loads.take_failed_block_ids()
         for request_id in loaded:
             self._tier.release(self._read_slots.pop(request_id))
-            if failed:  # what was to be loaded is computed, and may be missing in the store
+            if failed:  # these blocks are computed instead, and may be missing in the store
                 self._saved[request_id] = 0
         free = self._worker.saves.take_saved()
         if (report := self._worker.take_report()) is not None:
@@ -165,7 +167,7 @@ class KVStoreConnector:
         return dict.fromkeys(loaded, failed), free
 
     def settle(self, timeout_s: float = 10.0) -> bool:
-        """Wait until the store has what was saved. -> whether it has."""
+        """Wait until the store has all saved blocks. Return whether it has."""
         deadline = time.monotonic() + timeout_s
         while (self._copying or len(self._sends)) and time.monotonic() < deadline:
             self.end_step()
@@ -179,7 +181,7 @@ class KVStoreConnector:
 
 
 def main() -> int:
-    torch.set_num_threads(1)  # its tensors are small
+    torch.set_num_threads(1)  # the tensors are small
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--endpoint", default=os.environ.get("KVSTORE_ENDPOINT", "127.0.0.1:7070"))
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""A toy engine with a paged KV cache: what an inference engine does, in a hundred lines, and nothing of kvstore.
+"""A toy engine with a paged KV cache: the work of an inference engine in a hundred lines, without kvstore.
 
 Two layers of causal attention with random weights. Each key and value depends on all tokens before it, so a block with
 wrong bytes changes every later token. Requests are scheduled in steps; each step computes some tokens of every request
-that is not waiting. `Connector` is what the engine asks of a cache outside of it; `adapter.py` implements it.
+that is not waiting. `Connector` is the interface to a cache outside of the engine; `adapter.py` implements it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 BLOCK_TOKENS = 16
 HEADS, HEAD_SIZE, LAYERS, VOCABULARY = 2, 32, 2, 512
-STEP_TOKENS = 64  # of one request
+STEP_TOKENS = 64  # for one request
 
 
 @dataclass
 class Request:
-    """blocks: of the KV cache, one for each `BLOCK_TOKENS` tokens. computed: leading tokens whose keys and values are
-    in them. loading: the connector is filling some of them."""
+    """A request. blocks: its blocks of the KV cache, one for each `BLOCK_TOKENS` tokens. computed: the number of
+    leading tokens whose keys and values are in them. loading: whether the connector is filling some of them."""
 
     id: str
     tokens: list[int]
@@ -35,27 +35,28 @@ class Connector(Protocol):
     """A cache outside of the engine. All calls come from the engine's thread, and none may block."""
 
     def matched_tokens(self, request: Request) -> int | None:
-        """How many leading tokens it can load, less than all. None: that is not known yet, ask in the next step."""
+        """Return how many leading tokens it can load, fewer than all; None if that is not known yet, and the engine
+        must ask again in the next step."""
 
     def load(self, request: Request, tokens: int) -> None:
-        """The request has blocks: load so many tokens into them."""
+        """Load this many tokens into the request's blocks."""
 
     def begin_step(self) -> None:
-        """Before the step's tokens are computed."""
+        """Called before the step's tokens are computed."""
 
     def computed(self, request: Request) -> None:
-        """After they were, for each request."""
+        """Called for each request after its tokens of the step were computed."""
 
     def end_step(self) -> tuple[dict[str, set[int]], set[str]]:
-        """-> requests whose loads have ended, with the blocks that did not come; requests that have ended and whose
-        blocks may be used for others now."""
+        """Return two things: requests whose loads have ended, with the blocks that did not come; and ended requests
+        whose blocks may be reused now."""
 
     def ended(self, request: Request) -> bool:
-        """The request has ended. -> whether its blocks must be kept until `end_step` names it."""
+        """Called when the request has ended. Return whether its blocks must be kept until `end_step` names it."""
 
 
 class Engine:
-    """Computes one token after each prompt. `kv_caches`: by layer, (blocks, heads, tokens, key and value)."""
+    """Computes one token after each prompt. `kv_caches`: for each layer, (blocks, heads, tokens, key and value)."""
 
     name = "examples/toy-engine"
 
@@ -74,7 +75,7 @@ class Engine:
         self._weights = torch.randn(LAYERS, 3, width, width, generator=draw) / width**0.5
 
     def generate(self, prompts: Sequence[list[int]]) -> list[int]:
-        """-> the next token of each prompt."""
+        """Return the next token of each prompt."""
         requests = [Request(str(next(self._numbers)), tokens) for tokens in prompts]
         answers: dict[str, int] = {}
         while len(answers) < len(requests):
@@ -123,7 +124,7 @@ class Engine:
             self.connector.load(request, tokens)
 
     def _compute(self, request: Request, position: int) -> int:
-        """Keys and values of one token, and the token that would follow it."""
+        """Compute keys and values of one token. Return the token that would follow it."""
         self.tokens_computed += 1
         hidden = self._embedding[request.tokens[position]]
         block, at = request.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS

@@ -1,1 +1,1 @@
-"""Who may do what: principals with tokens, their tenants and verbs, from the file of ``--auth``; the audit log."""
+"""Access control and the audit log. The file of ``--auth`` lists principals with their tokens, tenants and verbs."""

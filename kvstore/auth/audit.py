@@ -1,9 +1,10 @@
-"""The audit log: one JSON object a line for each administrative act, failed login, and refusal.
+"""The audit log: one JSON object per line for each administrative act, failed login, and refusal.
 
-It is bounded: `LINES_PER_S` lines a second after a burst (a line says how many were left out), `TEXT` characters a
-field, and a file of `MOST_BYTES`, after which it is renamed to ``FILE.1`` and begun anew. Several processes write to
-one file: each line is one `write` to a file that is open for appending. Nothing waits for it, whatever the file is and
-whoever has locked it: what cannot be written is counted and logged. One thread uses an `Audit`.
+The log is limited. After a burst, at most `LINES_PER_S` lines per second are written, and the next line says how many
+were left out. A field has at most `MAX_AUDIT_TEXT` characters, and a file at most `MAX_AUDIT_BYTES`. A full file is
+renamed to ``FILE.1``, and a new one is begun. Several processes may write to one file, because each line is one `write`
+to a file that is open for appending. No process waits for the file, even if another one has locked it. Lines that
+cannot be written are counted and logged. Only one thread may use an `Audit`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ log = logging.getLogger("kvstore.audit")
 
 LINES_PER_S: Final = 50
 BURST: Final = 200
-TEXT: Final = 512
-MOST_BYTES: Final = 64 << 20
-OVER_BYTES: Final = 1 << 20  # more, while another process holds the lock that is needed to rename the file
+MAX_AUDIT_TEXT: Final = 512
+MAX_AUDIT_BYTES: Final = 64 << 20
+OVER_BYTES: Final = 1 << 20  # how far a file may exceed its limit while another process holds the lock for renaming
 COMPLAIN_S: Final = 60.0
 STDERR: Final = "stderr"
 SYSLOG: Final = "syslog"
@@ -37,8 +38,8 @@ _AUTH_NOTICE: Final = 10 * 8 + 5  # facility authpriv, severity notice: RFC 5424
 
 
 class Audit:
-    """Writes the audit log. `target`: a file, "stderr", "syslog", or "" for none. `where`: names the process in each
-    line."""
+    """Writes the audit log. `target`: a file, "stderr", "syslog", or "" for none. `where`: fields of each line that
+    name the process."""
 
     def __init__(self, target: str, **where: Any) -> None:
         """Raises `OSError` when the file cannot be opened."""
@@ -55,7 +56,7 @@ class Audit:
             self._fd = self._open()
 
     def record(self, event: str, **fields: Any) -> None:
-        """Write a line. Never raises for what the system refuses, and never blocks on another process."""
+        """Write a line. Raises no error if the system refuses the line, and never waits for another process."""
         if not self._target:
             return
         now = time.monotonic()
@@ -67,7 +68,7 @@ class Audit:
         self._tokens -= 1
         left_out, self._left_out = self._left_out, 0
         line: dict[str, Any] = {"time": _utc(), "event": event, **self._where}
-        line |= {name: value[:TEXT] if isinstance(value, str) else value for name, value in fields.items()}
+        line |= {name: value[:MAX_AUDIT_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
         if left_out:
             line["lines_left_out"] = left_out
         try:
@@ -89,11 +90,11 @@ class Audit:
     def _write(self, line: bytes) -> None:
         if self._stderr is not None:
             if not self._stderr.write(line):
-                raise BlockingIOError(errno.EAGAIN, "nobody reads standard error")
+                raise BlockingIOError(errno.EAGAIN, "standard error is not read")
         elif self._target == SYSLOG:
             self._send(b"<%d>kvstore-server: " % _AUTH_NOTICE + line)
         else:
-            if os.fstat(self._fd).st_size >= MOST_BYTES or not self._in_place():
+            if os.fstat(self._fd).st_size >= MAX_AUDIT_BYTES or not self._in_place():
                 self._turn_over()
             os.write(self._fd, line + b"\n")
 
@@ -114,7 +115,8 @@ class Audit:
             raise
 
     def _open(self) -> int:
-        """Raises `OSError` for what is no regular file, too: writing to a pipe would wait for who reads it."""
+        """Open the file. Raises `OSError`. A file that is not regular is an error, too, because writing to a pipe would
+        wait for the pipe's reader."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(self._target, flags, 0o600)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -123,21 +125,23 @@ class Audit:
         return fd
 
     def _in_place(self) -> bool:
-        """Whether the open file still has its name: another process, or logrotate, may have renamed it."""
+        """Return whether the open file still has its name. Another process or logrotate may have renamed the file."""
         with contextlib.suppress(OSError):
             return os.path.samestat(os.stat(self._target, follow_symlinks=False), os.fstat(self._fd))
         return False
 
     def _turn_over(self) -> None:
-        """Rename the file if it is full and still in place, and open the one that has its name then."""
+        """Rename the file if it is full and still has its name. Then open the file that has this name now."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process of the server has it for two system calls; or a stranger, for long
-            if os.fstat(self._fd).st_size >= MOST_BYTES + OVER_BYTES:
+        except (
+            BlockingIOError
+        ):  # the server's other processes hold the lock for two system calls; other programs may hold it for long
+            if os.fstat(self._fd).st_size >= MAX_AUDIT_BYTES + OVER_BYTES:
                 raise
             return
         try:
-            if self._in_place() and os.fstat(self._fd).st_size >= MOST_BYTES:
+            if self._in_place() and os.fstat(self._fd).st_size >= MAX_AUDIT_BYTES:
                 os.replace(self._target, f"{self._target}.1")
             opened = self._open()
         finally:

@@ -1,4 +1,5 @@
-"""The policy in force: tokens that were checked under it need not be hashed again, and another one is noticed."""
+"""Checks tokens against the policy in force, and notices when the file of the policy changes. Tokens that were checked
+are not hashed again."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from kvstore.watching import FileWatch
 log = logging.getLogger("kvstore.auth")
 
 MAX_KNOWN: Final = 4096
-FAILURE_S: Final = 1.0  # after which a failed login is answered
+FAILURE_S: Final = 1.0  # a failed login is answered after this time
 
 Found = tuple[Rights, str]
 """The rights of a principal, and the hash of the token that it has shown."""
 
 
 class KnownTokens:
-    """Keeps keyed hashes of tokens, never the tokens. The oldest ones are forgotten when there are too many, and those
-    whose rights change with the policy. Thread-safe."""
+    """Remembers tokens that were checked, as keyed hashes only. It forgets the oldest tokens when there are too many,
+    and those whose rights change with the policy. Thread-safe."""
 
     def __init__(self, file: AuthFile) -> None:
         self._file = file
@@ -34,11 +35,11 @@ class KnownTokens:
         self._known: dict[bytes, Found] = {}
 
     def find(self, token: bytes) -> Found | None:
-        """-> what is known of a token."""
+        """Return the rights and the hash of a token that was remembered, or None."""
         return self._known.get(self._digest(token))
 
     def remember(self, token: bytes, found: Found) -> bool:
-        """Remember a token that was checked. -> False if the policy in force does not have it (any more)."""
+        """Remember a token that was checked. Return False if the policy in force does not have the token (any more)."""
         if self._file.policy.rights_of(*_login(found)) != found[0]:
             return False
         with self._lock:
@@ -50,7 +51,7 @@ class KnownTokens:
     def adopt(self, policy: Policy) -> None:
         """Put another policy in force."""
         self._file.policy = policy
-        log.info("%s: %d principals are in force", self._file.path, len(policy.principals))
+        log.info("%s: a policy with %d principals is in force", self._file.path, len(policy.principals))
         with self._lock:
             known = self._known.items()
             self._known = {digest: found for digest, found in known if policy.rights_of(*_login(found)) == found[0]}
@@ -60,13 +61,13 @@ class KnownTokens:
 
 
 def _login(found: Found) -> tuple[str, str]:
-    """-> the principal, and the hash of its token."""
+    """Return the principal and the hash of its token."""
     return found[0].principal, found[1]
 
 
 def watch_policy(file: AuthFile, found: Callable[[Policy], None]) -> FileWatch:
-    """-> what looks whether the file has changed. `found`: called on its thread with each policy that is another one
-    than the last."""
+    """Return a watch that checks whether the file has changed. `found` is called on the watch's thread with each policy
+    that differs from the last one."""
 
     def look(asked: bool) -> None:
         policy = file.read_again(asked)

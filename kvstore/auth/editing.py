@@ -1,6 +1,6 @@
-"""Changes of the file of ``--auth``: new principals, new tokens. What an operator wrote in it, comments too, stays.
+"""Changes the file of ``--auth``: adds principals and replaces tokens. The rest of the text stays, including comments.
 
-A file is replaced as a whole, under a lock, and only by one that says what was meant.
+A file is replaced as a whole, under a lock, and only after the new text was parsed and has the intended meaning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 
 from kvstore.auth.policy import MAX_TOKENS, AuthFileError, Policy, check_tenant, parse_policy
 from kvstore.auth.rights import EVERY_TENANT, verbs_of
-from kvstore.auth.tokens import NAME, hash_token, make_token
+from kvstore.auth.tokens import PRINCIPAL_NAME, hash_token, make_token
 from kvstore.sizes import spell_size
 
 HEADER: Final = """\
@@ -32,11 +32,11 @@ member_secret = "{secret}"
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Nobody else changes the file in the body."""
+    """Keep other processes from changing the file while the body runs."""
     try:
         folder = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise AuthFileError(f"{path}: {error.strerror}: expected a file in a folder that is there") from None
+        raise AuthFileError(f"{path}: {error.strerror}: expected a file in a folder that exists") from None
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
@@ -54,7 +54,7 @@ def _read(path: Path) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write the file, with the mode and the owner that it had; a new one for its owner alone."""
+    """Write the file, and keep its mode and its owner. A new file can be accessed only by its owner."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         status = os.stat(path) if path.exists() else None
@@ -84,25 +84,26 @@ def add(
     namespaces: Sequence[str] = ("*",),
     quota_bytes: int | None = None,
 ) -> str:
-    """Add a principal; make the file if there is none. quota_bytes: the most memory of its tenant. -> its token.
+    """Add a principal, and create the file if there is none. Return the principal's token.
 
-    Raises `AuthFileError` when the file cannot be used or has the principal, `ValueError` for a wrong argument.
+    `quota_bytes`: the most memory that the principal's tenant may use. Raises `AuthFileError` if the file cannot be
+    used or already has the principal, and `ValueError` for a wrong argument.
     """
-    if not NAME.fullmatch(name):
+    if not PRINCIPAL_NAME.fullmatch(name):
         raise ValueError(f"name {name!r}: expected 1 to 64 letters, digits, '_' and '-'")
     try:
         check_tenant(tenant, "given")
     except AuthFileError as error:
         raise ValueError(str(error)) from None
     if not verbs:
-        raise ValueError("no verbs: expected some, such as read,write")
+        raise ValueError("no verbs are given: expected one or more, such as read,write")
     verbs_of(list(verbs))
     token = make_token(name)
     with _locked(path):
         text = _read(path)
         policy = parse_policy(text, str(path))
         if name in policy.principals:
-            raise AuthFileError(f"{path}: it has a principal {name!r}: give it a new token with `kvstore auth rotate`")
+            raise AuthFileError(f"{path}: principal {name!r} exists: give it a new token with `kvstore auth rotate`")
         lines = [
             text.rstrip("\n"),
             "",
@@ -123,21 +124,21 @@ def add(
 
 def _quota(policy: Policy, tenant: str, quota_bytes: int, path: Path) -> list[str]:
     if tenant == EVERY_TENANT:
-        raise ValueError("a quota is of one tenant: expected --tenant with a name")
+        raise ValueError("a quota applies to one tenant: expected the tenant's name in --tenant")
     limits = policy.tenants.get(tenant)
     if limits is None:
         return ["", f"[tenants.{tenant}]", f"memory = {json.dumps(spell_size(quota_bytes))}"]
     if limits.memory != quota_bytes:
         raise AuthFileError(
-            f"{path}: tenant {tenant!r} has memory = {limits.memory}, not {quota_bytes}: change it in the file, or "
-            "leave the quota out"
+            f"{path}: tenant {tenant!r} has memory = {limits.memory} there, but the quota given is {quota_bytes}: "
+            "change the file, or give no quota"
         )
     return []
 
 
 def rotate(path: Path, name: str, end_old: bool = False) -> str:
-    """Give a principal a new token. The last one stays valid until the next rotation; with `end_old`, no other one.
-    -> the token. Raises `AuthFileError`."""
+    """Give a principal a new token, and return it. The previous token stays valid until the next rotation. With
+    `end_old`, only the new token is valid. Raises `AuthFileError`."""
     token = make_token(name)
     with _locked(path):
         text = _read(path)
@@ -151,13 +152,13 @@ def rotate(path: Path, name: str, end_old: bool = False) -> str:
         text = _with_tokens(text, principal.tokens, kept)
         if parse_policy(text, str(path)).principals[name].tokens != tuple(kept):
             raise AuthFileError(
-                f"{path}: the tokens of {name!r} cannot be replaced where they stand: expected one list of strings"
+                f"{path}: the tokens of {name!r} cannot be replaced: expected one list of strings in the file"
             )
         _replace(path, text)
     return token
 
 
 def _with_tokens(text: str, old: Sequence[str], new: Sequence[str]) -> str:
-    """-> the text with the list that has these hashes replaced."""
+    """Return the text in which the list of the hashes `old` is replaced with the list `new`."""
     quoted = r"""\s*,?\s*""".join(f"[\"']{re.escape(each)}[\"']" for each in old)
     return re.sub(rf"\[\s*{quoted}\s*,?\s*\]", lambda _: json.dumps(list(new)), text, count=1)

@@ -1,7 +1,7 @@
-"""The file of ``--auth``: principals with hashed tokens, tenants with their limits. Reading and checking it.
+"""Reads and checks the file of ``--auth``, which lists principals with hashed tokens, and tenants with limits.
 
-The file is read again when it changes. A file that cannot be used is refused as a whole, and the last good one stays in
-force. Plain data but for `AuthFile`, which one thread uses.
+The file is read again when it changes. If a new version of the file cannot be used, it is refused as a whole, and the
+last valid one stays in force. All classes are plain data, except `AuthFile`, which only one thread may use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from kvstore.auth.rights import EVERY_TENANT, Rights, verbs_of
-from kvstore.auth.tokens import MAX_TOKEN_BYTES, NAME, check_hash, is_quick, matches, name_in
+from kvstore.auth.tokens import MAX_TOKEN_BYTES, PRINCIPAL_NAME, check_hash, is_quick, matches, name_in
 from kvstore.secret_files import open_regular
 from kvstore.sizes import parse_size
 from kvstore.wire import RIGHTS
@@ -32,16 +32,17 @@ else:
 log = logging.getLogger("kvstore.auth")
 
 MAX_FILE_BYTES: Final = 4 << 20
-MAX_TOKENS: Final = 4  # of a principal: each is one hash more for a login
+MAX_TOKENS: Final = 4  # per principal, because a login may have to check each of them
 MIN_SECRET: Final = 32
-MOST: Final = (1 << 63) - 1  # of a limit
-# A key of many parts, which takes the parser a time that grows with their square: 14 s for 60 KB. No key has three.
+MAX_LIMIT: Final = (1 << 63) - 1  # the highest value of any limit
+# Matches a key with many parts. The parser's time grows with the square of their number: it was 14 s for a key of
+# 60 KB. No valid key has three parts.
 _LONG_KEY: Final = re.compile(r"(?:^|[\[{,])[ \t]*(?:[\w-]+[ \t]*\.[ \t]*){8}", re.MULTILINE | re.ASCII)
 _SIZES: Final = ("memory", "memory_guaranteed", "disk", "transient", "pinned")
 
 
 class AuthFileError(Exception):
-    """The file cannot be used; the message names it and says what is wrong. It repeats no token and no hash."""
+    """The file cannot be used. The message names the file and says what is wrong. It contains no token or hash."""
 
 
 class _Principal(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -74,9 +75,10 @@ msgspec.convert({}, _File)  # msgspec crashes when two threads are the first to 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a tenant may take of a node, in bytes and per second; None: as much as there is.
+    """What a tenant may use of a node, in bytes and per second. None means no limit.
 
-    memory_guaranteed: what others cannot evict. pinned: what its clients may pin.
+    `memory_guaranteed`: the memory that other tenants cannot evict. `pinned`: the memory that the tenant's clients may
+    pin.
     """
 
     memory: int | None = None
@@ -90,7 +92,7 @@ class Limits:
 
 
 NO_LIMITS: Final = Limits()
-# Of no token: for names that nobody has, where it takes time to check those of others.
+# A hash that no token has. It is checked for a name that is unknown, so that this takes as long as for a known name.
 _NOBODYS: Final = "scrypt:4096:8:1:bm9ib2R5IGhhcyBpdA==:bm9ib2R5IGhhcyB0aGlzIHRva2VuLCBhdCBhbGwhISE="
 
 
@@ -109,11 +111,11 @@ class Policy:
     principals: dict[str, Principal]
     tenants: dict[str, Limits]
     member_secret: str = ""
-    slow: bool = False  # it has hashes that take long to check
+    slow: bool = False  # whether some of the hashes take long to check
 
     def recognize(self, token: bytes) -> tuple[Rights, str] | None:
-        """-> the rights of who shows this token, and the hash that it matches; None: it is none of those whose hashes
-        are quick to check. Takes microseconds; any thread."""
+        """Return the rights that belong to this token, and the hash that the token matches. Return None if it matches
+        no hash that is quick to check. The call takes microseconds. Thread-safe."""
         principal = self.principals.get(name_in(token))
         if principal is not None:
             for kept in filter(is_quick, principal.tokens):
@@ -122,8 +124,8 @@ class Policy:
         return None
 
     def login(self, token: bytes) -> tuple[Rights, str] | None:
-        """The same of all tokens. If the policy is `slow`, it takes about 10 ms or more, for names that nobody has,
-        too; any thread."""
+        """Do the same as `recognize`, but check slow hashes as well. If the policy is `slow`, this takes 10 ms or more,
+        even for unknown names. Thread-safe."""
         found = self.recognize(token)
         if found is not None or not self.slow:
             return found
@@ -136,40 +138,43 @@ class Policy:
         return None
 
     def rights_of(self, name: str, kept: str) -> Rights | None:
-        """-> the rights of a principal who has logged in with the token of this hash; None: it has it no more."""
+        """Return the rights of a principal that has logged in with the token of this hash, or None if the principal no
+        longer has that token."""
         principal = self.principals.get(name)
         return principal.rights if principal is not None and kept in principal.tokens else None
 
     def limits_of(self, tenant: str) -> Limits:
-        """-> what a tenant may take."""
+        """Return the limits of a tenant."""
         return self.tenants.get(tenant, NO_LIMITS)
 
 
 def member_cookie(secret: str, node: str, host: str, port: int) -> str:
-    """-> what members show to the node of this id at this address. Who is shown one cannot make another one of it, nor
-    use it at the real node of that id, which has another address."""
+    """Return the cookie that members show to the node of this id at this address. A node that receives a cookie cannot
+    compute another cookie from it. A node that takes another node's id gets a cookie that the real node does not
+    accept, because the address differs."""
     return hmac.new(secret.encode(), f"kvstore member {node} {host}:{port}".encode(), "sha256").hexdigest()
 
 
 def parse_policy(text: str, where: str) -> Policy:
-    """-> the policy of a file's text. `where`: its name, for errors. Raises `AuthFileError`."""
+    """Return the policy in a file's text. `where`: the file's name, for error messages. Raises `AuthFileError`."""
     if _LONG_KEY.search(text):
-        raise AuthFileError(f"{where}: a key of more than eight parts: expected [tenants.NAME] and the like")
+        raise AuthFileError(f"{where}: a key has more than eight parts: expected keys such as [tenants.NAME]")
     try:
         file = msgspec.convert(tomllib.loads(text), _File)
     except msgspec.ValidationError as error:
         raise AuthFileError(f"{where}: {error}") from None
-    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and for deep tables
+    except (ValueError, RecursionError) as error:  # raised for numbers with thousands of digits and for deep tables
         raise AuthFileError(f"{where}: not TOML: {error}") from None
     if file.member_secret and len(file.member_secret) < MIN_SECRET:
         raise AuthFileError(
-            f"{where}: member_secret has {len(file.member_secret)} characters: expected {MIN_SECRET} or more, random"
+            f"{where}: member_secret has {len(file.member_secret)} characters: expected {MIN_SECRET} or more random "
+            "characters"
         )
     principals: dict[str, Principal] = {}
     for number, given in enumerate(file.principals, 1):
         principal = _principal(given, f"{where}: principal {number} ({given.name!r})")
         if given.name in principals:
-            raise AuthFileError(f"{where}: two principals are named {given.name!r}: expected one name each")
+            raise AuthFileError(f"{where}: two principals are named {given.name!r}: expected different names")
         principals[given.name] = principal
     return Policy(
         principals,
@@ -180,13 +185,13 @@ def parse_policy(text: str, where: str) -> Policy:
 
 
 def _principal(given: _Principal, where: str) -> Principal:
-    if not NAME.fullmatch(given.name):
+    if not PRINCIPAL_NAME.fullmatch(given.name):
         raise AuthFileError(f"{where}: expected a name of 1 to 64 letters, digits, '_' and '-'")
     check_tenant(given.tenant, where)
     if not given.verbs:
-        raise AuthFileError(f"{where}: no verbs: expected some of {', '.join(RIGHTS)}")
+        raise AuthFileError(f"{where}: no verbs are given: expected one or more of {', '.join(RIGHTS)}")
     if not given.namespaces:
-        raise AuthFileError(f'{where}: no namespaces: expected patterns of models, ["*"] for all')
+        raise AuthFileError(f'{where}: no namespaces are given: expected patterns of model names, or ["*"] for all')
     if not 1 <= len(given.tokens) <= MAX_TOKENS:
         raise AuthFileError(f"{where}: {len(given.tokens)} tokens: expected 1 to {MAX_TOKENS}")
     for number, kept in enumerate(given.tokens, 1):
@@ -202,15 +207,15 @@ def _principal(given: _Principal, where: str) -> Principal:
 
 
 def check_tenant(tenant: str, where: str) -> None:
-    """Raise `AuthFileError` unless this is a tenant's name, or the one that stands for all."""
-    if tenant != EVERY_TENANT and not NAME.fullmatch(tenant):
+    """Raise `AuthFileError` unless this is a tenant's name, or the name that stands for all tenants."""
+    if tenant != EVERY_TENANT and not PRINCIPAL_NAME.fullmatch(tenant):
         raise AuthFileError(
             f"{where}: tenant {tenant!r}: expected 1 to 64 letters, digits, '_' and '-', or '{EVERY_TENANT}' for all"
         )
 
 
 def _limits(name: str, given: _Limits, where: str) -> Limits:
-    if not NAME.fullmatch(name):
+    if not PRINCIPAL_NAME.fullmatch(name):
         raise AuthFileError(f"{where}: expected a name of 1 to 64 letters, digits, '_' and '-'")
     values: dict[str, Any] = {}
     for field in (*_SIZES, "bytes_per_s"):
@@ -224,8 +229,8 @@ def _limits(name: str, given: _Limits, where: str) -> Limits:
     for field in ("connections", "requests_per_s"):
         values[field] = getattr(given, field)
     for field, value in values.items():
-        if value is not None and not 0 <= value <= MOST:  # so is nan, which is no number
-            raise AuthFileError(f"{where}: {field}: {value}: expected 0 or more, and at most {MOST}")
+        if value is not None and not 0 <= value <= MAX_LIMIT:  # also refuses nan
+            raise AuthFileError(f"{where}: {field} is {value}: expected 0 or more, and at most {MAX_LIMIT}")
     limits = Limits(**values)
     if limits.memory is not None and limits.memory_guaranteed > limits.memory:
         raise AuthFileError(
@@ -235,7 +240,8 @@ def _limits(name: str, given: _Limits, where: str) -> Limits:
 
 
 class AuthFile:
-    """The file of ``--auth``. `policy` is in force: the first one, until who uses it puts another there."""
+    """The file of ``--auth``. `policy` is the policy in force. At first, it is the policy that was read when this
+    object was made. The owner of this object may replace it."""
 
     def __init__(self, path: str | Path) -> None:
         """Read the file. Raises `AuthFileError`."""
@@ -244,14 +250,15 @@ class AuthFile:
         self.policy = self._latest = self._read()
 
     def read_again(self, asked: bool = False) -> Policy | None:
-        """Read the file if it has changed, or if that was `asked` for. -> its policy; None: it is the one that was read
-        before, or cannot be used, which is logged. May take long; one thread at a time."""
+        """Read the file if it has changed or if `asked`, and return its policy. Return None if the file is unchanged or
+        cannot be used. A file that cannot be used is logged. The call may take long. Only one thread at a time may call
+        it."""
         if not asked and self._stamp() == self._seen:
             return None
         try:
             policy = self._read()
         except AuthFileError as error:
-            log.error("%s; the policy before it stays in force", error)
+            log.error("%s; the previous policy stays in force", error)
             return None
         if policy == self._latest:
             return None
@@ -266,14 +273,14 @@ class AuthFile:
         return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def _read(self) -> Policy:
-        self._seen = self._stamp()  # before reading: a change while it is read is noticed next time
+        self._seen = self._stamp()  # before reading, so that a change meanwhile is noticed next time
         try:
             with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
                 if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
                     raise AuthFileError(
-                        f"{self.path}: mode {stat.S_IMODE(status.st_mode):o}: others may read or change it: "
-                        "chmod 600 it"
+                        f"{self.path}: its mode is {stat.S_IMODE(status.st_mode):o}, so others may read or change it: "
+                        "run chmod 600 on it"
                     )
                 data = file.read(MAX_FILE_BYTES + 1)
             if len(data) > MAX_FILE_BYTES:

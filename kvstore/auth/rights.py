@@ -1,6 +1,7 @@
-"""What a principal may do: verbs, a tenant, patterns of models. Plain data; any thread.
+"""The rights of a principal: its verbs, its tenant, and patterns of models. Plain data; thread-safe.
 
-The verbs are a bit mask, as is what the row of a request needs (`wire.VERBS`): the check is one AND.
+The verbs are a bit mask. The row of a request in `wire.VERBS` has a bit mask of the verbs that the request needs. So
+the check is one AND.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ import msgspec
 
 from kvstore import wire
 from kvstore.wire import ErrorCode, WireError
-from kvstore.wire.verbs import ANYBODY, KNOWN, RIGHTS
+from kvstore.wire.verbs import ANYBODY, LOGGED_IN, RIGHTS
 
 EVERY_TENANT: Final = "*"
 
 
 @dataclass(frozen=True)
 class Rights:
-    """What one principal may do.
+    """The rights of one principal.
 
-    tenant: whose namespaces it uses; `EVERY_TENANT`: those of all. models: patterns, one of which the namespace's model
-    must match.
+    `tenant`: the tenant whose namespaces the principal uses; `EVERY_TENANT` for the namespaces of all tenants.
+    `models`: patterns. A namespace's model must match at least one of them.
     """
 
     principal: str
@@ -34,33 +35,33 @@ class Rights:
 
     @property
     def verb_names(self) -> list[str]:
-        """The verbs, as the file names them."""
+        """The names of the verbs, as the file has them."""
         return [name for name, bit in RIGHTS.items() if bit & self.verbs]
 
     def owns(self, tenant: str) -> bool:
-        """Whether it may use namespaces of this tenant."""
+        """Return whether the principal may use namespaces of this tenant."""
         return self.tenant in (EVERY_TENANT, tenant)
 
     @property
     def owns_all(self) -> bool:
-        """Whether it may use namespaces of every tenant and model."""
+        """Whether the principal may use namespaces of every tenant and model."""
         return self.tenant == EVERY_TENANT and "*" in self.models
 
     def use(self, model: str) -> bool:
-        """Whether it may use namespaces of this model."""
+        """Return whether the principal may use namespaces of this model."""
         return any(fnmatch.fnmatchcase(model, pattern) for pattern in self.models)
 
 
 ALL: Final = Rights("", EVERY_TENANT, -1)
-"""Of everybody on a server without ``--auth``, and of the cluster's members."""
+"""The rights of every client of a server without ``--auth``, and of the cluster's members."""
 
 NONE: Final = Rights("", "", ANYBODY)
-"""Of who has not logged in."""
+"""The rights of a client that has not logged in."""
 
 
 def verbs_of(names: list[str]) -> int:
-    """-> the bit mask of verbs by name. Raises `ValueError` for a name that is none."""
-    mask = KNOWN | ANYBODY
+    """Return the bit mask of verbs by name. Raises `ValueError` for an unknown name."""
+    mask = LOGGED_IN | ANYBODY
     for name in names:
         if name not in RIGHTS:
             raise ValueError(f"verb {name!r}: expected one of {', '.join(RIGHTS)}")
@@ -69,7 +70,7 @@ def verbs_of(names: list[str]) -> int:
 
 
 def refuse(rights: Rights, request: wire.Request) -> WireError:
-    """-> the error for a request that these rights do not include."""
+    """Return the error for a request that these rights do not include."""
     verb = wire.VERBS[type(request)]
     name = verb.name.upper()
     if rights is NONE:
@@ -86,22 +87,22 @@ def refuse(rights: Rights, request: wire.Request) -> WireError:
 
 
 def own(canonical: bytes, rights: Rights) -> bytes:
-    """-> the namespace, given as JSON that was checked, that a principal uses under this name: its tenant is the one
-    that the credentials name.
+    """Return a namespace's canonical JSON with the tenant of the principal that uses it.
 
-    Raises `WireError` when the namespace names another tenant, or a model that the principal may not use.
+    `canonical`: the JSON of the namespace, which was checked. Raises `WireError` when the namespace names another
+    tenant, or a model that the principal may not use.
     """
     if rights is ALL:
         return canonical
     try:
         namespace = msgspec.json.decode(canonical)
-    except (msgspec.DecodeError, RecursionError) as error:  # in a member that the check has passed over
-        raise WireError(ErrorCode.PROTOCOL, f"the namespace is not the JSON object expected: {error}") from None
+    except (msgspec.DecodeError, RecursionError) as error:  # the error is in a member that the check skips
+        raise WireError(ErrorCode.PROTOCOL, f"the namespace is not the expected JSON object: {error}") from None
     tenant = namespace.get("tenant", "")
     if not rights.use(namespace["model"]):
         raise WireError(
             ErrorCode.NOT_AUTHORIZED,
-            f"principal {rights.principal!r} may not use the model of this namespace: its patterns are "
+            f"principal {rights.principal!r} may not use the model of this namespace: the principal's patterns are "
             f"{', '.join(rights.models)}",
         )
     if rights.tenant == EVERY_TENANT:
@@ -109,17 +110,17 @@ def own(canonical: bytes, rights: Rights) -> bytes:
     if tenant not in ("", rights.tenant):
         raise WireError(
             ErrorCode.NOT_AUTHORIZED,
-            f"the namespace names a tenant other than {rights.tenant!r}, the one of principal {rights.principal!r}: "
-            "leave the tenant out",
+            f"the namespace names a tenant other than {rights.tenant!r}, which is the tenant of principal "
+            f"{rights.principal!r}: leave the tenant out",
         )
     namespace["tenant"] = rights.tenant
     try:
         owned = json.dumps(namespace, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError) as error:
-        raise WireError(ErrorCode.PROTOCOL, f"the namespace is not the JSON object expected: {error}") from None
+        raise WireError(ErrorCode.PROTOCOL, f"the namespace is not the expected JSON object: {error}") from None
     if len(owned) > wire.MAX_NAMESPACE_BYTES:
         raise WireError(
             ErrorCode.LIMIT,
-            f"a namespace of {len(owned)} bytes with its tenant: expected at most {wire.MAX_NAMESPACE_BYTES}",
+            f"the namespace has {len(owned)} bytes with its tenant: expected at most {wire.MAX_NAMESPACE_BYTES}",
         )
     return owned

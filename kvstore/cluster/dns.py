@@ -1,11 +1,11 @@
-"""The members of a cluster behind one DNS name, such as a headless Kubernetes service: each address is a node.
+"""The members of a cluster behind one DNS name, such as a headless Kubernetes service. Each address is a node.
 
-The name is resolved every two seconds. A new address is asked which node it is, and then again every ten seconds. A
-node that is found by the first look-up counts as serving. A node that is found later counts as joining for the default
-grace period, because DNS does not tell when it started. Nodes do not announce that they leave: a node is gone when the
-name no longer resolves to its address, or when it has not answered twice. While the name cannot be resolved, or no
-address answers, the members cannot be read.
-Used by one thread, except for `close`.
+The name is resolved every two seconds. The directory asks each new address which node it is, and repeats this every
+ten seconds. A node that the first look-up finds counts as serving. A node that is found later counts as joining for the
+default grace period, because DNS does not say when the node started. Nodes do not announce that they leave. A node
+counts as gone when the name no longer resolves to its address, or when it has left two requests unanswered. While the
+name cannot be resolved, or no address answers, the members cannot be read.
+Only one thread may use a directory, except that any thread may call `close`.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from kvstore.cluster.schemes import Scheme
 from kvstore.cluster.url import DnsURL, parse_dns_url
 from kvstore.tls import TLSOptions
 from kvstore.wire import ShardAddress
-from kvstore.wire.asking import AskError, Asking, Dial, dial_tcp
+from kvstore.wire.queries import Dial, ShardQueries, ShardQueryError, dial_tcp
 
 log = logging.getLogger(__name__)
 
 RESOLVE_S: Final = (1.5, 2.5)
-ASK_S: Final = (8.0, 12.0)
-ASK_TIMEOUT_S: Final = 1.0
+RESOLVE_EVERY_S: Final = (8.0, 12.0)
+RESOLVE_TIMEOUT_S: Final = 1.0
 GRACE_S: Final = 300.0
 _ASKERS: Final = 16
-_MISSED: Final = 2  # after so many requests without an answer a node counts as gone
+_MISSED: Final = 2  # a node counts as gone after this many requests without an answer
 
 
 @dataclass
 class _Node:
     """The state of one address."""
 
-    member: Member | None = None  # None: it has not answered, or no longer answers
+    member: Member | None = None  # None if it has not answered, or no longer answers
     joined: float = 0.0
     ask_at: float = 0.0
     missed: int = 0
-    told: str = ""  # the node for which it was logged that this is another address of it
+    told: str = ""  # the node id in the last log line that says that this address is not used
 
 
 class DnsDirectory:
-    """The nodes at one name. Its methods raise `DirectoryError` and no other error; each blocks for some seconds at
-    most."""
+    """The nodes at one name. Its methods raise `DirectoryError` and no other error. Each call blocks for at most a few
+    seconds."""
 
     def __init__(self, url: DnsURL, tls: TLSOptions | None = None) -> None:
-        """`tls`: how to ask the nodes."""
+        """`tls`: how to connect to the nodes."""
         self.url = url
         self._dial: Dial = dial_tcp
         if tls is not None:
@@ -69,7 +69,7 @@ class DnsDirectory:
         self._epoch = 0
 
     def membership(self) -> Membership:
-        """-> all members now. The epoch counts changes."""
+        """Return all current members. The epoch is a count of changes."""
         addresses = self._resolve()
         now = time.monotonic()
         self._nodes = {address: self._nodes.get(address, _Node()) for address in addresses}
@@ -90,7 +90,7 @@ class DnsDirectory:
         return Membership(self._epoch, members)
 
     def wait_for_change(self, after_epoch: int, timeout_s: float) -> bool:
-        """Blocks until it is time to resolve the name again."""
+        """Block until it is time to resolve the name again."""
         self._closed.wait(min(timeout_s, random.uniform(*RESOLVE_S)))
         return True
 
@@ -105,16 +105,16 @@ class DnsDirectory:
             raise DirectoryError(f"{self.url}: cannot resolve {self.url.host!r}: {error}") from None
         return sorted({str(address[0]) for *_, address in found})
 
-    def _ask(self, address: str) -> Member | AskError | MemberError:
+    def _ask(self, address: str) -> Member | ShardQueryError | MemberError:
         try:
-            with Asking((address, self.url.port), ASK_TIMEOUT_S, dial=self._dial) as asking:
+            with ShardQueries((address, self.url.port), RESOLVE_TIMEOUT_S, dial=self._dial) as asking:
                 welcome = asking.welcome
             shards = [
                 ShardAddress(shard.name, shard.host or address, shard.port, shard.weight) for shard in welcome.shards
             ]
             member = Member(welcome.node, "serving", shards, zone=welcome.zone)
             check_member(member)
-        except (AskError, MemberError) as error:
+        except (ShardQueryError, MemberError) as error:
             return error
         return member
 
@@ -122,14 +122,14 @@ class DnsDirectory:
         if isinstance(answer, Member):
             if node.member is None:
                 node.joined = now if self._members else now - GRACE_S
-            node.member, node.missed, node.ask_at = answer, 0, now + random.uniform(*ASK_S)
+            node.member, node.missed, node.ask_at = answer, 0, now + random.uniform(*RESOLVE_EVERY_S)
             return
         node.missed += 1
         if node.missed >= _MISSED:
             node.member = None
 
     def _list(self, now: float) -> list[Member]:
-        """-> a member for each node that answers; a node with several addresses counts once."""
+        """Return a member for each node that answers; a node with several addresses counts once."""
         members: dict[str, Member] = {}
         shards: set[str] = set()
         for address, node in self._nodes.items():
@@ -147,4 +147,4 @@ class DnsDirectory:
         return [members[name] for name in sorted(members)]
 
 
-SCHEME: Final = Scheme(parse_dns_url, DnsDirectory)
+DNS_CLUSTERS: Final = Scheme(parse_dns_url, DnsDirectory)

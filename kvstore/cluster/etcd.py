@@ -1,16 +1,16 @@
-"""The members of a cluster in etcd: one record a node, under a lease that the node keeps alive.
+"""The members of a cluster in etcd: one record per node, under a lease that the node keeps alive.
 
-    /kvstore/NAME/nodes/ID     a `Member`, as JSON; gone when its node withdraws, or stops keeping its lease alive
-    /kvstore/NAME/drains/ID    a `Drain`, as JSON: requested by an operator; the node writes its progress to it
-    /kvstore/NAME/engines/ID   an engine, see `kvstore_client.engine.directory`
+    /kvstore/NAME/nodes/ID     a `Member`, as JSON. Gone when its node withdraws or stops renewing its lease.
+    /kvstore/NAME/drains/ID    a `Drain`, as JSON. An operator writes it as a request; the node adds its progress.
+    /kvstore/NAME/engines/ID   an engine: see `kvstore_client.engine.directory`.
 
-The server talks to etcd's HTTP gateway (JSON over HTTP, so gRPC need not be built). A watch only wakes its caller; then
-all members are read anew.
+The server uses etcd's HTTP gateway (JSON over HTTP), so it needs no gRPC. A watch only wakes its caller, which then
+reads all members again.
 
-Any thread, several at once. A call other than `wait_for_change` blocks for about the timeout times the number of
-endpoints at most: when an endpoint fails or does not answer, the next one is tried, and the first one that answers is
-used from then on. After `close` all calls fail at once, also the one that waits for a change. Records in etcd are not
-trusted: a record that does not describe a member is ignored, and logged once.
+Any number of threads may use a directory at once. When an endpoint fails or does not answer, the next one is tried, and
+the first one that answers is used from then on. So a call other than `wait_for_change` blocks for at most about the
+timeout multiplied by the number of endpoints. After `close` all calls fail at once, including one that waits for a
+change. Records in etcd are not trusted: a record that does not describe a member is ignored, and logged once.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ log = logging.getLogger(__name__)
 
 MAX_MEMBERS: Final = 4096
 MAX_DRAIN_S: Final = 86_400
-FOLLOW_TIMEOUT_S: Final = 1.0  # for one endpoint, when members are only followed
+FOLLOW_TIMEOUT_S: Final = 1.0  # the timeout for one endpoint in processes that only follow the members
 _ROOT: Final = "/kvstore"
 _T = TypeVar("_T")
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """A request that a node moves its hottest blocks to their next owners and leaves, and the node's progress."""
+    """A request to drain a node, with the node's progress. The node moves its hottest blocks to their next owners, and
+    leaves."""
 
-    instance: str  # of the node at the time of the request; after a restart the node ignores the request
-    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)]  # how long it may move blocks
+    instance: str  # the node's instance at the time of the request; after a restart the node ignores the request
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)]  # how long the node may move blocks
     state: Literal["asked", "moving", "done"] = "asked"
-    # Counts of copies: a block of a namespace with replicas may need several copies.
+    # These fields count copies, because a block of a namespace with replicas may need several copies.
     total: int = 0  # copies to make
-    done: int = 0  # moved, present or failed so far
+    done: int = 0  # copies that are moved, present or failed so far
     moved: int = 0
-    present: int = 0  # copies that were there already
+    present: int = 0  # copies that existed already
     failed: int = 0
 
 
@@ -67,11 +68,11 @@ _drain_decoder = msgspec.json.Decoder(Drain)
 class EtcdDirectory:
     """The records of one cluster. Its methods raise `DirectoryError` and no other error.
 
-    `timeout_s`: how long one endpoint may take to connect, and again to answer.
+    `timeout_s`: how many seconds an endpoint may take to connect, and after that to answer.
     """
 
     def __init__(self, url: EtcdURL, timeout_s: float, folder: str = "nodes") -> None:
-        """`folder`: where the records are; another one than ``nodes`` has records that are not members."""
+        """`folder`: the folder of the records. Only records in ``nodes`` are members."""
         try:
             import requests
 
@@ -92,18 +93,18 @@ class EtcdDirectory:
         self._closed = False
         self._watching: Any = None  # the response that `wait_for_change` is reading
         self._pid = os.getpid()
-        self._complained: dict[str, str] = {}  # node -> revision of its invalid record, which was logged
-        self._odd_drain: object = None  # revision of the last invalid drain request, which was logged
+        self._complained: dict[str, str] = {}  # for each node, the revision of its invalid record that was logged
+        self._odd_drain: object = None  # the revision of the last invalid drain request that was logged
 
     # ---- members ---------------------------------------------------------------------------------------------------
 
     def membership(self) -> Membership:
-        """-> all members now. The epoch is etcd's revision."""
+        """Return all current members. The epoch is etcd's revision."""
         answer = self._post("/kv/range", **_prefix(self._nodes), limit=MAX_MEMBERS, sort_target="CREATE")
         return self._understand(lambda: self._read_members(answer))
 
     def wait_for_change(self, after_epoch: int, timeout_s: float) -> bool:
-        """Blocks until members change after `after_epoch`. -> False: no change within `timeout_s`.
+        """Block until members change after `after_epoch`. Return False if nothing changes within `timeout_s`.
 
         Only one thread at a time may call this.
         """
@@ -124,7 +125,7 @@ class EtcdDirectory:
         except requests.Timeout:
             return False
         except self._failures as error:
-            # requests reports the timeout of a read here as a ConnectionError.
+            # requests reports a read timeout here as a ConnectionError.
             if "timed out" in str(error).lower():
                 return False
             self._at = (at + 1) % len(self._endpoints)
@@ -134,12 +135,12 @@ class EtcdDirectory:
                 self._watching = None
 
     def read_member(self, node: str) -> Member | None:
-        """-> the record of a node; None when it has none, or one that does not describe a member."""
+        """Return the member that a node's record describes, or None if the record is missing or not valid."""
         answer = self._post("/kv/range", key=_encode(self._nodes + node))
         return self._understand(lambda: next(map(self._read_member, answer.get("kvs", [])), None))
 
     def records(self) -> tuple[int, dict[str, bytes]]:
-        """-> the epoch, and all records as they are, by their names."""
+        """Return the epoch, and the bytes of all records by their names."""
         answer = self._post("/kv/range", **_prefix(self._nodes), limit=MAX_MEMBERS)
 
         def read() -> tuple[int, dict[str, bytes]]:
@@ -154,23 +155,24 @@ class EtcdDirectory:
         return self._understand(read)
 
     def put_record(self, name: str, value: bytes, lease: int) -> None:
-        """Write a record under a lease, whoever had it before."""
+        """Write a record under a lease. It replaces any other record of this name."""
         self._post("/kv/put", key=_encode(self._nodes + name), value=_encode(value), lease=lease)
 
     # ---- a node's own record ---------------------------------------------------------------------------------------
 
     def grant(self, ttl_s: int) -> int:
-        """Make a new lease. -> its id."""
+        """Make a new lease. Return its id."""
         answer = self._post("/lease/grant", TTL=ttl_s, ID=0)
         return self._understand(lambda: int(answer["ID"]))
 
     def keep_alive(self, lease: int) -> bool:
-        """Renew a lease. -> False when the lease has ended."""
+        """Renew a lease. Return False if the lease has ended."""
         answer = self._post("/lease/keepalive", ID=lease)
         return self._understand(lambda: int(answer["result"].get("TTL", 0)) > 0)
 
     def register(self, member: Member, lease: int, replace: bool = False) -> bool:
-        """Write the record of a node under its lease. -> False: the record belongs to another lease and is unchanged.
+        """Write the record of a node under its lease. Return False if the record belongs to another lease and is
+        unchanged.
 
         `replace`: write the record even if it belongs to another lease.
         """
@@ -185,14 +187,14 @@ class EtcdDirectory:
         return False
 
     def withdraw(self, node: str, lease: int) -> None:
-        """Revoke the lease, and thereby delete the node's record if it still belongs to this lease."""
+        """Revoke the lease. This deletes the node's record if it still belongs to this lease."""
         self._post("/lease/revoke", ID=lease)
-        log.debug("%s: %s has given its lease back", self.url, node)
+        log.debug("%s: node %s has revoked its lease", self.url, node)
 
     # ---- drains ----------------------------------------------------------------------------------------------------
 
     def read_drain(self, node: str) -> Drain | None:
-        """-> the request that a node drains, with the node's progress; None when there is none."""
+        """Return the request to drain a node, with the node's progress, or None if there is none."""
         answer = self._post("/kv/range", key=_encode(self._drains + node))
         record = self._understand(lambda: answer["kvs"][0] if "kvs" in answer else None)
         if record is None:
@@ -206,7 +208,8 @@ class EtcdDirectory:
             return None
 
     def write_drain(self, node: str, drain: Drain) -> None:
-        """Request that a node drains (it looks every second); the node itself writes its progress with this."""
+        """Request that a node drain. The node checks for a request every second. The node itself calls this method to
+        write its progress."""
         self._post("/kv/put", key=_encode(self._drains + node), value=_encode(msgspec.json.encode(drain)))
 
     def end_drain(self, node: str) -> None:
@@ -217,7 +220,7 @@ class EtcdDirectory:
         """Close the connections, and wake the thread that waits for a change."""
         with self._lock:
             self._closed = True
-            if self._watching is not None and os.getpid() == self._pid:  # in a forked child it is the parent's
+            if self._watching is not None and os.getpid() == self._pid:  # after a fork, the watch is the parent's
                 _interrupt(self._watching)
         for endpoint in self._endpoints:
             endpoint.session.close()
@@ -225,7 +228,7 @@ class EtcdDirectory:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def _post(self, path: str, **body: object) -> Any:
-        """-> the answer of the first endpoint that answers."""
+        """Return the answer of the first endpoint that answers."""
         reasons = []
         for _ in self._endpoints:
             if self._closed:
@@ -250,14 +253,14 @@ class EtcdDirectory:
             return read()
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DirectoryError(
-                f"{self.url}: cannot read the answer as one of etcd ({error!r}); is another program listening there?"
+                f"{self.url}: the answer is not one that etcd gives ({error!r}); does another program listen there?"
             ) from None
 
     def _read_members(self, answer: Any) -> Membership:
         members: dict[str, Member] = {}
         shards: set[str] = set()
         complained: dict[str, str] = {}
-        for record in answer.get("kvs", []):  # the oldest first: of two nodes with the same shard, the older one wins
+        for record in answer.get("kvs", []):  # oldest first: of two nodes with the same shard, the older keeps it
             member = self._read_member(record, complained, shards)
             if member is not None:
                 members[member.node] = member
@@ -286,7 +289,7 @@ class EtcdDirectory:
 
 
 def _next_event(answer: Any) -> bool:
-    """Read a watch until it reports a change or must be restarted: in both cases the members must be read again."""
+    """Read a watch until it reports a change or must be restarted. In both cases the members must be read again."""
     for line in answer.iter_lines(chunk_size=None):
         result = msgspec.json.decode(line)["result"]
         if "events" in result or "canceled" in result or "error" in result:
@@ -295,7 +298,7 @@ def _next_event(answer: Any) -> bool:
 
 
 def _interrupt(answer: Any) -> None:
-    """Wake the thread that reads `answer`: closing alone would leave it in recv."""
+    """Wake the thread that reads `answer`. Closing `answer` would leave the thread in recv."""
     connection = getattr(answer.raw, "connection", None)
     sock = getattr(connection, "sock", None)
     if sock is not None:
@@ -306,7 +309,7 @@ def _interrupt(answer: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """-> the innermost cause in one line, without the layers of text that requests and urllib3 add."""
+    """Return the innermost cause of an error in one line, without the text that requests and urllib3 add."""
     text = str(error)
     if found := re.search(r"certificate verify failed: ([^(\"']+)", text):
         return f"its certificate cannot be verified ({found[1].strip()}): give the CA that signed it (?ca=FILE)"
@@ -319,7 +322,7 @@ def _reason(error: Exception) -> str:
 
 
 def _prefix(prefix: str) -> dict[str, str]:
-    """-> the range of all keys that begin with `prefix`, which must end with a slash."""
+    """Return the range of all keys that begin with `prefix`, which must end with a slash."""
     return {"key": _encode(prefix), "range_end": _encode(prefix[:-1] + "0")}
 
 
@@ -331,4 +334,4 @@ def _decode(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-SCHEME: Final = Scheme(parse_etcd_url, lambda url, _: EtcdDirectory(url, FOLLOW_TIMEOUT_S))
+ETCD_CLUSTERS: Final = Scheme(parse_etcd_url, lambda url, _: EtcdDirectory(url, FOLLOW_TIMEOUT_S))

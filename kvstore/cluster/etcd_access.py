@@ -1,9 +1,9 @@
-"""How a directory talks to etcd: plainly, or with TLS, a client certificate, and a user's token.
+"""How a directory connects to etcd: either without TLS, or with TLS, a client certificate and a user's token.
 
-`etcds://` takes files and the user from the URL, else from variables. A password comes from a file or a variable only,
-so that no list of processes shows it, and it is sent over TLS only. A token lasts for some minutes; when etcd does not
-know it any more, the request is made again with a new one. A process has one token for a user of a cluster: etcd takes
-a tenth of a second to check a password, on purpose. Thread-safe.
+For `etcds://`, the files and the user come from the URL, or from environment variables if the URL has none. A password
+comes only from a file or a variable, so that no list of processes shows it. It is sent only over TLS. A token lasts for
+some minutes. When etcd no longer accepts the token, the request is repeated with a new one. A process has one token per
+user of a cluster, because etcd deliberately takes a tenth of a second to check a password. Thread-safe.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvstore.cluster.url import EtcdOptions, EtcdURL
 
 VARIABLE_PREFIX: Final = "KVSTORE_ETCD_"
 PASSWORD_VARIABLE: Final = f"{VARIABLE_PREFIX}PASSWORD"
-_API: Final = "/v3"  # of etcd 3.4 and later
+_API: Final = "/v3"  # the API of etcd 3.4 and later
 _UNAUTHORIZED: Final = 401
-_AUTHENTICATE_S: Final = 2.0  # for etcd to check a password, at least
+_AUTHENTICATE_S: Final = 2.0  # etcd has at least this long to check a password
 _OLD_TOKEN: Final = ("invalid auth token", "revision of auth store is old")
 
 
@@ -56,9 +56,9 @@ class EtcdAccess:
         self._user = self._options.user if self._options is not None else ""
 
     def endpoint(self, address: str) -> Endpoint:
-        """-> the server at HOST:PORT, with a session of its own."""
+        """Return the server at HOST:PORT, with a new session."""
         session = requests.Session()
-        session.trust_env = False  # no proxy: it could delay the renewal of a lease
+        session.trust_env = False  # use no proxy, because it could delay the renewal of a lease
         options = self._options
         if options is not None:
             session.mount("https://", _Adapter())
@@ -67,8 +67,9 @@ class EtcdAccess:
         return Endpoint(address, session)
 
     def post(self, endpoint: Endpoint, path: str, body: Any, **options: Any) -> requests.Response:
-        """-> the answer of one endpoint. `options`: of `Session.post`. Raises as that does, and `ValueError` if etcd
-        refuses user or password."""
+        """Return the answer of one endpoint.
+        `options`: the options of `Session.post`.
+        Raises the errors of `Session.post`, and `ValueError` if etcd refuses the user or the password."""
         token = self._authenticate(endpoint) if self._user else ""
         response = self._send(endpoint, path, body, token, **options)
         if token and not response.ok and _is_old(response):
@@ -83,7 +84,7 @@ class EtcdAccess:
         return endpoint.session.post(url, json=body, headers=headers, **options)
 
     def _authenticate(self, endpoint: Endpoint, old: str = "") -> str:
-        """-> the user's token, another one than `old`."""
+        """Return a token of the user other than `old`."""
         with _lock:
             token = _tokens.get(self._url, "")
             if token == old:
@@ -94,13 +95,13 @@ class EtcdAccess:
         body = {"name": self._user, "password": self._password()}
         response = self._send(endpoint, "/auth/authenticate", body, "", timeout=_AUTHENTICATE_S)
         if not response.ok:
-            if "CommonName" in response.text:  # its HTTP gateway wants one name only, and that is the user's
-                raise ValueError(f"issue the certificate without a Common Name: etcd says {response.text.strip()}")
+            if "CommonName" in response.text:  # etcd's HTTP gateway accepts one name: the user's or the certificate's
+                raise ValueError(f"issue the certificate without a Common Name: etcd answers {response.text.strip()!r}")
             raise ValueError(f"etcd refuses the user {self._user!r}: {response.text.strip()}")
         return str(response.json()["token"])
 
     def _password(self) -> str:
-        """-> the password, read anew, because it may have been changed."""
+        """Return the password. It is read for each call, because it may have changed."""
         assert self._options is not None
         file = self._options.password_file
         if not file:
@@ -116,7 +117,7 @@ def _after_fork_in_child() -> None:
     _lock = threading.Lock()
 
 
-_lock = threading.Lock()  # held to make a token
+_lock = threading.Lock()  # held while a token is requested
 _tokens: dict[EtcdURL, str] = {}
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -127,7 +128,8 @@ def _is_old(response: requests.Response) -> bool:
 
 
 def _completed(url: EtcdURL, environment: Mapping[str, str]) -> EtcdOptions | None:
-    """-> the options of a URL, with those that it leaves out taken from variables; None: without TLS."""
+    """Return the options of a URL. Options that the URL leaves out are taken from environment variables. Return
+    None without TLS."""
     if url.options is None:
         return None
     given = url.options._asdict()
@@ -139,10 +141,10 @@ def _completed(url: EtcdURL, environment: Mapping[str, str]) -> EtcdOptions | No
         if file and not os.access(file, os.R_OK):
             raise DirectoryError(f"{url}: {name}: {file} cannot be read: expected a file that this user can read")
     if bool(options.cert) != bool(options.key):
-        raise DirectoryError(f"{url}: cert={options.cert!r} and key={options.key!r}: expected both, or none")
+        raise DirectoryError(f"{url}: cert={options.cert!r} and key={options.key!r}: expected both or neither")
     if options.user and not options.password_file and PASSWORD_VARIABLE not in environment:
         raise DirectoryError(
-            f"{url}: no password for the user {options.user!r}: expected it in the variable {PASSWORD_VARIABLE}, or in "
-            "a file (?password_file=FILE)"
+            f"{url}: no password for the user {options.user!r}: expected it in the environment variable "
+            f"{PASSWORD_VARIABLE}, or in a file (?password_file=FILE)"
         )
     return options

@@ -1,10 +1,11 @@
-"""Follows a cluster's members: a thread that calls back with every change of view.
+"""Follows a cluster's members: a thread calls back with every new view, which is a list of the members.
 
-The last view stays while the directory cannot be reached. It also stays when a directory that had members suddenly
-lists none: then the directory has lost its data, and the nodes, which still run, will register again. Members that
-leave or change are passed on at once. Members that join are passed on after a short random delay, so that not all
-clients connect to a new node at the same time. Members that come back are not delayed: when etcd was away for as long
-as a lease lasts, nodes that are well leave and join again at once, and until then their blocks are misses.
+While the directory cannot be reached, the last view stays. It also stays when a directory that had members suddenly
+lists none: then the directory has lost its data, but the nodes still run, and will register again.
+Members that leave or change are passed on at once. Members that join are passed on after a short random delay, so that
+not all clients connect to a new node at the same time. Members that come back are not delayed. When etcd was down for
+as long as a lease lasts, healthy nodes leave and join again at once, and their blocks are misses until the members are
+passed on.
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ from kvstore.tls import TLSOptions
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 5.0  # after so long without a change the members are read anew, because a cut link goes unnoticed
+REREAD_MEMBERS_S: Final = (
+    5.0  # after this long without a change, the members are read again, because a broken connection is not noticed
+)
 SPREAD_S: Final = 1.0
 LIST_SPREAD_NODE_S: Final = 0.001  # for each member
-LIST_SPREAD_S: Final = 0.5  # at most
-REFILL_S: Final = 3.0  # how long nodes may take to register again in a directory that lost its data
-BACK_S: Final = 10.0  # how long a member that left may take to come back without a delay
+LIST_SPREAD_S: Final = 0.5  # the most for all members
+REFILL_S: Final = 3.0  # how long nodes may take to register again after the directory lost its data
+BACK_S: Final = 10.0  # a member that comes back within this time is passed on without a delay
 BACKOFF_S: Final = (0.1, 1.0)
 CLOSE_S: Final = 0.4
 
 
 class Follower:
-    """Follows the cluster at `url`.
+    """Follows the cluster at `url`. Raises the errors of `directory_of`.
 
-    `on_change` is called with each new view, on the follower's thread, one call at a time, never twice in a row with
-    the same members, and never with an empty list. Its errors are logged. It may call `close`. After `close` no new
-    call is made, but a call that is in progress may go on for a moment.
-    Raises like `directory_of`. The thread does not survive a fork: a child needs its own follower.
+    `on_change` is called with each new view, on the follower's thread, one call at a time. It is never called twice in
+    a row with the same members, and never with an empty list. Errors that it raises are logged. It may call `close`.
+    After `close` no new call is made, but a call in progress may continue for a moment.
+    The thread does not survive a fork, so a child process needs its own follower.
     """
 
     def __init__(
@@ -60,8 +63,8 @@ class Follower:
         self._current: Membership | None = None
         self._lost = ""
         self._reason = "it has not answered yet"
-        self._admit_at: float | None = None  # when members that joined are passed on
-        self._left: dict[tuple[str, str], float] = {}  # members by node and instance that left in the last `BACK_S`
+        self._admit_at: float | None = None  # when to pass on members that joined
+        self._left: dict[tuple[str, str], float] = {}  # when each member (node, instance) left, in the last `BACK_S`
         self._refilled_at: float | None = None  # after the directory was empty: when to pass on an incomplete list
         self._failures = 0
         self.errors = 0
@@ -69,12 +72,12 @@ class Follower:
 
     @property
     def lost(self) -> str:
-        """Why the directory cannot be reached now; empty: it can be reached."""
+        """Why the directory cannot be reached now; empty if it can."""
         return self._lost
 
     @property
     def current(self) -> Membership | None:
-        """The last view; None before the first one."""
+        """The last view, or None before the first one."""
         return self._current
 
     def start(self) -> None:
@@ -82,7 +85,7 @@ class Follower:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> Membership:
-        """Blocks until there is a view. -> the view. Raises `DirectoryError`, with the reason, after `timeout_s`."""
+        """Block until there is a view, and return it. Raises `DirectoryError`, with the reason, after `timeout_s`."""
         if not self._known.wait(timeout_s) or self._current is None:
             raise DirectoryError(f"no members of {self.url} within {timeout_s:g} s: {self._reason}")
         return self._current
@@ -105,18 +108,18 @@ class Follower:
                 self._found()
                 self._take(view)
                 if self._directory.wait_for_change(view.epoch, self._look_s()):
-                    # All followers hear of a change at the same time, but must not all list the members at once.
+                    # A change wakes all followers at the same time, but they must not all list the members at once.
                     self._closed.wait(random.uniform(0.0, min(LIST_SPREAD_S, len(view.members) * LIST_SPREAD_NODE_S)))
                 self._failures = 0
             except DirectoryError as error:
                 self._fail(str(error), answered)
             except Exception as error:
-                log.exception("%s: following %s failed; trying again", self._name, self.url)
+                log.exception("%s: following cluster %s failed; trying again", self._name, self.url)
                 self._fail(repr(error), answered)
 
     def _look_s(self) -> float:
         due = [at for at in (self._admit_at, self._refilled_at) if at is not None]
-        return min(LOOK_S, max(0.01, min(due) - time.monotonic())) if due else LOOK_S
+        return min(REREAD_MEMBERS_S, max(0.01, min(due) - time.monotonic())) if due else REREAD_MEMBERS_S
 
     def _found(self) -> None:
         if self._lost:
@@ -124,7 +127,8 @@ class Follower:
             self._lost = ""
 
     def _fail(self, reason: str, answered: bool) -> None:
-        """Pause, longer after each failure. A failed watch alone (`answered`) does not mean a lost directory."""
+        """Pause, for longer after each failure. If only a watch failed (`answered`), the directory does not count as
+        lost."""
         if self._closed.is_set():
             return
         self.errors += 1
@@ -140,7 +144,7 @@ class Follower:
         self._closed.wait(pause_s * random.uniform(0.5, 1.0))
 
     def _take(self, view: Membership) -> None:
-        """Pass on the members that the directory lists, without new members that are still to wait."""
+        """Pass on the members that the directory lists, except new members that still have to wait."""
         now = time.monotonic()
         known = {member.node for member in self._current.members} if self._current else set()
         if not view.members:
@@ -183,16 +187,16 @@ class Follower:
         self._left |= {(member.node, member.instance): now for member in before if member.node not in nodes}
         self._current = view
         self.changes += 1
-        log.info("%s: view of %s: %s", self._name, self.url, describe_change(before, view))
+        log.info("%s: the members of cluster %s have changed: %s", self._name, self.url, describe_change(before, view))
         try:
             self._on_change(view)
         except Exception:
-            log.exception("%s: taking a new view of %s failed", self._name, self.url)
+            log.exception("%s: using the new members of cluster %s failed", self._name, self.url)
         self._known.set()
 
 
 def describe_change(before: Sequence[Member], view: Membership) -> str:
-    """Describe a change of view in one line of `name=value`."""
+    """Describe the change from one view to the next in one line of `name=value`."""
     old = {member.node: member for member in before}
     new = {member.node: member for member in view.members}
     states = Counter(member.state for member in view.members)

@@ -1,16 +1,15 @@
 """The members of a cluster: the records that nodes register and that clients read.
 
-A `Membership` is the list of members at one epoch, a revision of etcd or a count of changes. Servers and clients with
-the same list compute the same owners, so they need not agree on anything else. Plain data; any thread.
+A `Membership` is the list of members at one epoch. An epoch is a revision of etcd or a count of changes. Servers and
+clients with the same list compute the same owners, so they need not agree on anything else. Plain data; thread-safe.
 
-A node's state says in which of two placements it takes part:
+A node's state determines in which of two placements it takes part:
 
-* *new*: members that join or serve. Blocks are set there, and looked for there first;
-* *old*: members that serve or drain. They may still hold blocks that now have another owner.
+* *new*: members that join or serve. Blocks are set on these nodes, and reads try these nodes first;
+* *old*: members that serve or drain. These nodes may still hold blocks that now have another owner.
 
-So while a node joins, clients find the blocks that it does not have yet at their previous owners; and while a node
-drains, it still answers for blocks that the other nodes do not have yet. When all members serve, the two placements are
-the same.
+So while a node joins, clients can read the blocks that this node lacks from the previous owners. A node that drains
+still answers for blocks that the other nodes lack. If all members serve, the two placements are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kvstore.wire import ShardAddress
 
 # A host name or an IP address.
 _HOST: Final = re.compile(r"(?=.{1,253}$)[\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9A-Fa-f:.]+(%\w+)?", re.ASCII)
-MAX_MEMBER_BYTES: Final = 64 * 1024  # a node's record in the directory
+MAX_MEMBER_BYTES: Final = 64 * 1024  # the most bytes of a node's record in the directory
 
 State = Literal["joining", "serving", "draining"]
 
@@ -42,15 +41,15 @@ class DirectoryError(Exception):
 class Member(msgspec.Struct, frozen=True):
     """One node."""
 
-    node: str  # its id: unique in the cluster, the same after a restart
+    node: str  # its id, unique in the cluster and the same after a restart
     state: State
-    shards: list[ShardAddress]  # with hosts; weight: bytes of block memory
+    shards: list[ShardAddress]  # each with a host; its weight is the bytes of its block memory
     zone: str = ""  # nodes of one zone fail together; replicas go to different zones
     version: str = ""
     instance: str = ""  # a new one at every start of the node
     started: float = 0.0  # unix seconds, for people
-    metrics: str = ""  # HOST:PORT of the node's metrics; empty: it serves none
-    cookie: str = ""  # other nodes show it to this one: see `kvstore.shard.places`
+    metrics: str = ""  # HOST:PORT of the node's metrics; empty if it serves none
+    cookie: str = ""  # other nodes present it to this node: see `kvstore.shard.connection_limits`
 
     @property
     def is_new_owner(self) -> bool:
@@ -59,7 +58,7 @@ class Member(msgspec.Struct, frozen=True):
 
     @property
     def is_old_owner(self) -> bool:
-        """Whether this node may hold blocks that are not at their new owners yet."""
+        """Whether this node may hold blocks that their new owners do not have yet."""
         return self.state != "joining"
 
 
@@ -74,12 +73,12 @@ _member_decoder = msgspec.json.Decoder(Member)
 
 
 def encode_member(member: Member) -> bytes:
-    """-> the record of a member, as JSON."""
+    """Return the record of a member, as JSON."""
     return msgspec.json.encode(member)
 
 
 def decode_member(record: bytes) -> Member:
-    """-> the member that a record describes. Raises `MemberError` when the record is not valid."""
+    """Return the member that a record describes. Raises `MemberError` when the record is not valid."""
     if len(record) > MAX_MEMBER_BYTES:
         raise MemberError(f"the record has {len(record)} bytes: expected at most {MAX_MEMBER_BYTES}")
     try:
@@ -91,7 +90,8 @@ def decode_member(record: bytes) -> Member:
 
 
 def check_member(member: Member) -> None:
-    """Raise `MemberError` unless the member has an id and shards with distinct names, addresses and weights > 0."""
+    """Raise `MemberError` unless the member has an id, and its shards have distinct names, distinct addresses and
+    weights > 0."""
     if not member.node:
         raise MemberError("the node id is empty")
     if not member.shards:

@@ -1,12 +1,12 @@
 """Weighted rendezvous hashing: computes which shards hold a key.
 
-Every shard has a score for every key, and the shard with the highest score owns it: score = -weight / ln(u), where u in
-(0, 1) is a hash of key and shard name (Schindelhauer and Schomaker, 2005; Resch, 2015). There is no table to agree on:
-all who know the shards' names and weights compute the same owner. When a shard joins or leaves, only its own share of
-the keys moves.
+Every shard has a score for every key, and the shard with the highest score owns it. The score is -weight / ln(u), where
+u in (0, 1) is a hash of key and shard name (Schindelhauer and Schomaker, 2005; Resch, 2015). The processes need no
+common table, because every process that knows the shards' names and weights computes the same owner. When a shard joins
+or leaves, only this shard's share of the keys moves.
 
-Each key is placed by itself, not together with its neighbours in a chain, so that a client can start anywhere in a
-chain and still find each key. `python -m benchmarks.cluster_sim` measures the cost of that.
+Each key is placed by itself, not together with its neighbours in a chain. So a client can start anywhere in a chain and
+still find each key. `python -m benchmarks.cluster_sim` measures what this costs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from kvstore._cext import rendezvous
 
 
 class Placement:
-    """The owners and replicas of keys among shards with these names and weights (> 0, in any unit).
+    """Computes the owners and replicas of keys, for shards with these names and weights. A weight is > 0, in any unit.
 
-    `nodes`: the node of each shard; default: each shard is a node. `zones`: the zone of each shard, whose nodes fail
-    together; default: one zone. The order of the shards determines only their numbers. Immutable; any thread; the calls
-    release the GIL. Raises `ValueError` for lists of different lengths and for weights that are not finite and > 0.
+    `nodes`: the node of each shard. By default, each shard is a node of its own.
+    `zones`: the zone of each shard. Nodes of one zone fail together. By default, there is one zone.
+
+    The order of the shards determines only their numbers. Raises `ValueError` if the lists have different lengths or a
+    weight is not finite and > 0. Immutable and thread-safe; the calls release the GIL.
     """
 
     def __init__(
@@ -55,14 +57,15 @@ class Placement:
         return len(self._seeds)
 
     def owners(self, keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
-        """-> (n,): the number of the owner of each row of `keys`, an (n, key_bytes) uint8 array with key_bytes >= 8."""
+        """Return an array (n,) with the number of each key's owner.
+        `keys`: an (n, key_bytes) uint8 array, with key_bytes >= 8."""
         return self.replicas(keys, 1)[:, 0]
 
     def replicas(self, keys: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.intp]:
-        """-> (n, min(count, nodes)): the numbers of the shards that hold each key, the owner first.
+        """Return an array (n, min(count, nodes)) with the numbers of the shards that hold each key, the owner first.
 
-        Each next one is the shard with the best score on a node and in a zone that none of the earlier ones are in.
-        When no such zone is left, it is the best one on another node.
+        Each further shard has the best score among the shards in zones and on nodes that are not used yet. When all
+        zones are used, it is the shard with the best score on an unused node.
         """
         if count < 1:
             raise ValueError(f"{count} replicas: expected at least 1")
@@ -73,6 +76,6 @@ class Placement:
 
 
 def _numbered(names: Sequence[str]) -> npt.NDArray[np.intp]:
-    """-> a number from 0 for each name, equal for equal names."""
+    """Return a number, counted from 0, for each name. Equal names have equal numbers."""
     numbers: dict[str, int] = {}
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.intp)

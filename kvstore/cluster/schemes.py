@@ -1,7 +1,7 @@
-"""How a cluster is found: the scheme of its URL says which directory lists its members.
+"""Opens the directories of clusters. The scheme of a cluster's URL determines which directory lists its members.
 
 `etcd`, `etcds` and `dns` come with kvstore; other packages may add a `Scheme` of their own (`kvstore.plugins`,
-docs/cluster.md). No state; any thread.
+docs/cluster.md). No state; thread-safe.
 """
 
 from __future__ import annotations
@@ -15,36 +15,41 @@ from kvstore.tls import TLSOptions
 
 
 class ClusterURL(Protocol):
-    """The parsed URL of a cluster. Its `str` is the URL again, in one spelling."""
+    """The parsed URL of a cluster. Its `str` is the URL in normalized form."""
 
     @property
     def certificate_name(self) -> str:
-        """The name that the certificates of all nodes are for; empty: each is for its node's host."""
+        """The name in the certificates of all nodes; empty if each certificate is for its node's host."""
 
 
 class Directory(Protocol):
-    """The list of a cluster's members. One thread, except for `close`."""
+    """The list of a cluster's members. Only one thread may use it, except that any thread may call `close`."""
 
     def membership(self) -> Membership:
-        """-> all members now. Raises `DirectoryError`."""
+        """Return all current members. Raises `DirectoryError`."""
 
     def wait_for_change(self, after_epoch: int, timeout_s: float) -> bool:
-        """Blocks until the members may have changed (True) or `timeout_s` have passed (False)."""
+        """Block until the members may have changed, and return True. Return False if that does not happen within
+        `timeout_s`."""
 
     def close(self) -> None:
         """Close the directory, and wake a thread in `wait_for_change`."""
 
 
 class Scheme(NamedTuple):
-    """What a plug-in is. `parse`: a URL with this scheme; raises `ValueError`, which says what is expected. `open`: the
-    directory at a parsed URL; its second argument says how to ask nodes with TLS. Raises `DirectoryError`."""
+    """A plug-in for one scheme.
+
+    `parse`: the function that parses a URL of this scheme. It raises `ValueError`, which says what is expected.
+    `open`: the function that opens the directory at a parsed URL. Its second argument says how to connect to nodes with
+    TLS. It raises `DirectoryError`.
+    """
 
     parse: Callable[[str], ClusterURL]
     open: Callable[[Any, TLSOptions | None], Directory]
 
 
 def is_cluster_url(endpoint: str) -> bool:
-    """Whether `endpoint` is a cluster's URL and not a node's address."""
+    """Return whether `endpoint` is a cluster's URL and not a node's address."""
     scheme, found, _ = endpoint.partition("://")
     return bool(found) and scheme not in ("tcp", "tls") and SCHEMES.has(scheme)
 
@@ -55,9 +60,11 @@ def parse_cluster_url(url: str) -> ClusterURL:
 
 
 def directory_of(url: str, tls: TLSOptions | None = None) -> Directory:
-    """-> the directory at a cluster's URL. `tls`: how to ask nodes, where that tells who is there.
+    """Return the directory at a cluster's URL.
 
-    Raises `ValueError` when `url` is not a cluster's URL, `DirectoryError` when a package that it needs is missing.
+    `tls`: how to connect to the nodes, for a directory that queries them.
+    Raises `ValueError` if `url` is not a cluster's URL, and `DirectoryError` if the directory needs a package that is
+    missing.
     """
     scheme = _scheme_of(url)
     return scheme.open(scheme.parse(url), tls)

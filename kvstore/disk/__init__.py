@@ -1,1 +1,1 @@
-"""The persistent tier: blocks in segment files, and their index in LMDB, which a separate process owns."""
+"""The persistent tier: blocks in segment files, and their index in LMDB. A separate process owns the index."""

@@ -10,7 +10,7 @@ DISK_WRITES: Final = ("all", "reused", "evicted")
 
 
 class DiskConfig(msgspec.Struct, frozen=True):
-    """The supervisor passes it to a shard as a part of `ShardConfig`."""
+    """The settings of one shard's disk tier. The supervisor passes them to the shard as a part of `ShardConfig`."""
 
     directory: str
     limit_bytes: int
@@ -18,4 +18,4 @@ class DiskConfig(msgspec.Struct, frozen=True):
     write: str
     scrub_bytes_per_s: int
     warm_start: bool
-    key: bytes = b""  # of this shard's blocks; empty: they are not encrypted
+    key: bytes = b""  # the key of this shard's blocks; empty if they are not encrypted

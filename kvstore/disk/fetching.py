@@ -1,10 +1,10 @@
-"""Reads from disk to memory: a block that a client wants and that is only on disk is read straight into a memory slot.
+"""Reads from disk to memory. A block that a client wants and that is only on disk is read straight into a memory slot.
 
-The slot is reserved first, as for a block that a client is writing, so readers wait for it in the same way. The thread
-that reads the block checks it, mostly against the client's checksum; then the block is readable, or a miss. The only
-copy is from disk to slot, because the block is sent from the slot.
+The slot is reserved first, as for a block that a client is writing, so readers wait for the block in the same way. The
+thread that reads the block checks it, usually against the client's checksum. The block is then either readable or a
+miss. The only copy is from disk to slot, because the block is sent from the slot.
 
-Reads in flight are bounded. A stream that finds no room (`WAIT`) tries again when a read has ended.
+The number of bytes in flight is bounded. A stream that finds no room (`WAIT`) tries again when a read has ended.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kvstore.store.tier import Slots
 
 log = logging.getLogger("kvstore.disk")
 
-WAIT: Final = -3  # beside `ABSENT` and `COMING`: on disk; ask again when the namespace's waiters are told
-READ_JOB_BYTES: Final = 1 << 20  # at most so much a job, so that several threads give the device several reads at once
+WAIT: Final = -3  # besides `ABSENT` and `COMING`: on disk; try again when woken by the namespace's waiters
+READ_JOB_BYTES: Final = 1 << 20  # the most bytes per job, so that several threads keep several reads at the device
 MAX_MEMORY_SHARE: Final = 0.25  # the share of memory that may be in slots that wait for the disk
 
 Sums = npt.NDArray[np.uint64]
@@ -35,14 +35,14 @@ Answers = npt.NDArray[np.int32]
 
 
 class Fetching:
-    """All reads of blocks on behalf of clients. Used by the loop's thread only."""
+    """All reads of blocks from disk on behalf of clients. Used by the loop's thread only."""
 
     def __init__(self, volume: Volume, writing: Writing) -> None:
         self._volume = volume
         self._writing = writing
         self._limit_bytes = int(volume.store.limit_bytes * MAX_MEMORY_SHARE)
         self._starved: set[NamespaceStore] = set()  # namespaces with streams that got `WAIT`
-        self._in_flight: dict[int, tuple[NamespaceStore, Slots, bytes]] = {}  # by number of the job; with their keys
+        self._in_flight: dict[int, tuple[NamespaceStore, Slots, bytes]] = {}  # by job number; the bytes are keys
         self._jobs = 0
         self.in_flight_bytes = 0
         self.blocks = self.bytes = self.corrupt = 0
@@ -50,8 +50,8 @@ class Fetching:
     def fetch(self, namespace: NamespaceStore, keys: bytes, now: float) -> Answers:
         """Start to read those blocks of `keys` that are on disk and not in memory.
 
-        -> one a key: `BlockIndex.COMING`: it is in memory, or being read or written there; `WAIT`; `BlockIndex.ABSENT`:
-        it is not on disk, or memory has no slot for it.
+        Return one answer per key. `BlockIndex.COMING`: the block is in memory, or it is being read or written there.
+        `WAIT`: try again later. `BlockIndex.ABSENT`: the block is not on disk, or memory has no slot for it.
         """
         disk = namespace.disk
         assert disk is not None
@@ -98,7 +98,7 @@ class Fetching:
             disk.index.release(found[rows[refused & ~full]])  # in memory already, or being read or written there
             if self.in_flight_bytes:
                 self._put_off(namespace, answers, rows[full], disk.index, found)
-            else:  # every slot is pinned or being sent, and no read is in flight whose end would wake the stream
+            else:  # every slot is pinned or being sent, and the stream would not be woken by the end of a read
                 disk.index.release(found[rows[full]])
                 answers[rows[full]] = BlockIndex.ABSENT
             rows, slots = rows[~refused], slots[~refused]
@@ -153,14 +153,15 @@ class Fetching:
         self.wake()
 
     def give_up(self) -> None:
-        """The disk has failed, and its threads may hang for ever: do not wait for their reads; wake all streams."""
+        """Give up all reads and wake all streams, because the disk has failed and its threads may hang for ever."""
         for namespace, slots, keys in self._in_flight.values():
             namespace.disown(slots)
             namespace.tell(keys)
         self.wake()
 
     def disown(self, namespace: NamespaceStore, keys: bytes) -> None:
-        """These blocks are deleted or about to be replaced: discard what reads in flight deliver for them."""
+        """Discard the results of reads in flight for these blocks, because the blocks are deleted or will be
+        replaced."""
         size = namespace.key_bytes
         replaced = {keys[at : at + size] for at in range(0, len(keys), size)}
         for other, slots, read in self._in_flight.values():
@@ -172,7 +173,7 @@ class Fetching:
 
     @property
     def starved(self) -> bool:
-        """A stream got `WAIT`, and no read is in flight whose end would wake it."""
+        """True if a stream got `WAIT` and no read is in flight that would wake the stream when it ends."""
         return bool(self._starved) and not self.in_flight_bytes
 
     def wake(self) -> None:
@@ -186,10 +187,10 @@ class Fetching:
         namespace.link(*disk.index.links_of(places))
 
     def drop_corrupt(self, disk: DiskBlocks, places: Slots) -> None:
-        """Drop, count and log blocks whose bytes do not match their checksum."""
+        """Drop blocks whose bytes do not match their checksums. They are counted and logged."""
         bad = places[disk.index.states_of(places) == BlockIndex.READY]
         if not len(bad):
             return
         key = disk.index.keys_of(bad[:1]).hex()
-        log.error("disk: %d damaged block(s) dropped, among them key %s of %s", len(bad), key, disk.name)
+        log.error("disk: %d damaged block(s) dropped, among them key %s of namespace %s", len(bad), key, disk.name)
         self.corrupt += disk.drop(bad)

@@ -1,15 +1,15 @@
-"""The disk tier's directory: its names, its format version, what it was made for, and the locks of its users.
+"""The disk tier's directory: its names, its format version, its parameters, and the locks of its users.
 
-    PATH/FORMAT               JSON: format, version, shards, segment_bytes, identity, and a guard over these; in an
-                              encrypted folder also the cipher, a salt, and a check value of the key
-    PATH/shard-0/FORMAT       a copy; either repairs the other
-    PATH/shard-0/lock         held (flock) by the one shard that uses the folder, and by its keeper
-    PATH/shard-0/segments/    00000000.seg ...: segment_bytes each, cut into slots, nothing else in them
-    PATH/shard-0/index/       LMDB: which block lies where
+    PATH/FORMAT               JSON: format, version, shards, segment_bytes, identity, and a guard over these. In an
+                              encrypted folder also the cipher, a salt, and a check value of the key.
+    PATH/shard-0/FORMAT       A copy; either repairs the other.
+    PATH/shard-0/lock         Held (flock) by the one shard that uses the folder, and by its keeper.
+    PATH/shard-0/segments/    00000000.seg ...: segment_bytes each, cut into slots, nothing else in them.
+    PATH/shard-0/index/       LMDB: which block lies where.
 
-The FORMAT file is the *mark*. Safety property: the server uses a directory only if it is empty or has a mark; in any
+The FORMAT file is the *mark*. Safety property: the server uses a directory only if it is empty or has a mark. In any
 other directory nothing is created, changed or removed. The mark is replaced as a whole (temporary file, fsync, rename),
-so a crash leaves the old or the new one.
+so a crash leaves either the old mark or the new one.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ import xxhash
 log = logging.getLogger("kvstore.disk")
 
 VERSION: Final = 2
-ENCRYPTED_VERSION: Final = 3  # of encrypted folders; all others stay as they were
+ENCRYPTED_VERSION: Final = 3  # the format version of encrypted folders; all other folders have `VERSION`
 CIPHER: Final = "AES-256-GCM"
 FORMAT_FILE: Final = "FORMAT"
 LOCK_FILE: Final = "lock"
 SEGMENTS: Final = "segments"
 SEGMENT_SUFFIX: Final = ".seg"
 INDEX: Final = "index"
-LOCK_WAIT_S: Final = 5.0
-_NAME: Final = "kvstore-disk"
+DISK_LOCK_WAIT_S: Final = 5.0
+_FORMAT_NAME: Final = "kvstore-disk"
 _TEMPORARY: Final = "FORMAT.new"
 _SHAPE: Final = ("shards", "segment_bytes", "identity")
 _NOT_CONTENT: Final = frozenset({"lost+found", _TEMPORARY, FORMAT_FILE})
 
 
 class DiskFormatError(Exception):
-    """The directory cannot be used as a disk tier. The message says what was found and what to do."""
+    """The error for a directory that cannot be used as a disk tier. Its message says what was found and what to do."""
 
 
 class Encryption(NamedTuple):
-    """What the mark of an encrypted folder says. Both in hexadecimal."""
+    """The encryption fields in the mark of an encrypted folder, both in hexadecimal."""
 
     salt: str
     check: str
 
 
 class FolderKey(Protocol):
-    """The operator's key (`encryption`)."""
+    """The operator's key (see `encryption`)."""
 
     def new_encryption(self) -> Encryption:
-        """-> the mark of a new folder."""
+        """Return the mark of a new folder."""
 
     def is_key_of(self, encryption: Encryption) -> bool:
-        """Whether the folder was made with this key."""
+        """Return whether the folder was made with this key."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A disk tier's directory and the parameters that it was made for."""
+    """A disk tier's directory and the parameters with which it was made."""
 
     path: Path
     shards: int
     segment_bytes: int
-    identity: str  # placement names the shards by it, so the names do not change with host and port
+    identity: str  # the placement uses it in the names of shards, so that these do not change with host and port
     encryption: Encryption | None = None
 
     def shard_directory(self, shard: int) -> Path:
@@ -84,10 +84,12 @@ def segment_path(shard_directory: Path, segment: int) -> Path:
 
 
 def open_layout(path: Path, shards: int, segment_bytes: int, key: FolderKey | None = None) -> Layout:
-    """Make `path` a disk tier, or open the one that is there; then its own `segment_bytes` wins over the argument.
+    """Make `path` a disk tier, or open the disk tier that is there. An existing tier keeps its own `segment_bytes`.
 
-    `key`: the operator's, for an encrypted folder. The supervisor calls this before it starts shards. Blocks on the
-    disk. A damaged mark is repaired. Raises `DiskFormatError`; if the key does not fit, before anything is changed.
+    key: the operator's key, for an encrypted folder.
+
+    The supervisor calls this before it starts shards. Blocks until the disk has done its work. A damaged mark is
+    repaired. Raises `DiskFormatError`. If the key is wrong, nothing is changed.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -120,7 +122,7 @@ def check_layout(path: Path, shards: int, key: FolderKey | None = None) -> None:
 
 
 def existing_above(path: Path) -> Path:
-    """-> `path`, or the nearest directory above it that exists."""
+    """Return `path`, or the nearest directory above it that exists."""
     return next(each for each in (path, *path.parents) if each.exists())
 
 
@@ -133,7 +135,7 @@ def _check_shards(layout: Layout, shards: int) -> None:
 
 
 def read_layout(path: Path) -> Layout:
-    """-> the layout of the disk tier at `path`. Changes nothing. Raises `DiskFormatError`."""
+    """Return the layout of the disk tier at `path`. Changes nothing. Raises `DiskFormatError`."""
     advice = "Give the folder that a server's --disk names."
     try:
         layout = _find(path, advice)
@@ -145,7 +147,7 @@ def read_layout(path: Path) -> Layout:
 
 
 def check_key(layout: Layout, key: FolderKey | None) -> None:
-    """Raise `DiskFormatError` unless `key` is the folder's, or neither has one."""
+    """Raise `DiskFormatError` unless `key` is the folder's key, or there is no key and the folder is not encrypted."""
     path = layout.path
     if layout.encryption is None:
         if key is not None:
@@ -167,17 +169,17 @@ def check_key(layout: Layout, key: FolderKey | None) -> None:
 
 
 def lock_shard(directory: Path) -> int:
-    """Lock a shard's folder. -> a descriptor that holds the lock until its last copy is closed.
+    """Lock a shard's folder. Return a descriptor that holds the lock until its last copy is closed.
 
-    Blocks for up to `LOCK_WAIT_S`, because an earlier owner that was just killed may still be ending. Raises
-    `DiskFormatError`.
+    Blocks for up to `DISK_LOCK_WAIT_S` seconds, because an earlier owner that was just killed may still be ending.
+    Raises `DiskFormatError`.
     """
     try:
         fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise DiskFormatError(_explain(directory, error)) from error
     try:
-        if not flock_within(fd, fcntl.LOCK_EX, LOCK_WAIT_S):
+        if not flock_within(fd, fcntl.LOCK_EX, DISK_LOCK_WAIT_S):
             raise DiskFormatError(f"{directory} is in use by {lock_holder(fd)}: stop it, or give --disk another folder")
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d\n" % os.getpid(), 0)
@@ -191,7 +193,8 @@ def lock_shard(directory: Path) -> int:
 
 
 def flock_within(fd: int, operation: int, wait_s: float) -> bool:
-    """Blocks until the lock file `fd` is locked with flock's `operation`. -> False after `wait_s`. Raises `OSError`."""
+    """Lock the lock file `fd` with flock's `operation`. Blocks until it is locked. Return False after `wait_s` seconds.
+    Raises `OSError`."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -204,7 +207,7 @@ def flock_within(fd: int, operation: int, wait_s: float) -> bool:
 
 
 def lock_holder(fd: int) -> str:
-    """Name the process that has locked a shard's lock file, for a message."""
+    """Describe the process that has locked a shard's lock file, for a message."""
     pid = os.pread(fd, 32, 0).strip()
     return f"process {pid.decode()}" if pid.isdigit() else "another process"
 
@@ -214,7 +217,10 @@ def lock_holder(fd: int) -> str:
 
 def _mark(layout: Layout) -> bytes:
     encryption = layout.encryption
-    fields: dict[str, object] = {"format": _NAME, "version": VERSION if encryption is None else ENCRYPTED_VERSION}
+    fields: dict[str, object] = {
+        "format": _FORMAT_NAME,
+        "version": VERSION if encryption is None else ENCRYPTED_VERSION,
+    }
     fields |= {name: getattr(layout, name) for name in _SHAPE}
     if encryption is not None:
         fields["encryption"] = {"cipher": CIPHER, **encryption._asdict()}
@@ -230,16 +236,20 @@ def _guard(fields: dict[str, object]) -> str:
 
 
 def _read_mark(path: Path, file: Path) -> Layout | None:
-    """-> the layout in a mark; None when the file is missing or damaged.
+    """Return the layout in a mark, or None if the file is missing or damaged.
 
-    Raises `DiskFormatError` when this release does not know the format version, or the encryption.
+    Raises `DiskFormatError` if this release does not know the format version or the encryption.
     """
     try:
         with file.open("rb") as opened:
             fields = json.loads(opened.read(4096))
     except (FileNotFoundError, ValueError):
         return None
-    if not isinstance(fields, dict) or fields.pop("guard", None) != _guard(fields) or fields.get("format") != _NAME:
+    if (
+        not isinstance(fields, dict)
+        or fields.pop("guard", None) != _guard(fields)
+        or fields.get("format") != _FORMAT_NAME
+    ):
         return None
     version, shards, segment_bytes, identity = (fields.get(name) for name in ("version", *_SHAPE))
     if version not in (VERSION, ENCRYPTED_VERSION):
@@ -254,8 +264,8 @@ def _read_mark(path: Path, file: Path) -> Layout | None:
         encryption = _read_encryption(fields.get("encryption"))
         if encryption is None:
             raise DiskFormatError(
-                f"{path} has disk format version {version}, encrypted in a way that this server does not know "
-                f"(it knows {CIPHER}): use the release that made it, or give --disk a new or empty folder"
+                f"{path} has disk format version {version} with an encryption that this server does not know. Expected "
+                f"{CIPHER}. Use the release that made it, or give --disk a new or empty folder"
             )
     return Layout(path, shards, segment_bytes, identity, encryption)
 
@@ -271,9 +281,9 @@ def _read_encryption(given: Any) -> Encryption | None:
 
 
 def _find(path: Path, advice: str) -> Layout | None:
-    """-> the layout in a directory's mark or one of its copies; None when the directory is empty.
+    """Return the layout in a directory's mark or in one of its copies, or None if the directory is empty.
 
-    Raises `DiskFormatError`, with `advice` when the directory is not a disk tier.
+    Raises `DiskFormatError`, whose message includes `advice` if the directory is not a disk tier.
     """
     names = set(os.listdir(path))
     layout = _read_mark(path, path / FORMAT_FILE) if FORMAT_FILE in names else None
@@ -290,14 +300,14 @@ def _find(path: Path, advice: str) -> Layout | None:
         raise DiskFormatError(
             f"{path} is not a disk tier of kvstore: it has no readable file {FORMAT_FILE}"
             + (f", but holds {found}" if content else "")
-            + f". Nothing was changed. The folder of a disk tier holds {FORMAT_FILE}, shard-0, shard-1 and so on, all "
+            + f". Nothing was changed. The folder of a disk tier contains {FORMAT_FILE}, shard-0, shard-1 and so on, "
             + f"made by kvstore-server. {advice}"
         )
     return None
 
 
 def _complete(layout: Layout) -> None:
-    """Create missing files and folders and repair damaged marks. The top mark comes first: it claims the directory."""
+    """Create missing files and folders, and repair damaged marks. The top mark comes first, to claim the directory."""
     path = layout.path
     _write_mark(path, layout)
     for shard in range(layout.shards):
@@ -307,8 +317,8 @@ def _complete(layout: Layout) -> None:
         if other is not None and other != layout:
             raise DiskFormatError(
                 f"{directory} belongs to a disk tier of {other.shards} shards and segments of {other.segment_bytes} "
-                f"bytes, {path} to another one, of {layout.shards} and {layout.segment_bytes}: "
-                "move it back to where it belongs"
+                f"bytes. But {path} has {layout.shards} shards and segments of {layout.segment_bytes} bytes. "
+                "Move the folder back to its own disk tier"
             )
         _write_mark(directory, layout)
         os.close(os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # fails if not writable
@@ -316,14 +326,14 @@ def _complete(layout: Layout) -> None:
 
 
 def _write_mark(directory: Path, layout: Layout) -> None:
-    """Write the mark of `layout` to `directory` and flush it, unless it is there already."""
+    """Write the mark of `layout` to `directory` and flush it, unless it is already there."""
     file = directory / FORMAT_FILE
     mark = _mark(layout)
     found = file.read_bytes() if file.exists() else None
     if found == mark:
         return
     if found is not None:
-        log.warning("%s is damaged: repaired from a copy", file)
+        log.warning("%s was damaged: repaired from a copy", file)
     temporary = directory / _TEMPORARY
     with temporary.open("wb") as opened:
         opened.write(mark)
@@ -342,7 +352,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _explain(path: Path, error: OSError) -> str:
-    """Describe an error of the file system and what an operator can do about it."""
+    """Describe an error of the file system, and what an operator can do about it."""
     where = error.filename or path
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return f"{where} is not a directory: give --disk another path"

@@ -1,7 +1,7 @@
-"""The files of a persistent index, two LMDB environments: the one that an earlier run left and the one being written.
+"""The files of a persistent index: the LMDB environment that an earlier run left, and the one that is being written.
 
-For the keeper's process only (`keeper_process`): LMDB maps its file and trusts it, so reading a damaged file may crash
-the process.
+Only the keeper's process (`keeper_process`) uses them. LMDB maps its file and trusts the content, so reading a damaged
+file may crash the process.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from kvstore.disk.format import INDEX
 INDEX_NEW: Final = "index.new"
 DATA_FILE: Final = "data.mdb"
 BLOCKS: Final = b"blocks"
-NAMESPACES: Final = b"namespaces"
-_BATCH: Final = 2048  # records read at a time: so many are lost when damage crashes the process while it reads
-_READ_S: Final = 30.0  # a batch that takes longer means that damage has LMDB in an endless loop
+NAMESPACES_TABLE: Final = b"namespaces"
+_BATCH: Final = 2048  # records in a batch; if damage crashes the process during a batch, the whole batch is lost
+_READ_S: Final = 30.0  # if a batch takes longer, damage has put LMDB into an endless loop
 _MIN_RECORD_BYTES: Final = 18  # the smallest size of a record in the file
 
 Record: TypeAlias = tuple[bytes, bytes]
 
 
 class OldIndex:
-    """An index that may be damaged. All its records must be checked; reading it may crash the process."""
+    """An index that may be damaged. All its records must be checked. Reading it may crash the process."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / INDEX
         self.damage = ""
 
     def records(self, table: bytes) -> Iterator[list[Record]]:
-        """Yield a table's records in batches, in key order unless it is damaged.
+        """Yield a table's records in batches, in the order of their keys unless the table is damaged.
 
-        When damage stops LMDB, this ends early and sets `damage`; no file counts as an empty table.
+        If damage stops LMDB, the batches end early and `damage` is set. If there is no file, the table counts as empty.
         """
         if not (self._path / DATA_FILE).exists():
             return
@@ -53,7 +53,7 @@ class OldIndex:
                 with environment.begin(db) as transaction, transaction.cursor() as cursor:
                     records = iter(cursor)
                     for _ in range(size // _MIN_RECORD_BYTES // _BATCH + 2):  # the last iteration finds no records
-                        # SIGALRM's default action ends the process, also while it is inside LMDB.
+                        # SIGALRM's default action ends the process, even while it is inside LMDB.
                         signal.setitimer(signal.ITIMER_REAL, _READ_S)
                         batch.extend(itertools.islice(records, _BATCH))
                         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -69,9 +69,10 @@ class OldIndex:
 
 
 class NewIndex:
-    """The index being written. One thread.
+    """The index that is being written. Use it on one thread only.
 
-    `pending`: entries not yet committed. `since`: when the first of them came, monotonic seconds.
+    pending: the number of entries that are not committed yet.
+    since: when the first of these entries came, in monotonic seconds.
     """
 
     def __init__(self, directory: Path, map_bytes: int) -> None:
@@ -82,7 +83,7 @@ class NewIndex:
         # LMDB's own locks are not needed: the process has one thread and holds the shard's lock.
         self._environment = lmdb.open(str(path), map_size=map_bytes, max_dbs=2, mode=0o600, lock=False)
         self._blocks = self._environment.open_db(BLOCKS)
-        self._namespaces = self._environment.open_db(NAMESPACES)
+        self._namespaces = self._environment.open_db(NAMESPACES_TABLE)
         self._transaction: lmdb.Transaction | None = None
         self.pending = 0
         self.since = 0.0
@@ -99,7 +100,7 @@ class NewIndex:
         return self._transaction is not None
 
     def put(self, records: list[Record], append: bool = False) -> None:
-        """Put records. `append`: their keys are in order and greater than all keys in the table."""
+        """Put records. `append`: whether their keys are in order and greater than all keys in the table."""
         with self._begin(len(records)).cursor(self._blocks) as cursor:
             cursor.putmulti(records, append=append)
 
@@ -115,14 +116,14 @@ class NewIndex:
         self._begin(1).delete(pack_ordinal(ordinal), db=self._namespaces)
 
     def commit(self) -> None:
-        """Blocks until all operations so far are on the disk."""
+        """Commit all operations so far. Blocks until they are on the disk."""
         transaction, self._transaction = self._transaction, None
         self.pending = 0
         if transaction is not None:
             transaction.commit()
 
     def replace_old(self) -> None:
-        """Commit, then replace the old index atomically."""
+        """Commit, and then replace the old index atomically."""
         self.commit()
         old, new = self._directory / INDEX, self._directory / INDEX_NEW
         old.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
-"""The jobs that move blocks between memory and segment files, for the pools of the disk.
+"""The jobs that move blocks between memory and segment files. The thread pools of the disk run them.
 
-Blocks lie on disk as they are, or with more than their bytes (`sealing`). A job opens its file, and makes it if there
-is none: the loop waits for no disk. Methods are called on the loop's thread.
+Blocks are on disk either unchanged or with added bytes (`sealing`). A job opens its file, and creates it if it does
+not exist, so the loop never waits for a disk. The methods are called on the loop's thread.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ T = TypeVar("T")
 
 
 class BlockJobs:
-    """Makes the jobs of one shard. `key`: of the shard's blocks; empty: they are not encrypted. `seals`: of the
-    namespaces whose blocks have one."""
+    """Makes the jobs of one shard. `key`: the key of the shard's blocks, empty if they are not encrypted. `seals`: the
+    seals of those namespaces whose blocks have one."""
 
     def __init__(self, segments: SegmentFiles, key: bytes) -> None:
         self._segments = segments
         self.seals: dict[DiskBlocks, Seal] = {}
         self._cipher: Cipher | None = None
         if key:
-            from kvstore.disk.encryption import AESGCMCipher  # only where there is a key: it takes megabytes
+            from kvstore.disk.encryption import AESGCMCipher  # only if there is a key, because it takes megabytes
 
             self._cipher = AESGCMCipher(key)
 
     def seal_of(self, canonical: bytes, key_bytes: int, block_bytes: int) -> Seal | None:
-        """-> how blocks of a namespace lie on this disk; None: as they are."""
+        """Return the seal of a namespace's blocks on this disk, or None if the blocks are stored unchanged."""
         return seal_of(canonical, key_bytes, block_bytes, decode_namespace(canonical).opaque_sums, self._cipher)
 
     def reading(
         self, member: DiskBlocks, segment: int, slots: Slots, memory: mmap.mmap | memoryview, places: Offsets
     ) -> Callable[[], npt.NDArray[np.int32]]:
-        """-> a job: read blocks of one segment to `places` of `memory`, and check them. It returns their statuses, as
-        `read_blocks` does."""
+        """Return a job that reads blocks of one segment to `places` of `memory`, and checks them. The job returns the
+        statuses of the blocks, as `read_blocks` does."""
         sums, offsets = member.index.checksums(slots), member.file_offsets(slots)
         seal = self.seals.get(member)
         if seal is None:
@@ -61,8 +61,8 @@ class BlockJobs:
         places: Offsets,
         sums: npt.NDArray[np.uint64],
     ) -> Callable[[], int]:
-        """-> a job: write the blocks at `places` of `memory`, with the clients' checksums `sums`, to their slots of one
-        segment. It returns 0 or an errno."""
+        """Return a job that writes the blocks at `places` of `memory` to their slots of one segment. `sums` are the
+        clients' checksums of the blocks. The job returns 0 or an errno."""
         offsets, seal = member.file_offsets(slots), self.seals.get(member)
         if seal is None:
             return self._job(segment, member, write_blocks, memory, places, offsets, member.block_bytes)

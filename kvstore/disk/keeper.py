@@ -1,11 +1,13 @@
-"""The shard's side of its keeper, the child process that owns the persistent index (`keeper_process`).
+"""The part of a keeper that runs in the shard. The keeper is a child process (`keeper_process`), which owns the
+persistent index.
 
-Only the loop's thread uses a `Keeper`. Only `stop` blocks; `kill`, and `on_readable` after the keeper has ended, wait
-up to `_DEATH_S` for its exit status. Operations are queued in this process and go to the socket as the keeper reads it.
-The shard must bound the queue, `backlog_bytes`, by writing less to the disk while it is long.
+Only the loop's thread uses a `Keeper`. Only the method `stop` blocks. But `kill`, and `on_readable` after the keeper
+has ended, wait up to `_DEATH_S` for the keeper's exit status. Operations are queued in this process, and go to the
+socket as the keeper reads them. The shard must bound the queue, `backlog_bytes`, by writing less to the disk while
+the queue is long.
 
-The keeper may die at any time, for example of a damaged index: `KeeperFailed` is then the last event. All events before
-it remain valid, so the shard may start another keeper with `fresh` and put the entries that it knows.
+The keeper may die at any time, for example because of a damaged index. Then `KeeperFailed` is the last event, and all
+events before it remain valid. So the shard may start another keeper with `fresh`, and `put` the entries it knows.
 """
 
 from __future__ import annotations
@@ -29,32 +31,34 @@ from kvstore.disk import messages
 from kvstore.disk.entries import ENTRY, Entries
 from kvstore.disk.messages import Event, IndexedNamespace, KeeperFailed, RecoveryDone
 
-MAX_NAMESPACES: Final = 1024  # in one index at a time
+MAX_INDEXED_NAMESPACES: Final = 1024  # the most namespaces in one index at a time
 _RECV_BYTES: Final = 1 << 20
-_READ_AT_ONCE_BYTES: Final = 8 << 20  # in one turn of the loop, so that its other connections do not starve
+_READ_AT_ONCE_BYTES: Final = 8 << 20  # for each turn of the loop, so that other connections do not starve
 _SEND_BUFFERS: Final = 64
 _DEATH_S: Final = 0.2
-# The keeper runs the shard's own code, whatever the working directory holds.
+# So that the keeper runs the shard's own code, whatever the working directory holds.
 _CODE: Final = str(Path(kvstore.__file__).resolve().parent.parent)
-_RUN: Final = (
+_RUN_KEEPER: Final = (
     "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; "
     "from kvstore.disk.keeper_process import main; main()"
 )
 
 
 class TooManyNamespaces(Exception):
-    """The index has `MAX_NAMESPACES` namespaces: forget one that has no entries."""
+    """The error when the index already has `MAX_INDEXED_NAMESPACES` namespaces. A namespace without entries must be
+    forgotten before another one can be added."""
 
 
 def _spawn(
     directory: Path, mode: str, map_bytes: int, lock_fd: int | None
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a keeper. It dies with the calling *thread* (parent-death signal), which must be the main thread."""
+    """Start a keeper. Call this on the main thread, because the keeper dies with the *thread* that started it
+    (parent-death signal)."""
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-c", _RUN, _CODE, str(directory), str(theirs.fileno()), mode, str(map_bytes)),
+                *(sys.executable, "-c", _RUN_KEEPER, _CODE, str(directory), str(theirs.fileno()), mode, str(map_bytes)),
                 *logs.of_child("keeper"),
             ],
             stdin=subprocess.DEVNULL,
@@ -72,11 +76,14 @@ def _spawn(
 class Keeper:
     """A shard's persistent index.
 
-    directory: the shard's folder. fresh: discard the existing index. lock_fd: from `lock_shard`; the keeper inherits
-    it, so nobody else can use the folder before the keeper has ended. map_bytes: the size limit of the index.
+    directory: the shard's folder.
+    fresh: whether to discard the existing index.
+    lock_fd: the descriptor from `lock_shard`. The keeper inherits it, so no other process can use the folder before the
+    keeper has ended.
+    map_bytes: the maximum size of the index.
 
-    Raises `OSError` when the process cannot be started. Events: first `IndexedNamespace` and `Recovered`, then
-    `RecoveryDone` (none of these with `fresh`), and `Committed` as operations are committed.
+    Raises `OSError` if the process cannot be started. Events: `IndexedNamespace` and `Recovered` come first, and then
+    `RecoveryDone`, but none of these with `fresh`. `Committed` comes as operations are committed.
     """
 
     def __init__(self, directory: Path, *, fresh: bool, lock_fd: int, map_bytes: int) -> None:
@@ -108,7 +115,8 @@ class Keeper:
     # ---- what the loop calls -------------------------------------------------------------------------------------
 
     def on_readable(self) -> list[Event]:
-        """-> the events that have arrived, a few MiB at a time. After `KeeperFailed`, stop polling and call `kill`."""
+        """Return the events that have arrived, a few MiB at a time. After the event `KeeperFailed`, stop polling and
+        call `kill`."""
         events: list[Event] = []
         taken = 0
         while taken < _READ_AT_ONCE_BYTES and not self.failed:
@@ -137,7 +145,7 @@ class Keeper:
             except BlockingIOError:
                 return
             except ConnectionError:
-                self._drop_queue()  # the keeper has ended: `on_readable` reports it
+                self._drop_queue()  # the keeper has ended, which `on_readable` reports
                 return
             self.backlog_bytes -= sent
             while queue and sent >= len(queue[0]):
@@ -146,7 +154,7 @@ class Keeper:
                 queue[0] = queue[0][sent:]
 
     def _take(self, event: Event) -> None:
-        """Update this object from an event."""
+        """Bring this object up to date with an event."""
         if isinstance(event, messages.Committed):
             self._committed = event.sequence
         elif isinstance(event, IndexedNamespace):
@@ -178,7 +186,7 @@ class Keeper:
         self.backlog_bytes += len(data)
 
     def _send_next(self, kind: Callable[..., messages.Operation], *fields: object) -> int:
-        """Send an operation that has a sequence number. -> the number."""
+        """Send an operation that has a sequence number. Return the number."""
         self._sequence += 1
         self._send(kind(self._sequence, *fields))
         return self._sequence
@@ -186,11 +194,13 @@ class Keeper:
     # ---- operations: queued, and applied in this order --------------------------------------------------------------
 
     def open_namespace(self, canonical: bytes, key_bytes: int, replicas: int = 1) -> int:
-        """-> the namespace's ordinal: its present one, or a new one if the index does not have the namespace.
+        """Return the ordinal of a namespace. A namespace that is not in the index gets a new ordinal.
 
-        replicas: copies of each block; the index keeps the largest number that it was given.
-        Raises `RuntimeError` before `namespaces_known`, because a new ordinal might be one of the old index,
-        `ValueError` when the index has the namespace with keys of another length, and `TooManyNamespaces`.
+        replicas: the number of copies of each block. The index keeps the largest number that it was given.
+
+        Raises `RuntimeError` before `namespaces_known`, because the old index might already use a new ordinal. Raises
+        `ValueError` if the index already has the namespace with keys of a different length. May also raise
+        `TooManyNamespaces`.
         """
         if not self.namespaces_known:
             raise RuntimeError("the namespaces of the old index are not known yet")
@@ -198,49 +208,54 @@ class Keeper:
         if ordinal is not None:
             known = self._namespaces[ordinal]
             if known.key_bytes != key_bytes:
-                raise ValueError(f"keys of {key_bytes} bytes: this namespace has keys of {known.key_bytes}")
+                raise ValueError(f"keys of {key_bytes} bytes: this namespace has keys of {known.key_bytes} bytes")
             if known.replicas >= replicas:
                 return ordinal
-        elif len(self._ordinals) >= MAX_NAMESPACES:
-            raise TooManyNamespaces(f"the index of {self.directory} knows {MAX_NAMESPACES} namespaces already")
+        elif len(self._ordinals) >= MAX_INDEXED_NAMESPACES:
+            raise TooManyNamespaces(f"the index of {self.directory} has the most namespaces: {MAX_INDEXED_NAMESPACES}")
         else:
-            ordinal = next(number for number in range(MAX_NAMESPACES) if number not in self._namespaces)
+            ordinal = next(number for number in range(MAX_INDEXED_NAMESPACES) if number not in self._namespaces)
         namespace = IndexedNamespace(ordinal, canonical, key_bytes, replicas)
         self._know(namespace)
         self._send(namespace)
         return ordinal
 
     def forget_namespace(self, canonical: bytes) -> None:
-        """Remove a namespace, if the index has it. Its entries must be deleted already; its ordinal is used again."""
+        """Remove a namespace, if the index has it. Its entries must already be deleted. Its ordinal is used again."""
         ordinal = self._ordinals.pop(canonical, None)
         if ordinal is not None:
             del self._namespaces[ordinal]
             self._send(messages.ForgetNamespace(ordinal))
 
     def put(self, ordinal: int, keys: bytes, entries: Entries) -> int:
-        """Record that block i of `keys` lies at `entries[i]`, in place of any earlier entry. -> sequence number."""
+        """Record that block i of `keys` lies at `entries[i]`. This replaces any earlier entry of the block. Return the
+        sequence number."""
         key_bytes = self._namespaces[ordinal].key_bytes
         if entries.dtype != ENTRY or len(keys) != len(entries) * key_bytes:
-            raise ValueError(f"{len(keys)} bytes of keys for {len(entries)} entries: expected {key_bytes} bytes each")
+            raise ValueError(
+                f"{len(keys)} bytes of keys for {len(entries)} entries: expected {key_bytes} bytes for each entry"
+            )
         return self._send_next(messages.Put, ordinal, keys, entries.tobytes())
 
     def delete(self, ordinal: int, keys: bytes) -> int:
-        """Remove the entries of blocks; keys without an entry are ignored. -> sequence number."""
+        """Remove the entries of blocks. Keys without an entry are ignored. Return the sequence number."""
         key_bytes = self._namespaces[ordinal].key_bytes
         if len(keys) % key_bytes:
-            raise ValueError(f"{len(keys)} bytes of keys: expected {key_bytes} bytes each")
-        return self._send_next(messages.Delete, ordinal, keys)
+            raise ValueError(f"{len(keys)} bytes of keys: expected a multiple of {key_bytes} bytes")
+        return self._send_next(messages.DropEntries, ordinal, keys)
 
     def sync(self) -> int:
-        """Have the keeper commit now. -> sequence number; once it is committed, all operations before it are, too."""
-        return self._send_next(messages.Sync)
+        """Make the keeper commit now. Return the sequence number. When this number is committed, all earlier operations
+        are committed, too."""
+        return self._send_next(messages.CommitNow)
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def stop(self, timeout_s: float) -> bool:
-        """Blocks: send the queue, wait until the keeper has committed it and ended, or kill it after `timeout_s`.
+        """Send the queue, and wait until the keeper has committed it and ended. Kill the keeper after `timeout_s`.
+        Blocks.
 
-        -> whether everything was committed. Events not yet read are dropped.
+        Return whether everything was committed. Events that were not read yet are dropped.
         """
         if self.recovering and not self._sequence:
             self.kill()  # the old index is unchanged, and there is nothing to add to it
@@ -266,12 +281,13 @@ class Keeper:
         self._process.kill()
         try:
             self._process.wait(_DEATH_S)
-        except subprocess.TimeoutExpired:  # a disk that hangs keeps it in a system call: another thread reaps it
+        except subprocess.TimeoutExpired:  # a hanging disk keeps it in a system call; a thread reaps it later
             threading.Thread(target=self._process.wait, name="keeper-end", daemon=True).start()
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    """-> how a keeper ended that closed its connection. The kernel closes files just before it reports the exit."""
+    """Describe how a keeper that closed its connection has ended. The kernel closes the files of a process just before
+    it reports the exit."""
     try:
         status = process.wait(_DEATH_S)
     except subprocess.TimeoutExpired:
@@ -283,7 +299,7 @@ def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
 def read_index(directory: Path) -> Iterator[Event]:
     """Read the index in a shard's folder, for `kvstore verify`. Changes nothing on disk. Blocks.
 
-    The caller holds the shard's lock. The last event is `RecoveryDone`, or `KeeperFailed` when the reader died.
+    The caller must hold the shard's lock. The last event is `RecoveryDone`, or `KeeperFailed` if the reader died.
     """
     process, sock = _spawn(directory, "read", 0, None)
     inbox = messages.Inbox(messages.EVENTS)

@@ -1,15 +1,16 @@
-"""The keeper: the only process that opens a shard's persistent index. It is a child of the shard; they talk over a
-socketpair.
+"""The keeper: the only process that opens a shard's persistent index. It is a child of the shard, and a socketpair
+connects the two.
 
-LMDB maps its file and trusts it: its pages have no checksums, and a damaged page can crash or mislead the process that
-reads it. Therefore the shard never maps the index. The keeper does, and damage can kill only the keeper. At start the
-keeper reads the old index in key order, accepts only records whose guards are right, sends them to the shard, and
-writes them to a new environment, `index.new/`. When the new environment is complete, its file replaces the old one. So
-no damage survives a start, not even damage to free lists. Until then the old index is not changed.
+LMDB maps its file and trusts the content. Its pages have no checksums, so a damaged page can crash or mislead the
+process that reads it. Therefore the keeper maps the index, and the shard never does. So damage can kill only the
+keeper. At the start the keeper reads the old index in key order, and accepts only records whose guards are right. It
+sends them to the shard, and writes them to a new environment, `index.new/`. When the new environment is complete, its
+file replaces the old one. So no damage survives a start, not even damage to free lists. Until then the old index is not
+changed.
 
-After that the keeper applies operations in the order in which they were sent. It commits with fsync: `COMMIT_DELAY_S`
-after the first uncommitted operation, at `COMMIT_ENTRIES` uncommitted entries, when the shard asks for it, and when the
-shard's end of the socket is closed.
+After that the keeper applies operations in the order in which they were sent. It commits with fsync `COMMIT_DELAY_S`
+after the first uncommitted operation, or at `COMMIT_ENTRIES` uncommitted entries. It also commits when the shard
+requests it, and when the shard's end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from kvstore.disk.entries import (
     unpack_ordinal,
 )
 from kvstore.disk.format import INDEX
-from kvstore.disk.index_files import BLOCKS, DATA_FILE, NAMESPACES, NewIndex, OldIndex, Record
+from kvstore.disk.index_files import BLOCKS, DATA_FILE, NAMESPACES_TABLE, NewIndex, OldIndex, Record
 from kvstore.disk.messages import IndexedNamespace, Operation
 
 COMMIT_DELAY_S: Final = 0.25
@@ -58,7 +59,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class ShardGone(Exception):
-    """The shard's end of the socketpair is closed."""
+    """The error when the shard's end of the socketpair is closed."""
 
 
 class ShardSocket:
@@ -78,7 +79,7 @@ class ShardSocket:
             raise ShardGone from None
 
     def hear(self, timeout_s: float | None) -> Iterator[Operation]:
-        """-> operations that have arrived; none after `timeout_s`. Raises `ShardGone` after the last one."""
+        """Return the operations that have arrived, or none after `timeout_s`. Raises `ShardGone` after the last one."""
         if timeout_s is not None and not self._readable.poll(timeout_s * 1000):
             return iter(())
         try:
@@ -91,9 +92,9 @@ class ShardSocket:
 
 
 class IndexRebuild:
-    """Reads the old index, sends its valid records to the shard and, with `rebuild`, writes them to a new index.
+    """Reads the old index and sends its valid records to the shard. With `rebuild`, also writes them to a new index.
 
-    When writing fails, reading goes on, so that the shard gets the records of the old index even when the disk is full.
+    If writing fails, reading goes on, so that the shard gets the records of the old index even when the disk is full.
     """
 
     def __init__(self, directory: Path, shard: ShardSocket) -> None:
@@ -108,7 +109,8 @@ class IndexRebuild:
         self.bad = 0
 
     def rebuild(self, map_bytes: int) -> NewIndex:
-        """Read the old index and replace it. -> the new one. Raises the error that prevented writing it."""
+        """Read the old index and replace it. Return the new index. Raises the error if the new index cannot be
+        written."""
         try:
             new = self._new = NewIndex(self._directory, map_bytes)
         except (lmdb.Error, OSError) as error:
@@ -147,7 +149,7 @@ class IndexRebuild:
 
     def _recover_namespaces(self) -> None:
         known: set[bytes] = set()
-        for records in self._old.records(NAMESPACES):
+        for records in self._old.records(NAMESPACES_TABLE):
             for key, value in records:
                 ordinal, found = unpack_ordinal(key), unpack_namespace(value)
                 if len(key) != ORDINAL_BYTES or found is None or found[0] in known or ordinal in self.namespaces:
@@ -159,7 +161,7 @@ class IndexRebuild:
                 self._shard.tell(namespace)
 
     def _recover_blocks(self, prefix: bytes, key_size: int, value_size: int, records: list[Record]) -> None:
-        """Recover records of one namespace; all keys have one size, and all values."""
+        """Recover records of one namespace. All keys must have the same size, and all values, too."""
         namespace = self.namespaces.get(unpack_ordinal(prefix))
         if namespace is None or key_size != ORDINAL_BYTES + namespace.key_bytes or value_size != VALUE_BYTES:
             self.bad += len(records)
@@ -182,9 +184,9 @@ class IndexRebuild:
         return self._last_key < keys[0] and all(map(operator.lt, keys, itertools.islice(keys, 1, None)))
 
     def _select(self, records: list[Record], good: npt.NDArray[np.bool_]) -> list[int]:
-        """-> the rows whose guards are right and whose keys ascend.
+        """Return the rows whose guards are right and whose keys ascend.
 
-        A record out of order was read before, or is on a page that is no longer part of the tree.
+        A record that is out of order either was read before, or lies on a page that is no longer part of the tree.
         """
         last, rows = self._last_key, []
         for row in good.nonzero()[0].tolist():
@@ -216,7 +218,8 @@ class Service:
         self._stop = False
 
     def run(self) -> None:
-        """Serve until the shard sends STOP or is gone. On return everything that it sent is committed."""
+        """Serve until the shard sends STOP or is gone. When this returns, everything that the shard has sent is
+        committed."""
         try:
             while not self._stop:
                 wait_s = max(0.0, self._index.since + COMMIT_DELAY_S - time.monotonic()) if self._index.dirty else None
@@ -247,7 +250,7 @@ class Service:
             namespace, entries = self._namespaces[ordinal], np.frombuffer(operation.entries, ENTRY)
             values = pack_entries(namespace.canonical, namespace.key_bytes, keys, entries)
             index.put(list(zip(record_keys(ordinal, namespace.key_bytes, keys), values, strict=True)))
-        elif isinstance(operation, messages.Delete):
+        elif isinstance(operation, messages.DropEntries):
             key_bytes = self._namespaces[operation.ordinal].key_bytes
             index.delete(record_keys(operation.ordinal, key_bytes, operation.keys))
         elif isinstance(operation, IndexedNamespace):
@@ -257,17 +260,17 @@ class Service:
         elif isinstance(operation, messages.ForgetNamespace):
             del self._namespaces[operation.ordinal]
             index.delete_namespace(operation.ordinal)
-        self._commit_now = self._commit_now or isinstance(operation, messages.Sync)
+        self._commit_now = self._commit_now or isinstance(operation, messages.CommitNow)
         self._stop = self._stop or isinstance(operation, messages.Stop)
         if isinstance(operation, messages.Sequenced):
             self._applied = operation.sequence
 
 
 def run(directory: Path, shard: ShardSocket, mode: str, map_bytes: int) -> None:
-    """Run in a mode. `recover`: send the old index to the shard, replace it, then serve. `fresh`: discard it, then
-    serve. `read`: send it, and change nothing."""
+    """Run in one of three modes. `recover`: send the old index to the shard, replace it, then serve. `fresh`: discard
+    the old index, then serve. `read`: send the old index, and change nothing."""
     if mode == "fresh":
-        (directory / INDEX / DATA_FILE).unlink(missing_ok=True)  # first: on a full disk, the new one needs its space
+        (directory / INDEX / DATA_FILE).unlink(missing_ok=True)  # first, because the new index may need its space
         index = NewIndex(directory, map_bytes)
         index.replace_old()
         Service(index, shard, {}).run()
@@ -281,14 +284,14 @@ def run(directory: Path, shard: ShardSocket, mode: str, map_bytes: int) -> None:
 
 
 def _free_bytes(directory: Path) -> int:
-    """-> the bytes that an unprivileged process can still write to the file system of `directory`."""
+    """Return the number of bytes that an unprivileged process can still write to the file system of `directory`."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
 
 def main() -> None:
-    """Entry point of a keeper. Arguments: the folder of the code, the shard's folder, the socket's descriptor, the
-    mode, map bytes, and the level, name and format of the log."""
+    """The entry point of a keeper. The arguments are the folder of the code, the shard's folder, the socket's
+    descriptor, the mode, the map's size in bytes, and the log's level, name and format."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the shard decides when its keeper ends
@@ -300,7 +303,7 @@ def main() -> None:
     try:
         run(Path(directory), shard, mode, int(map_bytes))
     except ShardGone:
-        pass  # the shard was killed, or has given this keeper up
+        pass  # the shard was killed, or has given up this keeper
     except (lmdb.Error, OSError) as error:
         sentence = f"the index of {directory} failed: {type(error).__name__}: {error}"
         free_bytes = _free_bytes(Path(directory))
@@ -310,4 +313,4 @@ def main() -> None:
             shard.tell(messages.KeeperFailed(sentence))
         sys.exit(1)
     finally:
-        sock.detach()  # the kernel closes it with the process, whose exit status then comes at once
+        sock.detach()  # the kernel closes it when the process ends, so the exit status follows at once

@@ -1,9 +1,9 @@
 """Recovery after a restart: restores blocks of an earlier run to the disk index, then loads the hottest into memory.
 
-The keeper sends entries in key order, but the index must get them in order of recency. So entries are collected,
-sorted by a thread of their own, and put into the index some thousands a turn of the loop; clients are served meanwhile.
-When all are there, those that follow each other in a chain are linked. An entry that cannot be
-used (its segment's file is gone, its place is taken, its block has expired) is deleted: its block is a miss.
+The keeper sends entries in key order, but the index must get them in order of recency. So entries are collected, sorted
+on a separate thread, and put into the index, some thousands per turn of the loop. Clients are served meanwhile. At the
+end, blocks that follow each other in a chain are linked. An entry cannot be used if its segment's file is gone, its
+place is taken, or its block has expired. An entry that cannot be used is deleted, and its block is a miss.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ class _OldNamespace:
     """The entries of one namespace in the old index."""
 
     def __init__(self, member: DiskBlocks | None, ordinal: int, canonical: bytes, key_bytes: int) -> None:
-        self.member = member  # None: this shard cannot hold it
+        self.member = member  # None if this shard cannot hold the namespace
         self.ordinal = ordinal
         self.canonical = canonical
         self.key_bytes = key_bytes
         self.pieces: list[Recovered] = []
-        self.ordinals: dict[int, int] = {}  # segment -> its ordinal in the index; -1: it could not be claimed
-        self.next = 0  # row to be restored
-        self.unlinked = 0  # row to be linked
+        self.ordinals: dict[int, int] = {}  # segment -> its ordinal in the index, or -1 if it could not be claimed
+        self.next = 0  # the next row to restore
+        self.unlinked = 0  # the next row to link
         self.keys: npt.NDArray[np.uint8] = np.zeros((0, key_bytes), dtype=np.uint8)
         self.entries: Entries = np.zeros(0, dtype=ENTRY)
-        self.before: npt.NDArray[np.intp] = np.zeros(0, dtype=np.intp)  # the row that each one follows, or -1
+        self.before: npt.NDArray[np.intp] = np.zeros(0, dtype=np.intp)  # the row that each row follows, or -1
 
     def sort(self) -> None:
-        """Join all pieces, the least recently used entry first. Takes a second for a million entries; any thread."""
+        """Join all pieces, the least recently used entry first. This takes a second for a million entries. Any
+        thread."""
         if self.pieces:
             self.entries = np.frombuffer(b"".join(piece.entries for piece in self.pieces), dtype=ENTRY)
             self.keys = np.frombuffer(b"".join(piece.keys for piece in self.pieces), dtype=np.uint8)
@@ -66,14 +67,14 @@ class Recovery:
         self._found: dict[int, _OldNamespace] = {}
         self.ready = False  # all entries have arrived
         self._sorting = threading.Thread(target=self._sort, name="kvstore-sort", daemon=True)
-        self._failure: Exception | None = None  # of the sorting
+        self._failure: Exception | None = None  # the error of the sorting thread
         self.started = time.monotonic()
-        self.rewrite = False  # a fresh keeper with an empty index was started: send it the recovered entries
+        self.rewrite = False  # a fresh keeper with an empty index was started, and needs the recovered entries
         self.blocks = self.lost = 0
-        self.refused = ""  # why the store refused a namespace, the first reason
+        self.refused = ""  # the first reason why the store refused a namespace
 
     def found(self, event: IndexedNamespace) -> None:
-        """The old index has this namespace: open it in the store."""
+        """Open a namespace of the old index in the store."""
         member = None
         try:
             namespace = self._volume.store.open(event.canonical, event.key_bytes)
@@ -90,7 +91,7 @@ class Recovery:
         self._found[event.ordinal].pieces.append(event)
 
     def complete(self) -> None:
-        """No more entries will come: sort those that have."""
+        """Sort the entries, because no more will come."""
         self.ready = True
         self._sorting.start()
 
@@ -98,16 +99,16 @@ class Recovery:
         try:
             for found in self._found.values():
                 found.sort()
-        except Exception as error:  # `step` raises it: the loop must learn of it
+        except Exception as error:  # `step` raises it, so that the loop sees it
             self._failure = error
 
     @property
     def restless(self) -> bool:
-        """The next step can be done now."""
+        """True if the next step can be done now."""
         return self.ready and not self._sorting.is_alive()
 
     def step(self) -> bool:
-        """Put the next rows into the index, or link them. -> whether all is done."""
+        """Put the next rows into the index, or link them. Return whether everything is done."""
         if not self.restless:
             return False
         if self._failure is not None:
@@ -190,10 +191,10 @@ class WarmStart:
         self._wanted = self._choose()
 
     def _choose(self) -> list[tuple[NamespaceStore, Slots]]:
-        """-> as many of the hottest blocks as fit the free segments of memory, the hottest last."""
+        """Return the hottest blocks that fit into the free segments of memory, the hottest last."""
         store = self._volume.store
         room_bytes = store.arena.free * store.arena.segment_bytes
-        # Runs of blocks of one namespace: the run's newest tick, its number, the namespace and the slots.
+        # Runs of blocks of one namespace: the newest tick in the run, the run's number, the namespace and the slots.
         blocks: list[tuple[int, int, NamespaceStore, Slots]] = []
         for namespace in store:
             if namespace.disk is None or not namespace.disk.index.ready:
@@ -214,7 +215,7 @@ class WarmStart:
         return wanted[::-1]
 
     def pump(self, now: float) -> bool:
-        """Fetch the next blocks if no read is in flight. -> whether the warm start is complete."""
+        """Fetch the next blocks if no read is in flight. Return whether the warm start is complete."""
         if self._fetching.in_flight_bytes:
             return False
         if not self._wanted or not self._volume.store.arena.free:

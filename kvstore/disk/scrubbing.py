@@ -1,8 +1,8 @@
-"""The scrubber: reads the blocks on disk one after the other, and drops damaged ones.
+"""The scrubber: reads the blocks on disk one after the other, and drops damaged blocks.
 
 It works in the background, pass after pass, at the rate that the operator sets (`--scrub-mbps`). `kvstore verify
---endpoint` requests one pass that runs as fast as the disk allows beside the clients' reads. One read is in flight at a
-time.
+--endpoint` requests one pass that runs as fast as the disk allows in addition to the clients' reads. Only one read of
+the scrubber is in flight at a time.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from kvstore.store.tier import Slots
 
 log = logging.getLogger("kvstore.disk")
 
-BATCH_BYTES: Final = 4 << 20
+SCRUB_BATCH_BYTES: Final = 4 << 20
 
 
 class Scrubbing:
-    """Passes over all blocks on disk. Used by the loop's thread only."""
+    """The passes over all blocks on disk. Used by the loop's thread only."""
 
     def __init__(self, volume: Volume, fetching: Fetching, bytes_per_s: int) -> None:
         self._volume = volume
         self._fetching = fetching
         self._bytes_per_s = bytes_per_s
-        self._rest: list[tuple[DiskBlocks, Slots]] | None = None  # not yet read in this pass; None: no pass is running
+        self._rest: list[tuple[DiskBlocks, Slots]] | None = None  # left to read in this pass; None: no pass is running
         self._scratch: mmap.mmap | None = None
         self._next_at = 0.0
         self._reading = False
         self._asked = False
-        self.passes = 0  # complete ones
+        self.passes = 0  # the number of complete passes
         self.blocks = self.bytes = self.corrupt = 0
 
     @property
     def running(self) -> bool:
-        """Whether a pass is in progress."""
+        """True if a pass is in progress."""
         return self._rest is not None
 
     def ask(self) -> int:
-        """Make one complete pass now, at full speed; a requested pass that is in progress goes on instead.
+        """Make one complete pass now, at full speed. If a requested pass is already in progress, it goes on instead.
 
-        -> the value that `passes` will have when that pass is complete.
+        Return the value that `passes` will have when that pass is complete.
         """
         if not self._asked:
             self._asked = True
@@ -57,19 +57,19 @@ class Scrubbing:
         return self.passes + 1
 
     def pump(self, now: float) -> None:
-        """Start to read the next blocks if they are due. `now`: monotonic seconds."""
+        """Start to read the next blocks if their time has come. `now`: monotonic seconds."""
         if self._reading or not (self._asked or self._bytes_per_s) or (now < self._next_at and not self._asked):
             return
         if self._rest is None:
             self._rest = [(member, member.index.ready_slots()) for member in self._volume.members.members]
         while self._rest:
             member, slots = self._rest.pop()
-            count = max(1, BATCH_BYTES // member.block_bytes)
+            count = max(1, SCRUB_BATCH_BYTES // member.block_bytes)
             if len(slots) > count:
                 self._rest.append((member, slots[count:]))
             slots = slots[:count]
             slots = slots[member.index.states_of(slots) == BlockIndex.READY]
-            # A read is of one file: take the rows of the batch's first segment and put the others back.
+            # Each read is of one file, so take the rows of the batch's first segment and put the others back.
             for segment, rows in member.by_segment(slots):
                 if len(rows) < len(slots):
                     self._rest.append((member, np.delete(slots, rows)))
@@ -80,7 +80,7 @@ class Scrubbing:
     def _read(self, member: DiskBlocks, segment: int, slots: Slots, now: float) -> None:
         volume, size = self._volume, member.block_bytes
         if self._scratch is None or len(self._scratch) < len(slots) * size:
-            self._scratch = mmap.mmap(-1, max(BATCH_BYTES, len(slots) * size))
+            self._scratch = mmap.mmap(-1, max(SCRUB_BATCH_BYTES, len(slots) * size))
         self._reading = True
         self._next_at = now + len(slots) * size / self._bytes_per_s if self._bytes_per_s else now
         member.index.acquire_slot(slots)
@@ -109,4 +109,4 @@ class Scrubbing:
         self._asked = False
         self._scratch = None
         self._next_at = max(self._next_at, now + 1.0)
-        log.info("disk: scrubbed %d blocks in all, %d damaged, %d passes", self.blocks, self.corrupt, self.passes)
+        log.info("disk: scrubbed %d blocks, %d of them damaged, in %d passes", self.blocks, self.corrupt, self.passes)

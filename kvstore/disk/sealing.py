@@ -1,16 +1,17 @@
-"""Blocks that lie on disk with more than their bytes: encrypted ones, and those whose checksum the server cannot check.
+"""Blocks that are stored on disk with added bytes: encrypted blocks, and blocks whose checksum the server cannot check.
 
-What is added stands behind the block, in the same slot, so it costs no other read or write:
+The added bytes follow the block in the same slot, so they cost no extra read or write:
 
     encrypted folder      ciphertext, its tag (16 bytes), its nonce (12 bytes)
     MACs, not encrypted   the block, then a sum of its own (8 bytes): xxh3-64 of its name and of the block's xxh3-64
 
-The *name* is what a block is bound to: the namespace (its SHA-256), the block's key, the checksum that the client gave.
-So bytes that were written for another block, or for an earlier one with the same key, are not taken for this one. Slots
-of blocks that bypass the page cache are whole pages.
+Each block is bound to its *name*: the namespace (its SHA-256), the block's key, and the checksum that the client gave.
+So bytes of another block, or of an earlier block with the same key, are not mistaken for this block. For blocks that
+bypass the page cache, slots are whole pages.
 
-Copies: write = slot -> scratch -> disk, read = disk -> scratch -> slot; the copy is the encryption, or hashes. All
-other blocks have none of this: `seal_of` is None. Threads: `read` and `write` on any; the scratch is the thread's own.
+Copies: a write is slot -> scratch -> disk, and a read is disk -> scratch -> slot. The copy from or to the scratch
+memory encrypts or hashes. Other blocks need none of this, and `seal_of` returns None for them. Threads: `read` and
+`write` may run on any thread. Each thread has its own scratch memory.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ _threads = threading.local()
 
 
 class Cipher(Protocol):
-    """One shard's key (`encryption`)."""
+    """One shard's key (see `encryption`)."""
 
     def seal(self, block: memoryview, name: bytes, out: memoryview) -> None:
-        """Write to `out` the ciphertext, its tag and its nonce. `name`: what the block is bound to."""
+        """Write to `out` the ciphertext, its tag and its nonce. `name`: the name to which the block is bound."""
 
     def unseal(self, sealed: memoryview, name: bytes, out: memoryview) -> bool:
-        """Write to `out` the block in `sealed`. -> whether `seal` has written that, for this name."""
+        """Write to `out` the block in `sealed`. Return False if `seal` did not write it for this name."""
 
 
 def _scratch(nbytes: int) -> mmap.mmap:
-    """-> memory of this thread, at a page's beginning; what was in it before is lost."""
+    """Return this thread's scratch memory, aligned to a page. Its earlier content is lost."""
     found: mmap.mmap | None = getattr(_threads, "scratch", None)
     if found is None or len(found) < nbytes:
         found = _threads.scratch = mmap.mmap(-1, max(nbytes, MIN_SCRATCH_BYTES))
@@ -59,7 +60,7 @@ def _scratch(nbytes: int) -> mmap.mmap:
 
 
 class Seal(ABC):
-    """How one namespace's blocks lie on disk. `slot_bytes`: what each of them takes there."""
+    """How one namespace's blocks are stored on disk. `slot_bytes`: the space that each block takes there."""
 
     def __init__(self, canonical: bytes, key_bytes: int, block_bytes: int, added_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -70,14 +71,15 @@ class Seal(ABC):
         self._key_bytes = key_bytes
 
     def write(self, fd: int, memory: Any, places: Places, offsets: Places, keys: bytes, sums: Sums) -> int:
-        """Write blocks, as `write_blocks` does. `keys`, `sums`: of each block its key, and the client's checksum."""
+        """Write blocks, as `write_blocks` does. `keys`, `sums`: the key and the client's checksum of each block."""
         scratch = _scratch(len(places) * self.slot_bytes)
         at = np.arange(len(places), dtype=np.int64) * self.slot_bytes
         self._seal(memory, places, scratch, at, self._names(keys, sums))
         return write_blocks(fd, scratch, at, offsets, self.slot_bytes)
 
     def read(self, fd: int, memory: Any, places: Places, offsets: Places, keys: bytes, sums: Sums) -> Statuses:
-        """Read blocks and check them, as `read_blocks` does. A place gets bytes of a block that is not right, too."""
+        """Read blocks and check them, as `read_blocks` does. A block that fails the check may also be copied
+        to its place."""
         scratch = _scratch(len(places) * self.slot_bytes)
         at = np.arange(len(places), dtype=np.int64) * self.slot_bytes
         status = read_blocks(fd, scratch, at, offsets, self.slot_bytes, None)
@@ -103,11 +105,11 @@ class Seal(ABC):
     def _unseal(
         self, scratch: mmap.mmap, at: Places, memory: Any, places: Places, names: Names
     ) -> npt.NDArray[np.bool_]:
-        """Copy the blocks in the slots at `at` to `places`. -> which are right."""
+        """Copy the blocks in the slots at `at` to `places`. Return for each block whether it is right."""
 
 
 class Encrypted(Seal):
-    """AES-256-GCM; the name is authenticated."""
+    """Encryption with AES-256-GCM, which authenticates the name as well."""
 
     def __init__(self, canonical: bytes, key_bytes: int, block_bytes: int, cipher: Cipher) -> None:
         super().__init__(canonical, key_bytes, block_bytes, TAG_BYTES + NONCE_BYTES)
@@ -134,7 +136,7 @@ class Encrypted(Seal):
 
 
 class Summed(Seal):
-    """The block as it is, and a sum that the server itself can check: the client's is a MAC."""
+    """The block as it is, and a checksum that the server itself can check, because the client's checksum is a MAC."""
 
     def __init__(self, canonical: bytes, key_bytes: int, block_bytes: int) -> None:
         super().__init__(canonical, key_bytes, block_bytes, CHECKSUM_BYTES)
@@ -154,7 +156,8 @@ class Summed(Seal):
         return right
 
     def _behind(self, scratch: mmap.mmap, count: int) -> npt.NDArray[np.uint8]:
-        """-> what stands behind the blocks of the first `count` slots, (count, CHECKSUM_BYTES)."""
+        """Return the checksums that follow the blocks of the first `count` slots, in the shape (count,
+        CHECKSUM_BYTES)."""
         slots = np.frombuffer(scratch, dtype=np.uint8, count=count * self.slot_bytes).reshape(count, self.slot_bytes)
         return slots[:, self.block_bytes : self.block_bytes + CHECKSUM_BYTES]
 
@@ -170,7 +173,8 @@ class Summed(Seal):
 def seal_of(
     canonical: bytes, key_bytes: int, block_bytes: int, opaque_sums: bool, cipher: Cipher | None
 ) -> Seal | None:
-    """-> how a namespace's blocks lie on disk; None: as they are, checked against the client's checksum."""
+    """Return the seal of a namespace's blocks. Return None if they are stored as they are and checked against the
+    client's checksum."""
     if cipher is not None:
         return Encrypted(canonical, key_bytes, block_bytes, cipher)
     return Summed(canonical, key_bytes, block_bytes) if opaque_sums else None

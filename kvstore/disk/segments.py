@@ -1,15 +1,15 @@
 """Segment files: where blocks lie on disk.
 
-Each segment is one file. All files have equal size, are preallocated and divided into slots, and have no header: only
-the index knows which block is in which slot, and the block's checksum tells whether it is really there. The number of
-files bounds the space; a file stays once it is made, and is used again.
+Each segment is one file. All files have the same size, are preallocated and divided into slots, and have no header.
+Only the index knows which block is in which slot, and the block's checksum shows whether it is really there. The number
+of files bounds the space. A file stays once it has been made, and is used again.
 
-Blocks of 64 KiB and more whose size is a multiple of 4 KiB bypass the page cache (O_DIRECT, where the file system
-supports it): the page cache would keep a second copy of the arena's blocks and take its memory, and reads would depend
-on what else the machine does. Smaller blocks need the kernel's read-ahead and its merging of writes.
+Blocks of 64 KiB and more whose size is a multiple of 4 KiB bypass the page cache (with O_DIRECT, if the file system
+supports it). The page cache would keep a second copy of the arena's blocks and compete for its memory, and reads would
+depend on the machine's other work. Smaller blocks need the kernel's read-ahead, and its merging of writes.
 
-Threads: `open_file` may be called on any thread. It makes the file when the segment has none yet, which can take as
-long as the disk likes; the other methods are the shard's loop's, and those that it calls while it serves touch no file.
+Threads: `open_file` may be called on any thread. It creates the file if the segment has none yet, and waits for the
+disk. The other methods are for the shard's loop. The methods that it calls while it serves clients touch no file.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 def bypasses_page_cache(block_bytes: int) -> bool:
-    """Whether files with blocks of this size are opened with O_DIRECT."""
+    """Return whether files with blocks of this size are opened with O_DIRECT."""
     return block_bytes >= MIN_DIRECT_BYTES and block_bytes % DIRECT_BYTES == 0
 
 
 def open_segment(path: Path, flags: int, direct: bool) -> int:
-    """-> a descriptor of a segment's file, with O_DIRECT if `direct` and the file system supports it.
+    """Return a descriptor of a segment's file, with O_DIRECT if `direct` and the file system supports it.
 
     Raises `OSError`.
     """
@@ -51,21 +51,23 @@ def open_segment(path: Path, flags: int, direct: bool) -> int:
 
 
 class SegmentFiles:
-    """Up to `segments` files of `segment_bytes` in a shard's folder. Methods that touch files may raise OSError."""
+    """Up to `segments` files of `segment_bytes` each in a shard's folder. Methods that touch files may raise
+    `OSError`."""
 
     def __init__(self, shard_directory: Path, segment_bytes: int, segments: int) -> None:
         self.segment_bytes = segment_bytes
         self._limit = segments
         self._shard_directory = shard_directory
         self._taken: set[int] = set()
-        self._free = list(range(segments - 1, -1, -1))  # a stack, the lowest first; it may hold claimed segments, too
+        self._free = list(range(segments - 1, -1, -1))  # a stack, the lowest on top; it may also hold claimed segments
         self._files: dict[tuple[int, bool], int] = {}
-        self._made: set[int] = set()  # segments whose file exists or is made by the first write
+        self._made: set[int] = set()  # segments whose file exists or will be made by the first write
         self._found: set[int] = set()  # segments whose file exists
-        self._locks: dict[int, threading.Lock] = {}  # by segment, for its file
+        self._locks: dict[int, threading.Lock] = {}  # one lock for each segment's file
 
     def open(self) -> None:
-        """Find the existing files. Remove files of another size, and files beyond the limit, which was higher once."""
+        """Find the existing files. Remove files of another size, and files beyond the limit, which may once have been
+        higher."""
         directory = self._shard_directory / SEGMENTS
         directory.mkdir(exist_ok=True)
         for path in directory.glob(f"*{SEGMENT_SUFFIX}"):
@@ -79,26 +81,26 @@ class SegmentFiles:
 
     @property
     def segments(self) -> int:
-        """The most segments that there may be."""
+        """The maximum number of segments."""
         return self._limit
 
     @property
     def free(self) -> int:
-        """How many segments belong to no namespace."""
+        """The number of segments that belong to no namespace."""
         return self._limit - len(self._taken)
 
     @property
     def made(self) -> int:
-        """How many files exist, or will with the writes in progress."""
+        """The number of files that exist, or that will exist after the writes in progress."""
         return len(self._made)
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all files."""
+        """The size of all files together, in bytes."""
         return len(self._made) * self.segment_bytes
 
     def take(self) -> int | None:
-        """Take a free segment. -> its number; None when no segment is free."""
+        """Take a free segment. Return its number, or None if there is none."""
         while self._free:
             segment = self._free.pop()
             if segment not in self._taken:
@@ -108,19 +110,20 @@ class SegmentFiles:
         return None
 
     def claim(self, segment: int) -> bool:
-        """Take a given segment, which has blocks of an earlier run. -> False when it has no file or is taken."""
+        """Take a given segment, which has blocks of an earlier run. Return False if it has no file or is taken
+        already."""
         if segment not in self._made or segment in self._taken:
             return False
         self._taken.add(segment)
         return True
 
     def give_back(self, segment: int) -> None:
-        """Return a segment. No read or write of it may be in progress."""
+        """Give back a segment. No read or write of it may be in progress."""
         self._taken.remove(segment)
         self._free.append(segment)
 
     def remove_one(self) -> bool:
-        """Remove the file of one segment that no namespace holds. -> False when there is no such file."""
+        """Remove the file of one segment that no namespace holds. Return False if there is no such file."""
         for segment in self._made - self._taken:
             self._path(segment).unlink(missing_ok=True)
             self._made.remove(segment)
@@ -132,9 +135,10 @@ class SegmentFiles:
         return False
 
     def open_file(self, segment: int, direct: bool) -> int:
-        """-> a descriptor of a segment's file, which stays open. `direct`: bypass the page cache where possible.
+        """Return a descriptor of a segment's file, which stays open. `direct`: whether to bypass the page cache if
+        possible.
 
-        Any thread. Blocks while the file is made or opened. Raises `OSError`.
+        May be called on any thread. Blocks while the file is made or opened. Raises `OSError`.
         """
         found = self._files.get((segment, direct))
         if found is None:
@@ -150,7 +154,7 @@ class SegmentFiles:
         path = self._path(segment)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # Not posix_fallocate, which writes to every page where the file system cannot preallocate.
+            # posix_fallocate is not used, because it writes to every page if the file system cannot preallocate.
             if _libc.fallocate(fd, 0, 0, self.segment_bytes) != 0:
                 code = ctypes.get_errno()
                 if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
@@ -162,7 +166,7 @@ class SegmentFiles:
         self._found.add(segment)
 
     def sync(self) -> None:
-        """Blocks until all data written to open files is on the device."""
+        """Flush all data written to open files. Blocks until the data is on the device."""
         for fd in list(self._files.values()):
             os.fdatasync(fd)
 

@@ -1,6 +1,6 @@
 """Thread pools that wait for the disk, so that the shard's loop never does.
 
-A job is a function that may block; while it blocks it must not hold the GIL. After the job has returned, its completion
+A job is a function that may block. While it blocks it must not hold the GIL. After the job has returned, its completion
 runs on the loop. The jobs of one pool start in the order in which they were submitted.
 """
 
@@ -33,7 +33,7 @@ class Completions:
         return self._fd
 
     def add(self, call: Callable[[], None]) -> None:
-        """Have the loop run `call`. Any thread may call this."""
+        """Let the loop run `call`. Any thread may call this."""
         self._finished.append(call)
         os.eventfd_write(self._fd, 1)
 
@@ -47,12 +47,12 @@ class Completions:
             self._finished.popleft()()
 
 
-class Pool:
-    """A fixed number of threads that take jobs in order."""
+class IoThreads:
+    """A fixed number of threads that take jobs in the order in which they were submitted."""
 
     def __init__(self, name: str, threads: int, completions: Completions) -> None:
         self._completions = completions
-        self._began: dict[int, float] = {}  # by thread: when its job began
+        self._began: dict[int, float] = {}  # by thread: when its present job began
         self._jobs: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"kvstore-{name}-{number}", daemon=True)
@@ -62,7 +62,8 @@ class Pool:
             thread.start()
 
     def submit(self, work: Callable[[], T], done: Callable[[T | OSError], None]) -> None:
-        """Run `work` on a thread, then `done` on the loop with its result or the OSError that it raised."""
+        """Run `work` on a thread, and then `done` on the loop, with the result of `work` or the `OSError` that it
+        raised."""
 
         def job() -> Callable[[], None]:
             try:
@@ -77,11 +78,11 @@ class Pool:
         self._jobs.put(job)
 
     def stalled(self, now: float, limit_s: float) -> bool:
-        """Whether a job has been running for longer than `limit_s`. `now`: monotonic seconds."""
+        """Return whether a job has been running for longer than `limit_s` seconds. `now`: monotonic seconds."""
         return any(now - began > limit_s for began in list(self._began.values()))
 
     def close(self) -> None:
-        """Blocks until all jobs have run and the threads have ended."""
+        """End the threads. Blocks until all jobs have run and the threads have ended."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:

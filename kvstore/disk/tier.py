@@ -1,11 +1,12 @@
-"""The disk tier of one shard: drives its volume, writes, reads and scrubber, one turn of the loop at a time.
+"""The disk tier of one shard. It drives its volume, writes, reads and scrubber, one turn of the loop at a time.
 
-A tier is *recovering* until the keeper has sent the whole old index and the index in memory holds it. Until then the
-tier writes no blocks, and serves the entries that it already has. Then it is *on*: it reads blocks that clients want,
-writes dirty blocks, scrubs, and loads the hottest blocks of an earlier run into memory. When the volume fails, the tier
-is *off* until the process ends, and the shard serves from memory.
+A tier is *recovering* until the keeper has sent the whole old index and the index in memory holds all of it. Until then
+the tier writes no blocks, but serves the entries that it already has. Then the tier is *on*: it reads blocks that
+clients want, writes dirty blocks, scrubs, and loads the hottest blocks of an earlier run into memory. When the volume
+fails, the tier is *off* until the process ends, and the shard serves from memory only.
 
-Only the thread of the shard's loop uses this module. Only the constructor, which locks the folder, and `close` block.
+Only the thread of the shard's loop uses this module. Only two calls block: the constructor, which locks the folder, and
+`close`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvstore.disk.scrubbing import Scrubbing
 from kvstore.disk.volume import Volume
 from kvstore.disk.writing import Writing
 from kvstore.store.disk_blocks import DiskBlocks
-from kvstore.store.namespaces import Disk, Store
+from kvstore.store.namespaces import Disk, ShardStore
 from kvstore.store.tier import Slots
 from kvstore.wire import DiskInfo
 from kvstore.wire.status import report
@@ -33,18 +34,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvstore.disk")
 
-RECENCY_S: Final = 60.0  # how often the recency of used blocks is written to the persistent index
+RECENCY_S: Final = 60.0  # how often the recency of used blocks is written to the persistent index, in seconds
 RECENCY_BATCH: Final = 8192
 KEEPER_STOP_S: Final = 60.0
 
 
 class DiskTier:
-    """One shard's disk tier. The constructor sets `store.disk`, takes the shard's folder and starts the keeper.
+    """One shard's disk tier. The constructor sets `store.disk`, locks the shard's folder and starts the keeper.
 
-    Its parts are known in this package only. What is one call of a part is that method, bound once.
+    Other packages do not use the parts of a tier. The methods of parts that they need are attributes of the tier.
     """
 
-    def __init__(self, store: Store, config: DiskConfig, poll: select.epoll) -> None:
+    def __init__(self, store: ShardStore, config: DiskConfig, poll: select.epoll) -> None:
         self.volume = volume = Volume(store, config, poll, self._on_failure)
         self.writing = Writing(volume, config.write)
         self.fetching = Fetching(volume, self.writing)
@@ -71,7 +72,7 @@ class DiskTier:
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def on_event(self, fd: int, event: int) -> bool:
-        """Handle an event of the loop's epoll. -> False when `fd` does not belong to this tier."""
+        """Handle an event of the loop's epoll. Return False when `fd` does not belong to this tier."""
         if fd == self.volume.completions.fileno():
             self.volume.completions.run()
             return True
@@ -85,10 +86,11 @@ class DiskTier:
         return True
 
     def pump(self, now: float, quiet_since: float, hurry: bool) -> None:
-        """Start the work that is due; called once a turn of the loop.
+        """Start the work that is due. Called once per turn of the loop.
 
-        now, quiet_since: monotonic seconds; clients have moved hardly any payload since `quiet_since`. hurry: no client
-        is connected any more, so write without waiting for a quiet moment.
+        now: the present time, in monotonic seconds.
+        quiet_since: the time since which clients have moved hardly any payload, in monotonic seconds.
+        hurry: whether to write without waiting for a quiet moment, because no client is connected any more.
         """
         if self._recovery is not None and self._recovery.step():
             self._turn_on(self._recovery)
@@ -112,27 +114,28 @@ class DiskTier:
 
     @property
     def recovering(self) -> bool:
-        """It is not known yet which blocks an earlier run left on disk."""
+        """True while it is not known yet which blocks an earlier run left on disk."""
         return self.volume.recovering
 
     @property
     def behind(self) -> bool:
-        """Clients that set must wait until more has been written."""
+        """True if clients that set blocks must wait until more blocks have been written."""
         return self.writing.behind
 
     def scrub(self) -> int:
-        """Check every block on disk, now. -> how many passes will be complete then; 0 when the tier is not on."""
+        """Check every block on disk now. Return the number of complete passes that there will be after this check,
+        or 0 if the tier is not on."""
         return self.scrubbing.ask() if self.volume.on else 0
 
     @property
     def working(self) -> bool:
-        """Work is pending that is started by time: the loop must call `pump` often."""
+        """True if work is pending that `pump` starts when it is due, so that the loop must call `pump` often."""
         sorting = self._recovery is not None and self._recovery.ready
         return sorting or not self.writing.idle or self._warm_start is not None or self.scrubbing.running
 
     @property
     def restless(self) -> bool:
-        """Work is pending that no event announces: the loop must not sleep."""
+        """True if work is pending that no event announces, so that the loop must not sleep."""
         return self._recovery is not None and self._recovery.restless
 
     def _on_keeper(self, event: Event) -> None:
@@ -148,14 +151,14 @@ class DiskTier:
             elif isinstance(event, RecoveryDone):
                 self._recovery.lost += event.bad_entries
                 if event.bad_entries or event.damage:
-                    log.error("disk: the index was damaged: %d entries dropped %s", event.bad_entries, event.damage)
+                    log.error("disk: the index was damaged: %d entries dropped; %s", event.bad_entries, event.damage)
                 self._recovery.complete()
 
     def _on_keeper_failed(self, message: str) -> None:
         if self._recovery is None or self._recovery.rewrite:
             self.volume.fail(OSError(f"the index: {message}"))
             return
-        log.error("disk: the index could not be read to its end, what was read so far is kept: %s", message)
+        log.error("disk: the index could not be read to its end; the entries read so far are kept: %s", message)
         try:
             self.volume.start_keeper(fresh=True)
         except OSError as error:
@@ -180,7 +183,7 @@ class DiskTier:
             self._warm_start = WarmStart(self.volume, self.fetching)
 
     def _record_recency(self, now: float) -> None:
-        """Every `RECENCY_S`, record in the persistent index the blocks that were used since the last time."""
+        """Every `RECENCY_S`, record in the persistent index which blocks were used since the last time."""
         if self._recency_rest:
             if self.volume.keeper.backlog_bytes:
                 return
@@ -207,7 +210,8 @@ class DiskTier:
         self.fetching.give_up()
 
     def finish(self, now: float) -> None:
-        """No client is left: start writing blocks that are only in memory. `finished` tells when they are written."""
+        """Start to write the blocks that are only in memory, because no client is left. When they are written,
+        `finished` is true."""
         self._finishing = True
         if self.volume.on:
             self.writing.add_all(now)
@@ -216,12 +220,12 @@ class DiskTier:
 
     @property
     def finished(self) -> bool:
-        """No block is left to write, or the tier is off and cannot write."""
+        """True if no block is left to write, or if the tier is off and cannot write."""
         return self.volume.off or (self.volume.on and self.writing.idle)
 
     def close(self) -> None:
-        """Blocks: stop all threads, flush all files to the device, stop the keeper."""
-        if not self.volume.off:  # threads may hang for ever in calls to a disk that failed
+        """Stop all threads, flush all files to the device, and stop the keeper. Blocks."""
+        if not self.volume.off:  # because threads may hang for ever in calls to a failed disk
             for pool in (self.volume.reads, self.volume.writes, self.volume.background):
                 pool.close()
             self.volume.completions.run()
@@ -239,7 +243,7 @@ class DiskTier:
             self.volume.keeper.kill()
 
     def info(self) -> DiskInfo:
-        """The state and the counters of the tier."""
+        """Return the state and the counters of the tier."""
         return report(
             DiskInfo,
             self,

@@ -1,8 +1,8 @@
 """Checks a disk tier that no server uses: every entry of its indexes, and every block against its checksum.
 
-Nothing is changed, so a folder on a read-only file system can be checked, too. A separate process reads the index
-(`keeper.read_index`), because a damaged index can crash its reader; entries that it sent before a crash are checked
-nevertheless. A namespace's blocks are read in the order of their places, each file from its beginning.
+Nothing is changed, so even a folder on a read-only file system can be checked. A separate process reads the index
+(`keeper.read_index`), because a damaged index can crash its reader. Entries that the process sent before a crash are
+still checked. A namespace's blocks are read in the order of their places, each file from its beginning.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from kvstore.wire import WireError, decode_namespace, namespace_id
 if TYPE_CHECKING:
     from kvstore.disk.encryption import DiskKey
 
-BATCH_BYTES: Final = 8 << 20
-LOCK_WAIT_S: Final = 1.0  # a server that was just killed may still be ending
+VERIFY_BATCH_BYTES: Final = 8 << 20
+VERIFY_LOCK_WAIT_S: Final = 1.0  # a server that was just killed may still be ending
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # the bytes done so far, and the bytes in all
 
 
 class DamagedBlock(msgspec.Struct, frozen=True):
-    """A block that would be a miss for clients: its bytes are not those that were set, or cannot be read."""
+    """A block that would be a miss for clients, because its bytes are wrong or cannot be read."""
 
     shard: int
-    namespace: str  # id, hexadecimal
+    namespace: str  # the namespace's id, in hexadecimal
     model: str
-    key: str  # hexadecimal
+    key: str  # in hexadecimal
     segment: int
-    place: int  # slot within the segment
+    place: int  # the slot within the segment
     reason: str
 
 
@@ -71,18 +71,18 @@ class MissingSegment(msgspec.Struct, frozen=True):
 
 
 class VerifyReport(msgspec.Struct):
-    """What a check has found so far, and its result. `ok`: no damage was found."""
+    """What a check has found so far, and its result. `ok`: whether no damage was found."""
 
     ok: bool
     path: str
     shards: int
-    blocks: int = 0  # whose bytes were checked
+    blocks: int = 0  # the number of blocks whose bytes were checked
     bytes: int = 0
-    expired_blocks: int = 0  # not checked
+    expired_blocks: int = 0  # the number of expired blocks, which were not checked
     damaged: list[DamagedBlock] = []
     missing_segments: list[MissingSegment] = []
-    bad_entries: int = 0  # index entries whose guard failed
-    index_damage: list[str] = []  # what prevented reading an index to its end, or checking blocks in it
+    bad_entries: int = 0  # the number of index entries whose guard failed
+    index_damage: list[str] = []  # reasons why an index was not read to its end, or its blocks were not checked
 
 
 @dataclass
@@ -103,8 +103,8 @@ class _Namespace:
         return self.block_bytes if self.seal is None else self.seal.slot_bytes
 
     def read(self, fd: int, memory: mmap.mmap, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
-        """Read the blocks of these rows, which are in one segment, to the beginning of `memory`. -> their statuses, as
-        of `read_blocks`."""
+        """Read the blocks of these rows, which are in one segment, to the beginning of `memory`. Return the blocks'
+        statuses, as `read_blocks` does."""
         places = np.arange(len(rows), dtype=np.int64) * self.block_bytes
         offsets = self.entries["place"][rows].astype(np.int64) * self.slot_bytes
         sums = np.ascontiguousarray(self.entries["checksum"][rows])
@@ -120,9 +120,11 @@ class _Namespace:
 def verify(path: Path, progress: Progress, key: DiskKey | None = None) -> VerifyReport:
     """Check the disk tier in the folder `path`. Blocks until all of it is read.
 
-    key: the operator's, of an encrypted folder. progress: called with the bytes checked so far and in all. Raises
-    `DiskFormatError` when `path` is not a disk tier of this format version, cannot be read, is in use by a server, or
-    has another key.
+    key: the operator's key, for an encrypted folder.
+    progress: a function that is called with the number of bytes checked so far and the total number.
+
+    Raises `DiskFormatError` if `path` is not a disk tier of this format version, cannot be read, is in use by a server,
+    or has another key.
     """
     layout = _find(path)
     check_key(layout, key)
@@ -169,16 +171,17 @@ def _find(path: Path) -> Layout:
 
 @contextmanager
 def _unused(directory: Path) -> Iterator[None]:
-    """Keep servers from using a shard's folder meanwhile. Raises `DiskFormatError` when a server is using it."""
+    """Keep servers from using a shard's folder while it is checked. Raises `DiskFormatError` if a server is using the
+    folder."""
     try:
         fd = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # a server makes the file and never removes it: without the file no server is running
+    except FileNotFoundError:  # servers make this file and never remove it, so none is running
         yield
         return
     except OSError as error:
         raise DiskFormatError(f"{directory} cannot be read: {error}") from None
     try:
-        if not flock_within(fd, fcntl.LOCK_SH, LOCK_WAIT_S):
+        if not flock_within(fd, fcntl.LOCK_SH, VERIFY_LOCK_WAIT_S):
             raise DiskFormatError(
                 f"{directory} is in use by a running server ({lock_holder(fd)}): stop it first, or let it check "
                 "itself: kvstore verify --endpoint HOST:PORT"
@@ -212,7 +215,8 @@ def _read_index(layout: Layout, shard: int, cipher: Cipher | None, found: Verify
 def _namespace(
     shard: int, event: IndexedNamespace, pieces: list[Recovered], cipher: Cipher | None, found: VerifyReport
 ) -> _Namespace | None:
-    """-> a namespace's entries that have not expired, by segment and place; None when the namespace is unreadable."""
+    """Return the entries of a namespace that have not expired, in the order of segment and place. Return None if the
+    namespace is unreadable."""
     entries = np.frombuffer(b"".join([piece.entries for piece in pieces]), dtype=ENTRY)
     keys = np.frombuffer(b"".join([piece.keys for piece in pieces]), dtype=np.uint8).reshape(-1, event.key_bytes)
     name = namespace_id(event.canonical).hex()
@@ -259,11 +263,11 @@ def _check_namespace(layout: Layout, namespace: _Namespace, found: VerifyReport)
 
 
 def _open(layout: Layout, namespace: _Namespace, segment: int) -> int:
-    """Open a segment to read, as the tier does. Raises OSError, also for a file that the tier would not use."""
+    """Open a segment for reading, as the tier does. Raises `OSError`, also if the file has a wrong size."""
     path = segment_path(layout.shard_directory(namespace.shard), segment)
     size = path.stat().st_size
     if size != layout.segment_bytes:
-        raise OSError(errno.EINVAL, f"the file has {size} bytes instead of {layout.segment_bytes}", str(path))
+        raise OSError(errno.EINVAL, f"the file has {size} bytes: expected {layout.segment_bytes}", str(path))
     return open_segment(path, os.O_RDONLY, bypasses_page_cache(namespace.slot_bytes))
 
 
@@ -276,7 +280,7 @@ def _check_segment(
         found.damaged.append(namespace.damaged(row, "its place is not in the segment"))
     yield int(outside.sum()) * size
     rows = rows[~outside]
-    step = max(1, BATCH_BYTES // size)
+    step = max(1, VERIFY_BATCH_BYTES // size)
     with mmap.mmap(-1, min(step, max(1, len(rows))) * size) as memory:
         for at in range(0, len(rows), step):
             some = rows[at : at + step]

@@ -1,8 +1,8 @@
 """The disk of one shard, shared by all parts of its tier: files, thread pools, the keeper of the index, and the state.
 
-Blocks and index entries may reach the disk in any order: a block whose bytes are missing fails its checksum and is a
-miss. Deleted and replaced blocks must not come back: the reply to such a request waits until the keeper has committed
-the removal (`after_removals`). Any error of the disk turns the volume off until the process ends.
+Blocks and index entries may reach the disk in any order, because a block whose bytes are missing fails its checksum and
+is a miss. Deleted and replaced blocks must not come back. So the reply to a request that removes blocks waits until the
+keeper has committed the removal (`after_removals`). Any error of the disk turns the volume off until the process ends.
 
 Only the thread of the shard's loop uses this module.
 """
@@ -31,9 +31,9 @@ from kvstore.disk.format import INDEX, DiskFormatError, lock_shard
 from kvstore.disk.jobs import BlockJobs
 from kvstore.disk.keeper import Keeper
 from kvstore.disk.segments import SegmentFiles
-from kvstore.disk.threads import Completions, Pool
+from kvstore.disk.threads import Completions, IoThreads
 from kvstore.store.disk_blocks import DiskBlocks
-from kvstore.store.namespaces import Store
+from kvstore.store.namespaces import ShardStore
 from kvstore.store.tier import Slots, Tier, keys_before
 from kvstore.wire.attributes import names_of
 
@@ -42,20 +42,20 @@ log = logging.getLogger("kvstore.disk")
 READ_THREADS: Final = 4
 WRITE_THREADS: Final = 2
 MIN_MAP_BYTES: Final = 16 << 20
-STALL_S: Final = 30.0
-# The most that the persistent index takes on disk: `(key + ENTRY_BYTES) * INDEX_FACTOR` an entry, and
-# `EMPTY_INDEX_BYTES`. An entry is its key, 50 bytes and a node's header. The factor is for pages that are half full at
-# worst, and for commits, which copy pages before the old ones are free.
+DISK_STALL_S: Final = 30.0
+# The most bytes that the persistent index takes on disk: `(key + ENTRY_BYTES) * INDEX_FACTOR` for each entry, plus
+# `EMPTY_INDEX_BYTES`. An entry is its key, 50 bytes and a node's header. The factor allows for pages that are only half
+# full, and for commits, which copy pages before the old pages are free.
 ENTRY_BYTES: Final = 66
 INDEX_FACTOR: Final = 6
 EMPTY_INDEX_BYTES: Final = 1 << 20
-# With very small blocks the rest of a segment stays empty, because the index grows by a whole segment's slots at once.
-MAX_SEGMENT_SLOTS: Final = 1 << 19
-MAX_SEGMENT_INDEX_SHARE: Final = 1 / 16  # of the limit, for one segment's part of the persistent index
+# With very small blocks, the rest of a segment stays empty, because an index grows by all slots of a segment at once.
+MAX_DISK_SEGMENT_SLOTS: Final = 1 << 19
+MAX_SEGMENT_INDEX_SHARE: Final = 1 / 16  # the entries of one segment may take this share of the disk limit
 
 
 def _entry_bytes(key_bytes: int) -> int:
-    """-> the most that a slot takes in the persistent index."""
+    """Return the most bytes that a slot takes in the persistent index."""
     return (key_bytes + ENTRY_BYTES) * INDEX_FACTOR
 
 
@@ -70,32 +70,34 @@ class DiskState(enum.Enum):
 class Volume:
     """One shard's folder. Call `take` before any other method.
 
-    on_failure: called once, when the volume has turned itself off.
+    on_failure: a function that is called once, when the volume has turned itself off.
     """
 
-    def __init__(self, store: Store, config: DiskConfig, poll: select.epoll, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self, store: ShardStore, config: DiskConfig, poll: select.epoll, on_failure: Callable[[], None]
+    ) -> None:
         self.store = store
         self._on_failure = on_failure
         self.config = config
         self.state = DiskState.RECOVERING
-        self.reason = ""  # why it is off
+        self.reason = ""  # why the volume is off
         self.directory = Path(config.directory)
         self.segments = SegmentFiles(self.directory, config.segment_bytes, config.limit_bytes // config.segment_bytes)
         self.jobs = BlockJobs(self.segments, config.key)
         self.members: Tier[DiskBlocks] = Tier(self.segments, self._may_grow)
         self.completions = Completions()
-        self.reads = Pool("disk-read", READ_THREADS, self.completions)
-        self.writes = Pool("disk-write", WRITE_THREADS, self.completions)
-        self.background = Pool("disk-scrub", 1, self.completions)
+        self.reads = IoThreads("disk-read", READ_THREADS, self.completions)
+        self.writes = IoThreads("disk-write", WRITE_THREADS, self.completions)
+        self.background = IoThreads("disk-scrub", 1, self.completions)
         self._poll = poll
         self._poll.register(self.completions.fileno(), select.EPOLLIN)
-        self._removed_early: list[tuple[DiskBlocks, bytes]] = []  # keys removed while recovering
-        # Calls of `after_removals` that wait: for the commit of a sequence number, for the end of recovery, and for the
-        # removal of an index that can no longer be changed.
+        self._removed_early: list[tuple[DiskBlocks, bytes]] = []  # keys removed during recovery
+        # Three lists of functions from `after_removals`. They wait for the commit of a sequence number, for the end of
+        # recovery, and for the removal of an index that can no longer be changed.
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._waiting_early: list[Callable[[], None]] = []
         self._waiting_discard: list[Callable[[], None]] = []
-        # Sequence numbers of the keeper's operations: of the last removal, the last committed and the last sent one.
+        # Sequence numbers of the keeper's operations: the last removal, the last committed one and the last one sent.
         self._removal = self._committed = self._sequence = 0
         self._uncommitted_since: float | None = None
         self._clock_offset = time.time() - time.monotonic()
@@ -113,7 +115,7 @@ class Volume:
             self.fail(error)
 
     def start_keeper(self, fresh: bool) -> None:
-        """Start a keeper in place of the present one, if any. `fresh`: with an empty index, and without namespaces."""
+        """Start a keeper in place of the present one, if any. `fresh`: start with an empty index and no namespaces."""
         if self._keeper is not None:
             self._keeper.kill()
         self._committed = self._sequence = 0
@@ -132,7 +134,7 @@ class Volume:
         self._poll.modify(self.keeper.fileno(), select.EPOLLIN | (select.EPOLLOUT if self.keeper.wants_write else 0))
 
     def turned_on(self) -> None:
-        """Recovery is complete: do the removals that were requested during it."""
+        """End recovery: carry out the removals that were requested during it."""
         self.state = DiskState.ON
         self._uncommitted_since = None
         for member in self.members.members:
@@ -147,35 +149,35 @@ class Volume:
 
     @property
     def on(self) -> bool:
-        """Blocks can be read and written."""
+        """True if blocks can be read and written."""
         return self.state is DiskState.ON
 
     @property
     def recovering(self) -> bool:
-        """The old index is not completely known yet."""
+        """True while the old index is not completely known yet."""
         return self.state is DiskState.RECOVERING
 
     @property
     def off(self) -> bool:
-        """The disk has failed."""
+        """True if the disk has failed."""
         return self.state is DiskState.OFF
 
     # ---- calls of the store --------------------------------------------------------------------------------------
 
     def open(self, canonical: bytes, key_bytes: int, block_bytes: int) -> DiskBlocks | None:
-        """-> an empty `DiskBlocks` for a new namespace; None when its blocks are larger than a segment."""
+        """Return an empty `DiskBlocks` for a new namespace, or None when its blocks are larger than a segment."""
         seal = self.jobs.seal_of(canonical, key_bytes, block_bytes)
         slot_bytes = block_bytes if seal is None else seal.slot_bytes
         if slot_bytes > self.config.segment_bytes:
             log.warning(
-                "disk: blocks of %d bytes stay in memory: a segment on disk has %d bytes; use a larger --disk-size",
+                "disk: blocks of %d bytes stay in memory: a segment on disk has only %d; use a larger --disk-size",
                 slot_bytes,
                 self.config.segment_bytes,
             )
             return None
         slots = min(
             self.config.segment_bytes // slot_bytes,
-            MAX_SEGMENT_SLOTS,
+            MAX_DISK_SEGMENT_SLOTS,
             max(1, int(self.config.limit_bytes * MAX_SEGMENT_INDEX_SHARE) // _entry_bytes(key_bytes)),
         )
         index = BlockIndex(key_bytes, slots, self.store.policy)
@@ -187,7 +189,7 @@ class Volume:
         return member
 
     def forget(self, member: DiskBlocks) -> None:
-        """The namespace is gone: give its segments back, and have the keeper forget it."""
+        """Give back the segments of a namespace that is gone, and make the keeper forget the namespace."""
         self.members.remove(member)
         self.jobs.seals.pop(member, None)
         if self.on:
@@ -195,9 +197,10 @@ class Volume:
             self.keeper.forget_namespace(member.canonical)
 
     def keep_replicas(self, member: DiskBlocks, replicas: int) -> None:
-        """Each block of the namespace has so many copies: after a restart the shard still knows, without a client."""
+        """Record the number of copies of the namespace's blocks, so that after a restart the shard knows this number
+        even without a client."""
         member.replicas = replicas
-        if self.on and member.index.ready:  # otherwise the first block that is written tells the keeper
+        if self.on and member.index.ready:  # otherwise the keeper gets the number with the first block that is written
             self._ordinal(member)
 
     # ---- space and files -----------------------------------------------------------------------------------------
@@ -215,7 +218,8 @@ class Volume:
         return EMPTY_INDEX_BYTES + sum(index.slots * _entry_bytes(index.key_bytes) for index in indexes)
 
     def _shrink(self, now: float) -> None:
-        """Remove the least used segments while the files exceed the limit, which an earlier run may have had higher."""
+        """Remove the least used segments while the files exceed the limit. An earlier run may have had a higher
+        limit."""
         try:
             while self.segments.used_bytes + self._index_file_bytes() > self.config.limit_bytes:
                 if not self.segments.remove_one() and not self.members.shrink(now):
@@ -224,18 +228,18 @@ class Volume:
             self.fail(error)
 
     def make_room(self, member: DiskBlocks, wanted: int, now: float) -> None:
-        """Make `wanted` slots of `member` free on disk, as far as that is possible."""
+        """Free `wanted` slots of `member` on disk, or as many as possible."""
         try:
             self.members.make_room(member, wanted, now)
         except OSError as error:
             self.fail(error)
 
     def _wall_clock(self, expires: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
-        """Convert monotonic times to seconds of the wall clock. 0: never."""
+        """Convert monotonic times to seconds of the wall clock. 0 means never."""
         return np.where(expires > 0, np.ceil(expires + self._clock_offset), 0).astype(np.uint32)
 
     def monotonic(self, expires: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
-        """Convert seconds of the wall clock to monotonic times. 0: never."""
+        """Convert seconds of the wall clock to monotonic times. 0 means never."""
         return np.where(expires > 0, np.maximum(expires - self._clock_offset, 0.125), 0.0)
 
     # ---- the persistent index ------------------------------------------------------------------------------------
@@ -251,10 +255,10 @@ class Volume:
     ) -> None:
         """Make written slots readable, and record them in the persistent index.
 
-        links: what they follow and what follows them, for `BlockIndex.link`. before: the keys of the blocks that they
-        follow, which may not be on disk yet.
+        links: the blocks before and after the written ones in their chains, for `BlockIndex.link`.
+        before: the keys of the blocks that the written blocks follow. These may not be on disk yet.
         """
-        member.remove_lapsed()  # first, because lapsed blocks may have the same keys
+        member.remove_lapsed()  # before the commit, because lapsed blocks may have the same keys
         member.index.commit(slots, sums, self.store.ticks(len(slots)), expires)
         member.index.link(*links)
         self._record(member, slots, before)
@@ -269,7 +273,7 @@ class Volume:
             self._sent(self.keeper.put(self._ordinal(member), keys, self._entries(member, slots, before)))
 
     def _entries(self, member: DiskBlocks, slots: Slots, before: npt.NDArray[np.uint8]) -> Entries:
-        """-> the entries of READY slots for the persistent index."""
+        """Return the entries for the persistent index of the blocks in READY slots."""
         index = member.index
         entries = np.zeros(len(slots), dtype=ENTRY)
         ordinals, places = np.divmod(slots, index.slots_per_segment)
@@ -283,7 +287,7 @@ class Volume:
         return entries
 
     def _record_removed(self, member: DiskBlocks, keys: bytes) -> None:
-        """Delete blocks from the persistent index; while recovering, note them for later."""
+        """Delete blocks from the persistent index. During recovery, note them for later instead."""
         if self.recovering and keys:
             self._removed_early.append((member, keys))
         elif self.on and keys:
@@ -299,7 +303,7 @@ class Volume:
         return self.keeper.open_namespace(member.canonical, member.index.key_bytes, member.replicas)
 
     def after_removals(self, call: Callable[[], None]) -> None:
-        """Call `call` once no block that was removed so far can come back, not even after a crash."""
+        """Call `call` as soon as no block that was removed so far can come back, not even after a crash."""
         if self.recovering:
             self._waiting_early.append(call)
         elif self.on and self._removal > self._committed:
@@ -313,9 +317,9 @@ class Volume:
                 threading.Thread(target=self._discard_index, name="kvstore-disk-discard", daemon=True).start()
 
     def _discard_index(self) -> None:
-        """Remove the index, which still has deleted blocks and which no keeper can change any more.
+        """Remove the index, because it still has deleted blocks and no keeper can change it any more.
 
-        Runs on a thread of its own, because the disk may hang.
+        This runs on a thread of its own, because the disk may hang.
         """
         try:
             index = self.directory / INDEX
@@ -324,7 +328,7 @@ class Volume:
             folder = os.open(index, os.O_RDONLY | os.O_DIRECTORY)
             os.fsync(folder)
             os.close(folder)
-            log.error("disk: blocks were deleted while the tier is off; its index was removed, it will start empty")
+            log.error("disk: blocks were deleted while the tier is off; its index was removed, so it will start empty")
         except OSError as error:
             log.error("disk: blocks deleted while the tier is off may come back after a restart: %s", error)
         self.completions.add(self._discarded)
@@ -336,7 +340,7 @@ class Volume:
             call()
 
     def committed(self, sequence: int) -> None:
-        """The keeper has committed all operations up to this one: run the calls that waited for them."""
+        """Run the calls that waited for operations up to `sequence`, which the keeper has now committed."""
         self._committed = sequence
         self._uncommitted_since = None if sequence >= self._sequence else time.monotonic()
         while self._waiting and self._waiting[0][0] <= self._committed:
@@ -345,20 +349,20 @@ class Volume:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def check_progress(self, now: float) -> None:
-        """Turn the volume off when the disk hangs, so that requests do not wait for it until their deadlines."""
-        if any(pool.stalled(now, STALL_S) for pool in (self.reads, self.writes, self.background)):
-            self.fail(OSError(f"a read or write took longer than {STALL_S:g} s"))
-        elif self._uncommitted_since is not None and now - self._uncommitted_since > STALL_S:
-            self.fail(OSError(f"the index was not committed for {STALL_S:g} s"))
+        """Turn the volume off if the disk hangs, so that requests do not wait for the disk until their deadlines."""
+        if any(pool.stalled(now, DISK_STALL_S) for pool in (self.reads, self.writes, self.background)):
+            self.fail(OSError(f"a read or write took longer than {DISK_STALL_S:g} s"))
+        elif self._uncommitted_since is not None and now - self._uncommitted_since > DISK_STALL_S:
+            self.fail(OSError(f"the index was not committed for {DISK_STALL_S:g} s"))
 
     def fail(self, error: OSError | DiskFormatError) -> None:
-        """Turn the volume off because of `error`; the shard goes on without it. Later calls do nothing."""
+        """Turn the volume off because of `error`. The shard goes on without it. Later calls do nothing."""
         if self.off:
             return
         self.state = DiskState.OFF
         self.reason = str(error)
         log.error(
-            "disk tier %s is off: %s; serving goes on from memory; repair the disk, then restart the server",
+            "disk tier %s is off: %s; blocks are served from memory only; repair the disk, then restart the server",
             self.directory,
             error,
         )
@@ -378,5 +382,5 @@ class Volume:
         self._on_failure()
 
     def fail_with(self, code: int) -> None:
-        """Call `fail` with the error of an errno."""
+        """Call `fail` with the `OSError` of an errno."""
         self.fail(OSError(code, os.strerror(code)))

@@ -1,16 +1,17 @@
-"""Writes blocks from memory to disk in the background: which blocks, when, and what happens when the disk is slow.
+"""Writes blocks from memory to disk in the background: which blocks, when, and what happens if the disk is slow.
 
-A block that waits to be written is *dirty*: its memory slot is referenced, so the block is not evicted before it is
+A block that waits to be written is *dirty*. Its memory slot is referenced, so the block is not evicted before it is
 written. `--disk-write` decides which blocks become dirty:
 
-* `all`: every block that was set. Dirty blocks may fill half of the memory. Then the server stops reading from clients
-  that set, until the disk has caught up, so that a slow disk never drops an acknowledged block.
+* `all`: every block that was set. Dirty blocks may fill half of the memory. Then the server reads nothing more from
+  clients that set blocks, until the disk has caught up. So a slow disk never drops an acknowledged block.
 * `reused`: every block that was read again.
-* `evicted`: blocks that are about to be evicted. If the disk is slower than the clients set, these blocks are evicted
-  unwritten; reads from disk wait for these writes.
+* `evicted`: blocks that are about to be evicted. If clients set blocks faster than the disk can write, such blocks are
+  evicted unwritten. Reads from disk wait for these writes.
 
-Writes wait for a quiet moment, because they slow down clients that set, even when they bypass the page cache. They do
-not wait for long, and not while many blocks are dirty. A clean stop writes the blocks that are only in memory.
+Writes wait for a quiet moment, because they slow down clients that set blocks, even when they bypass the page cache.
+They do not wait for long, and they do not wait while many blocks are dirty. A clean stop writes the blocks that are
+only in memory.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from kvstore.store.tier import Slots
 WRITE_JOB_BYTES: Final = 4 << 20
 MAX_IN_FLIGHT_BYTES: Final = 32 << 20
 MAX_KEEPER_BACKLOG_BYTES: Final = 4 << 20
-QUIET_S: Final = 0.02  # no payload for so long makes a quiet moment
-PATIENCE_S: Final = 1.0  # how long a dirty block waits for a quiet moment
+QUIET_S: Final = 0.02  # a moment is quiet if no payload has moved for this long
+DIRTY_WAIT_S: Final = 1.0  # for how long a dirty block waits for a quiet moment
 HURRY_SHARE: Final = 0.25  # when this share of memory is dirty, write at once until no block waits
-BEHIND_SHARE: Final = 0.5  # when this share of memory is dirty, clients that set wait
-CAUGHT_UP_SHARE: Final = 0.375  # when no more than this share of memory is dirty, they wait no longer
+BEHIND_SHARE: Final = 0.5  # when this share of memory is dirty, clients that set blocks must wait
+CAUGHT_UP_SHARE: Final = 0.375  # when at most this share of memory is dirty, these clients no longer wait
 EVICTION_AHEAD_BLOCKS: Final = 64
 
 
@@ -46,35 +47,35 @@ class _Waiting(NamedTuple):
 
 
 class Writing:
-    """The dirty blocks of a shard, and their writes. Used by the loop's thread only."""
+    """The dirty blocks of a shard, and the writes of these blocks. Used by the loop's thread only."""
 
     def __init__(self, volume: Volume, policy: str) -> None:
         self._volume = volume
         self._policy = policy
         self._queue: deque[_Waiting] = deque()
-        self._again: list[_Waiting] = []  # to queue again: an older version of these blocks is being written
-        self._dirty: dict[NamespaceStore, set[int]] = {}  # memory slots
+        self._again: list[_Waiting] = []  # blocks to queue again, because an older version of them is being written
+        self._dirty: dict[NamespaceStore, set[int]] = {}  # the memory slots of dirty blocks
         self._memory_bytes = volume.store.limit_bytes
         self.dirty_blocks = self.dirty_bytes = self.in_flight_bytes = 0
         self.blocks = self.bytes = self.skipped = 0
         self._hurrying = False  # write at once until no block waits
-        self.behind = False  # clients that set must wait
+        self.behind = False  # clients that set blocks must wait
 
     # ---- which blocks become dirty -------------------------------------------------------------------------------
 
     def was_set(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
-        """Clients have set these blocks; their slots are READY."""
+        """Note blocks that clients have set. Their slots are READY."""
         if self._policy == "all":
             self._add(namespace, slots, now)
 
     def was_read(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
-        """A client has read these blocks from memory."""
+        """Note blocks that a client has read from memory."""
         if self._policy == "reused":
-            self._add_if_not_on_disk(namespace, namespace.ordinary(slots), now)  # transient ones are never written
+            self._add_if_not_on_disk(namespace, namespace.ordinary(slots), now)  # transient blocks are never written
 
     def write_again(self, namespace: NamespaceStore, keys: bytes, now: float) -> None:
-        """These blocks expire at another time now. Those that are in memory replace what is on disk, where that is
-        noted; one that is only on disk has its old time again after a restart."""
+        """Write blocks again whose expiry time has changed, because the disk records this time. Only blocks in memory
+        are written. A block that is only on disk has its old expiry time again after a restart."""
         if namespace.disk is None or namespace.disk.empty:
             return
         slots = namespace.acquire(keys, now, 0, False)
@@ -86,9 +87,9 @@ class Writing:
         namespace.release(slots)
 
     def saves_before(self, namespace: NamespaceStore, blocks: int, now: float) -> bool:
-        """With policy `evicted`: if room for `blocks` blocks requires evictions, write the next victims first.
+        """With policy `evicted`, start to write the next victims if room for `blocks` blocks requires evictions.
 
-        -> True when writes are pending: the caller must wait for them.
+        Return True if writes are pending, so that the caller must wait for them.
         """
         if self._policy != "evicted":
             return False
@@ -100,9 +101,9 @@ class Writing:
         return not self.idle
 
     def add_all(self, now: float) -> None:
-        """Make all blocks dirty that are only in memory, the hottest of them as far as the disk can hold them.
+        """Make dirty the blocks that are only in memory. If they do not all fit on the disk, take the hottest.
 
-        The coldest are written first, so they are also the first to be evicted from disk.
+        The coldest of them are written first, so they are also the first to be evicted from disk.
         """
         room_bytes = self._volume.segments.segments * self._volume.segments.segment_bytes
         for namespace in self._volume.store:
@@ -134,7 +135,7 @@ class Writing:
         self.behind = not self._volume.off and self.dirty_bytes > self._memory_bytes * share
 
     def _clean(self, namespace: NamespaceStore, slots: Slots) -> None:
-        """These blocks are no longer dirty, whether they were written or not."""
+        """Mark blocks as no longer dirty, whether they were written or not."""
         namespace.release(slots)
         dirty = self._dirty[namespace]
         dirty.difference_update(slots.tolist())
@@ -146,11 +147,11 @@ class Writing:
 
     @property
     def idle(self) -> bool:
-        """Nothing is dirty."""
+        """True if no block is dirty."""
         return not self._queue and not self._again and not self.in_flight_bytes
 
     def pump(self, now: float, quiet_since: float, hurry: bool) -> None:
-        """Start the writes that are due. For the arguments see `DiskTier.pump`."""
+        """Start the writes that are due. The arguments are those of `DiskTier.pump`."""
         if self._policy == "evicted" and not self._volume.store.arena.free:
             self._add_next_victims(now)
         self._queue.extend(self._again)
@@ -159,7 +160,7 @@ class Writing:
         while self._queue and self.in_flight_bytes < MAX_IN_FLIGHT_BYTES:
             waiting = self._queue[0]
             self._hurrying = self._hurrying or self.dirty_bytes > self._memory_bytes * HURRY_SHARE
-            due = hurry or self._hurrying or now - quiet_since > QUIET_S or now - waiting.since > PATIENCE_S
+            due = hurry or self._hurrying or now - quiet_since > QUIET_S or now - waiting.since > DIRTY_WAIT_S
             if not due or self._volume.keeper.backlog_bytes > MAX_KEEPER_BACKLOG_BYTES:
                 return
             self._queue.popleft()
@@ -177,7 +178,7 @@ class Writing:
     def _write(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
         disk, volume = namespace.disk, self._volume
         assert disk is not None
-        kept = namespace.states_of(slots) == BlockIndex.READY  # the other blocks were deleted since they became dirty
+        kept = namespace.states_of(slots) == BlockIndex.READY  # the other blocks were deleted after they became dirty
         self._clean(namespace, slots[~kept])
         slots = slots[kept]
         if not len(slots):
@@ -235,7 +236,7 @@ class Writing:
         self._clean(namespace, slots)
 
     def give_up(self) -> None:
-        """The disk has failed: drop the queue, so that no block in it stays dirty."""
+        """Drop the queue, so that no block in it stays dirty, because the disk has failed."""
         for waiting in [*self._queue, *self._again]:
             self._clean(waiting.namespace, waiting.slots)
         self._queue.clear()

@@ -1,7 +1,8 @@
-"""Copies blocks of one shard to the shards that gain them: asks which are there already, then reads, checks and sends.
+"""Copies blocks of one shard to the shards that gain them. It asks those shards which of the blocks they have, and then
+reads, checks and sends the others.
 
-A `Mover` decides which blocks go where; a `Carrier` does the transfer, in batches of `BATCH_BYTES`. Failed and full
-shards are noted in `Receivers`, which all carriers of a mover share.
+A `Mover` decides which blocks go where; a `Carrier` does the transfer, in batches of `CARRIED_BYTES`. `Receivers`,
+which all carriers of a mover share, records the failed and the full shards.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ import numpy.typing as npt
 
 from kvstore._cext import checksum_into
 from kvstore.moving.connections import Connections
-from kvstore.moving.planning import NOBODY, Targets
-from kvstore.moving.progress import Progress
+from kvstore.moving.planning import NO_SHARD, Targets
+from kvstore.moving.progress import MoveProgress
 from kvstore.moving.receivers import Receivers, numbers_in
 from kvstore.wire import MAX_FRAME_BLOCKS, ShardAddress, decode_namespace
-from kvstore.wire.asking import AskError, Asking, KeyArray, Refused
 from kvstore.wire.attributes import Attributes
+from kvstore.wire.queries import KeyArray, Refused, ShardQueries, ShardQueryError
 
 log = logging.getLogger("kvstore.moving")
 
-BATCH_BYTES: Final = 4 << 20  # in memory at a time; at least one block
-ROOM_LOOK_S: Final = 1.0  # how long a shard's answer about its room is used
+CARRIED_BYTES: Final = 4 << 20  # the most bytes in memory at a time, but at least one block
+ROOM_LOOK_S: Final = 1.0  # how long a shard's answer about its room is trusted
 
 
 class Block(NamedTuple):
-    """A block on its way."""
+    """A block that is being moved."""
 
     view: memoryview
     checksum: int
@@ -40,10 +41,12 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Listed:
-    """Blocks of one namespace on one shard that other shards gain, the hottest first.
+    """The blocks of one namespace on one shard that other shards gain, the hottest first.
 
-    keys: (n, key_bytes). targets: (n, copies), row i for key i. before: (n, copies, key_bytes), the key of the nearest
-    block before each one in its chain that the same shard gains, its own key if there is none.
+    `keys`: an array (n, key_bytes).
+    `targets`: an array (n, copies), with row i for key i.
+    `before`: an array (n, copies, key_bytes), with the key of the nearest earlier block in the chain that the same
+    shard gains. If there is none, it is the block's own key.
     """
 
     canonical: bytes
@@ -55,14 +58,15 @@ class Listed:
 
     @property
     def copies(self) -> int:
-        """How many copies are to be made."""
-        return int((self.targets != NOBODY).sum())
+        """The number of copies to make."""
+        return int((self.targets != NO_SHARD).sum())
 
 
 class Carrier:
-    """Sends blocks of one shard to others, a namespace at a time. One thread; every call blocks.
+    """Sends blocks of one shard to others, one namespace at a time. Only one thread may use it, and every call blocks.
 
-    `gentle`: a shard without room gets no more blocks, and before each batch it is asked again which blocks it has.
+    `gentle`: send no more blocks to a shard without room, and ask each shard before each batch which of the blocks it
+    has.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class Carrier:
         shard: ShardAddress,
         receivers: Receivers,
         connections: Connections,
-        progress: Progress,
+        progress: MoveProgress,
         gentle: bool,
     ) -> None:
         self._receivers = receivers
@@ -78,9 +82,9 @@ class Carrier:
         self._progress = progress
         self._gentle = gentle
         self._source = connections.open(shard)
-        self._askings: dict[int, Asking] = {}
-        self._namespaces: dict[Asking, bytes] = {}
-        self._room: dict[int, tuple[float, int]] = {}  # target -> until when its answer is used, and its room in bytes
+        self._askings: dict[int, ShardQueries] = {}
+        self._namespaces: dict[ShardQueries, bytes] = {}
+        self._room: dict[int, tuple[float, int]] = {}  # by target: until when its answer is used, and its room in bytes
 
     def __enter__(self) -> Carrier:
         return self
@@ -90,13 +94,13 @@ class Carrier:
             self._connections.close(asking)
 
     def carry(self, listed: Listed, rows: slice) -> None:
-        """Move the blocks at `rows` of a namespace. Raises `AskError` when the source shard fails."""
+        """Move the blocks at `rows` of a namespace. Raises `ShardQueryError` when the source shard fails."""
         began, failures = time.monotonic(), self._receivers.failures
         keys, targets, before = listed.keys[rows], listed.targets[rows].copy(), listed.before[rows]
         self._strike_out(listed, keys, targets)
         self._rest(began, failures)
-        wanted = np.flatnonzero((targets != NOBODY).any(axis=1))
-        step = batch_blocks(listed.block_bytes, BATCH_BYTES, MAX_FRAME_BLOCKS)
+        wanted = np.flatnonzero((targets != NO_SHARD).any(axis=1))
+        step = batch_blocks(listed.block_bytes, CARRIED_BYTES, MAX_FRAME_BLOCKS)
         for at in range(0, len(wanted), step):
             if self._progress.over:
                 return
@@ -106,12 +110,14 @@ class Carrier:
             self._rest(began, failures)
 
     def _rest(self, began: float, failures: int) -> None:
-        """Rest after a piece of work, unless a shard failed in it: then its time went by in waiting for an answer."""
+        """Pause after a piece of work, unless a shard failed during it, because then the thread only waited for an
+        answer."""
         if self._receivers.failures == failures:
             self._progress.rest(began)
 
     def _strike_out(self, listed: Listed, keys: KeyArray, targets: Targets) -> None:
-        """Remove from `targets` copies that a shard has already, and full shards. Ends early when the mover is over."""
+        """Remove from `targets` the copies that a shard already has, and full shards. Return early if the mover
+        must end."""
         for target in numbers_in(targets):
             if self._progress.over:
                 return
@@ -120,41 +126,45 @@ class Carrier:
                 lacking = int((targets == target).sum())
                 if not self._gentle or not lacking or self._has_room(listed, target, lacking):
                     continue
-            targets[targets == target] = NOBODY
+            targets[targets == target] = NO_SHARD
 
     def _strike_out_present(self, listed: Listed, keys: KeyArray, targets: Targets, target: int) -> None:
-        """Remove from `targets` the copies that shard `target` has; all of its copies if it does not answer."""
+        """Remove from `targets` the copies that shard `target` already has, or all copies for it if it does not
+        answer."""
         gained = np.argwhere(targets == target)
         asking = self._asking(listed, target)
         if asking is not None:
             try:
                 present = asking.contains(keys[gained[:, 0]])
-            except AskError as error:
+            except ShardQueryError as error:
                 self._receivers.set_failed(target, listed.canonical, error)
             else:
-                targets[tuple(gained[present].T)] = NOBODY
+                targets[tuple(gained[present].T)] = NO_SHARD
                 self._receivers.settle(target, listed.canonical, keys[gained[present][:, 0]])
                 self._progress.count(present=int(present.sum()))
                 return
-        targets[tuple(gained.T)] = NOBODY
-        if not self._progress.over:  # otherwise the call was interrupted: these copies did not fail
+        targets[tuple(gained.T)] = NO_SHARD
+        if not self._progress.over:  # otherwise the call was interrupted, and these copies did not fail
             self._progress.count(failed=len(gained))
 
     def _has_room(self, listed: Listed, target: int, blocks: int) -> bool:
-        """Whether a shard can take a batch of these blocks without evicting; if not, it counts as full from now on.
+        """Return whether a shard can take a batch of these blocks without an eviction. If not, the shard counts as full
+        from now on.
 
-        The shard is asked only when its last answer is old, or when blocks sent since then have used up that room.
+        The shard is asked only if its last answer is old, or if the blocks sent since then have used up the room.
         """
-        needed_bytes = listed.block_bytes * min(blocks, batch_blocks(listed.block_bytes, BATCH_BYTES, MAX_FRAME_BLOCKS))
+        needed_bytes = listed.block_bytes * min(
+            blocks, batch_blocks(listed.block_bytes, CARRIED_BYTES, MAX_FRAME_BLOCKS)
+        )
         valid_until, room_bytes = self._room.get(target, (0.0, 0))
         if room_bytes >= needed_bytes and time.monotonic() < valid_until:
             return True
         asking = self._asking(listed, target)
         if asking is None:
-            return True  # the shard failed: its copies are counted as failed when they are to be sent
+            return True  # the shard failed, so its copies count as failed when they are sent
         try:
             room_bytes = asking.info().room_bytes
-        except AskError as error:
+        except ShardQueryError as error:
             self._receivers.set_failed(target, listed.canonical, error)
             return True
         self._room[target] = time.monotonic() + ROOM_LOOK_S, room_bytes
@@ -165,14 +175,14 @@ class Carrier:
     def _carry_batch(self, listed: Listed, keys: KeyArray, targets: Targets, before: npt.NDArray[np.uint8]) -> None:
         if self._gentle:  # other senders may have sent some of these blocks meanwhile
             self._strike_out(listed, keys, targets)
-            wanted = (targets != NOBODY).any(axis=1)
+            wanted = (targets != NO_SHARD).any(axis=1)
             keys, targets, before = keys[wanted], targets[wanted], before[wanted]
             if not len(keys) or self._progress.over:
                 return
         generation = self._generation(listed)
         blocks = self._read(listed, keys)
         there = np.array([block is not None for block in blocks])
-        self._progress.count(failed=int((targets[~there] != NOBODY).sum()))
+        self._progress.count(failed=int((targets[~there] != NO_SHARD).sum()))
         for target in numbers_in(targets):
             rows, copies = np.nonzero((targets == target) & there[:, np.newaxis])
             if self._progress.over:
@@ -184,14 +194,15 @@ class Carrier:
                 self._set(listed, target, keys[rows], sent, attributes, generation)
 
     def _generation(self, listed: Listed) -> int:
-        """-> the generation of a namespace at the source shard, now: of blocks that are read after that."""
+        """Return the current generation of a namespace at the source shard. Blocks that are read later have this
+        generation or a higher one."""
         source = self._use(self._source, listed)
         return source.hello(listed.canonical, listed.replicas).generation
 
     def _read(self, listed: Listed, keys: KeyArray) -> list[Block | None]:
-        """Read blocks from the source shard and check them. -> None for a block that is gone or damaged."""
+        """Read blocks from the source shard and check them. The list has None for a block that is gone or damaged."""
         source = self._use(self._source, listed)
-        opaque = decode_namespace(listed.canonical).opaque_sums  # then only readers can check them
+        opaque = decode_namespace(listed.canonical).opaque_sums  # if so, only clients with the secret can check blocks
         blocks: list[Block | None] = [None] * len(keys)
         damaged = 0
         try:
@@ -203,7 +214,7 @@ class Carrier:
                     checksum_into(views, found)
                 damaged += int((found != sums).sum())
                 for row, (position, view) in enumerate(zip(positions, views, strict=True)):
-                    if found[row] == sums[row] and not attributes["reads"][row]:  # transient blocks stay
+                    if found[row] == sums[row] and not attributes["reads"][row]:  # transient blocks are not moved
                         blocks[position] = Block(view, sums[row], attributes[row : row + 1])
         except Refused as error:
             log.warning("moving: %d block(s) cannot be read: %s", len(keys), error)
@@ -225,10 +236,10 @@ class Carrier:
             try:
                 sums = np.array([block.checksum for block in blocks])
                 reply = asking.set(keys, [block.view for block in blocks], sums, attributes, generation)
-            except AskError as error:
+            except ShardQueryError as error:
                 self._receivers.set_failed(target, listed.canonical, error)
             else:
-                if not reply.error:  # with errors, the reply does not say for which blocks: the next mover asks
+                if not reply.error:  # with errors, it is not known which blocks failed, so the next mover asks
                     self._receivers.settle(target, listed.canonical, keys)
                 self._progress.count(reply.created, reply.existed, reply.error)
                 valid_until, room_bytes = self._room.get(target, (0.0, 0))
@@ -239,20 +250,20 @@ class Carrier:
 
     # ---- connections -----------------------------------------------------------------------------------------------
 
-    def _asking(self, listed: Listed, target: int) -> Asking | None:
-        """-> a connection to shard `target` in a namespace; None when the shard failed, now or before."""
+    def _asking(self, listed: Listed, target: int) -> ShardQueries | None:
+        """Return a connection to shard `target` in a namespace, or None if the shard fails now or has failed before."""
         if self._receivers.has_failed(target, listed.canonical):
             return None
         try:
             if target not in self._askings:
                 self._askings[target] = self._connections.open(self._receivers.shards[target])
             return self._use(self._askings[target], listed)
-        except AskError as error:
+        except ShardQueryError as error:
             self._receivers.set_failed(target, listed.canonical, error)
             return None
 
-    def _use(self, asking: Asking, listed: Listed) -> Asking:
-        """Put a connection into a namespace, and limit its next call to the mover's time. -> the connection."""
+    def _use(self, asking: ShardQueries, listed: Listed) -> ShardQueries:
+        """Switch a connection to a namespace, limit its next call to the time left, and return it."""
         asking.timeout_s = self._progress.call_s
         if self._namespaces.get(asking) != listed.canonical:
             self._namespaces.pop(asking, None)
@@ -262,5 +273,5 @@ class Carrier:
 
 
 def batch_blocks(block_bytes: int, batch_bytes: int, most: int) -> int:
-    """-> the number of blocks in one batch of up to `batch_bytes`: 1 to `most`."""
+    """Return the number of blocks in one batch of up to `batch_bytes`. It is at least 1 and at most `most`."""
     return max(1, min(most, batch_bytes // block_bytes))

@@ -7,31 +7,32 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from kvstore.moving.progress import Progress
+from kvstore.moving.progress import MoveProgress
 from kvstore.wire import ShardAddress
-from kvstore.wire.asking import AskError, Asking, Dial
+from kvstore.wire.queries import Dial, ShardQueries, ShardQueryError
 
-CONNECT_S: Final = 3.0  # a shard that takes longer fails; `interrupt` does not end connecting earlier
+CONNECT_S: Final = 3.0  # a shard that takes longer has failed; `interrupt` does not stop an attempt to connect
 
 
 class Connections:
-    """Opens connections to shards, and interrupts the open ones. Any thread.
+    """Opens connections to shards, and interrupts the open ones. Thread-safe.
 
-    cookies: of the shards' nodes, by the name of the shard. dial: of `Asking`.
+    `cookies`: the cookies of the shards' nodes, by the name of the shard. `dial`: see `ShardQueries`.
     """
 
-    def __init__(self, progress: Progress, cookies: Mapping[str, str], dial: Dial) -> None:
+    def __init__(self, progress: MoveProgress, cookies: Mapping[str, str], dial: Dial) -> None:
         self._progress = progress
         self._cookies = cookies
         self._dial = dial
         self._lock = threading.Lock()
-        self._open: set[Asking] = set()
+        self._open: set[ShardQueries] = set()
 
-    def open(self, shard: ShardAddress) -> Asking:
-        """-> a new connection, to be passed to `close`. Blocks. Raises `AskError`, also when the mover is over."""
+    def open(self, shard: ShardAddress) -> ShardQueries:
+        """Return a new connection, which the caller must pass to `close`. Blocks. Raises `ShardQueryError`, also if the
+        mover must end."""
         if self._progress.over:
-            raise AskError("the moving has ended: no new connection is made")
-        asking = Asking(
+            raise ShardQueryError("the drain or fill has ended: no new connection is made")
+        asking = ShardQueries(
             (shard.host or "127.0.0.1", shard.port),
             min(CONNECT_S, self._progress.call_s),
             cookie=self._cookies.get(shard.name, ""),
@@ -44,15 +45,15 @@ class Connections:
             asking.interrupt()
         return asking
 
-    def close(self, asking: Asking) -> None:
+    def close(self, asking: ShardQueries) -> None:
         """Close a connection."""
         with self._lock:
             self._open.discard(asking)
         asking.close()
 
     @contextmanager
-    def opened(self, shard: ShardAddress) -> Iterator[Asking]:
-        """A connection for a `with` block, closed at its end. Raises `AskError`."""
+    def opened(self, shard: ShardAddress) -> Iterator[ShardQueries]:
+        """Provide a connection for a `with` block, and close it at the end of the block. Raises `ShardQueryError`."""
         asking = self.open(shard)
         try:
             yield asking
@@ -60,7 +61,7 @@ class Connections:
             self.close(asking)
 
     def interrupt(self) -> None:
-        """Make all calls in progress fail soon. Call `Progress.stop` before this."""
+        """Make all calls in progress fail soon. Call `MoveProgress.stop` before this."""
         with self._lock:
             for asking in self._open:
                 asking.interrupt()

@@ -1,8 +1,8 @@
-"""Drains a node: its hottest blocks move to their next owners, while the node still answers for them.
+"""Drains a node: moves its hottest blocks to their next owners while the node still answers for them.
 
 The drain is a thread of the supervisor, so that the supervisor can watch its shards meanwhile; `Mover` moves the
-blocks. It works in passes, each with the current members, until a pass finds nothing to move. One pass is not enough:
-a client that did not know of the drain may have set blocks here, and a node that took blocks may have died.
+blocks. The drain works in passes, each with the current members, until a pass finds nothing to move. One pass is not
+enough: a client that did not know of the drain may have set blocks here, and a node that took blocks may have died.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ from kvstore.moving.planning import plan_leaving
 from kvstore.moving.progress import MoveReport
 from kvstore.moving.settled import Settled
 from kvstore.wire import ShardAddress
-from kvstore.wire.asking import Dial, dial_tcp
+from kvstore.wire.queries import Dial, dial_tcp
 
 log = logging.getLogger("kvstore.cluster")
 
-SETTLE_S: Final = 0.5  # before each pass, so that clients see the drain and set blocks elsewhere
-# How long to retry when only blocks that fail are left: by then a node that died is no longer a member.
+DRAIN_SETTLE_S: Final = 0.5  # the pause before each pass, so that clients see the drain and set blocks elsewhere
+# How long to retry when only failing blocks are left. After this time, a node that died is no longer a member.
 FAILING_S: Final = 10.0
 
 
 class Draining(threading.Thread):
     """One drain, from the request until the node has left. Any thread may call `stop` and read `progress`.
 
-    The drain's thread calls `announce`, which writes the state `draining` into the node's record, `members` before each
-    pass, and `leave` at the end, whether all blocks have moved or not. `dial`: of `Asking`.
+    The drain's thread calls three functions:
+    * `announce`, which writes the state `draining` into the node's record;
+    * `members`, before each pass;
+    * `leave`, at the end, even if some blocks have not moved.
+
+    `dial`: see `ShardQueries`.
     """
 
     def __init__(
@@ -69,11 +73,11 @@ class Draining(threading.Thread):
         try:
             self._move()
         except Exception:
-            log.exception("node %s: draining failed; it leaves with what has moved so far", self._node)
+            log.exception("node %s: draining failed; the node leaves, and blocks not moved become misses", self._node)
         self._leave()
 
     def stop(self) -> None:
-        """End the drain soon. Blocks that have not moved yet stay."""
+        """End the drain soon. Blocks that have not moved yet stay here."""
         self._stopped.set()
         with self._lock:
             if self._mover is not None:
@@ -84,7 +88,7 @@ class Draining(threading.Thread):
         self._announce()
         self.progress = msgspec.structs.replace(self.progress, state="moving")
         passes = 0
-        while not self._stopped.wait(min(SETTLE_S, max(0.0, self._deadline - time.monotonic()))):
+        while not self._stopped.wait(min(DRAIN_SETTLE_S, max(0.0, self._deadline - time.monotonic()))):
             report = self._pass()
             passes += 1
             now = time.monotonic()
@@ -105,7 +109,7 @@ class Draining(threading.Thread):
         )
 
     def _pass(self) -> MoveReport:
-        """Move the blocks that are here and not settled yet, once."""
+        """Move the blocks that are here and not settled yet, in one pass."""
         earlier = self._report
         plan = plan_leaving(self._node, self._members())
         count = functools.partial(self._count, earlier)
@@ -114,12 +118,12 @@ class Draining(threading.Thread):
             if self._stopped.is_set():
                 mover.stop()
         report = mover.run(self._deadline)
-        if mover.progress.over:  # the listing may be incomplete, and `total` with it
+        if mover.progress.over:  # the listing may be incomplete, so that `total` is too low
             self._take(msgspec.structs.replace(self._report, total=max(self._report.total, earlier.total)))
         return report
 
     def _count(self, earlier: MoveReport, report: MoveReport) -> None:
-        """Take the report of the present pass; `earlier`: that of the passes before it."""
+        """Record the report of the current pass. `earlier`: the report of the earlier passes."""
         self._take(report.after(earlier))
 
     def _take(self, report: MoveReport) -> None:

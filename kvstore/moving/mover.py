@@ -1,12 +1,13 @@
-"""Moves a node's blocks to the shards that gain them by a change of members, the hottest first.
+"""Moves a node's blocks to the shards that gain them when the members change, the hottest first.
 
-A node that leaves moves its blocks to their owners without it. When a node joins, each other node copies to it the
-blocks that it now owns. Each of the node's shards lists its keys by recency. Then each block that another shard gains
-is sent there, unless that shard has it already or the block is damaged. Each of the node's shards has a thread with a
-`Carrier`, which has its own connections and one batch of blocks in memory.
+A node that leaves moves its blocks to the shards that own them without this node. When a node joins, each other node
+copies to it the blocks that the new node now owns. Each shard of the sending node lists its keys by recency. Then each
+block that another shard gains is sent there, unless that shard already has the block or the block is damaged. Each of
+the sending node's shards has a thread in the mover. The thread's `Carrier` has its own connections and one batch of
+blocks in memory.
 
-A moved block keeps its priority, the rest of its time to live, and its place behind those blocks of its chain that the
-same shard gains. A block comes after those before it in its chain, also at its new shard.
+A moved block keeps its priority and the rest of its time to live. At its new shard, the block still comes after those
+earlier blocks of its chain that the same shard gains.
 """
 
 from __future__ import annotations
@@ -22,37 +23,39 @@ import numpy.typing as npt
 
 from kvstore.moving.carrier import Carrier, Listed, batch_blocks
 from kvstore.moving.connections import Connections
-from kvstore.moving.planning import NOBODY, Gains, Plan, Ranks, Targets
-from kvstore.moving.progress import MoveReport, Progress
+from kvstore.moving.planning import NO_SHARD, Gains, MovePlan, Ranks, Targets
+from kvstore.moving.progress import MoveProgress, MoveReport
 from kvstore.moving.receivers import Receivers
 from kvstore.moving.settled import Settled
 from kvstore.wire import MAX_HOTTEST_BYTES, MAX_KEYS, MIN_KEY_BYTES, NamespaceInfo, ShardAddress
-from kvstore.wire.asking import AskError, Asking, Dial, KeyArray, dial_tcp
 from kvstore.wire.attributes import names_of, rows_before
+from kvstore.wire.queries import Dial, KeyArray, ShardQueries, ShardQueryError, dial_tcp
 
 log = logging.getLogger("kvstore.moving")
 
-TURN_BYTES: Final = 64 << 20  # of one namespace, before the next one has its turn
-LIST_KEYS: Final = MAX_HOTTEST_BYTES // MIN_KEY_BYTES  # as many as can fit one reply
-MOST_STEPS: Final = 16384  # back in a chain, in search of a block that goes to the same shard
-REST_RATIO: Final = 3.0  # a gentle mover rests so many times as long as it works: it works a quarter of the time
-# The senders of a gentle plan all fill the same nodes. With more threads than this in all of them, each rests longer.
+TURN_BYTES: Final = 64 << 20  # bytes of one namespace that are moved before the next namespace has its turn
+LIST_KEYS: Final = MAX_HOTTEST_BYTES // MIN_KEY_BYTES  # the most keys that fit in one reply
+MAX_CHAIN_STEPS: Final = 16384  # how far back in a chain to search for a block that goes to the same shard
+REST_RATIO: Final = 3.0  # a gentle mover pauses this many times as long as it works, so it works a quarter of the time
+# The senders of a gentle plan all fill the same nodes. If they have more threads than this, each pauses for longer.
 GENTLE_THREADS: Final = 8
 
 
 class Mover:
     """Carries out a plan for the blocks of `node`, which is one of the plan's senders.
 
-    `shards`: the addresses of the node's shards, at least one. `told` is called with each new report, from any of the
-    mover's threads, one call at a time. `settled`: copies that earlier movers made or found; they are skipped and not
-    in the report. The mover adds the copies that it makes or finds. `dial`: of `Asking`.
+    `shards`: the addresses of the node's shards, at least one.
+    `told`: a function that is called with each new report, from any of the mover's threads, one call at a time.
+    `settled`: the copies that earlier movers made or found. They are skipped, and are not in the report. The mover adds
+    the copies that it makes or finds.
+    `dial`: see `ShardQueries`.
     """
 
     def __init__(
         self,
         shards: Sequence[ShardAddress],
         node: str,
-        plan: Plan,
+        plan: MovePlan,
         told: Callable[[MoveReport], None],
         settled: Settled | None = None,
         dial: Dial = dial_tcp,
@@ -60,16 +63,16 @@ class Mover:
         threads = len(plan.senders) * len(shards)
         self._shards = shards
         self._gentle = plan.gentle
-        self._gains = Gains(node, plan) if plan.after else None  # None: no node is left that could take blocks
-        self.gave_up = False  # on a shard of the node, which failed: its blocks are not in the report
-        self.progress = Progress(told, REST_RATIO * max(1.0, threads / GENTLE_THREADS) if plan.gentle else 0.0)
+        self._gains = Gains(node, plan) if plan.after else None  # None if no node is left that could take blocks
+        self.gave_up = False  # whether a shard of the node failed, so that its blocks are not in the report
+        self.progress = MoveProgress(told, REST_RATIO * max(1.0, threads / GENTLE_THREADS) if plan.gentle else 0.0)
         self._connections = Connections(self.progress, plan.cookies, dial)
         self._receivers = Receivers(plan, self.progress, settled)
 
     def run(self, deadline: float) -> MoveReport:
         """Move until all blocks are moved, the monotonic time `deadline` has come, or `stop` is called.
 
-        Call it once. -> the final report. Shards that fail are logged and skipped.
+        Return the final report. Call it once. Shards that fail are logged and skipped.
         """
         self.progress.deadline = deadline
         if self._gains is not None:
@@ -80,25 +83,26 @@ class Mover:
         return self.progress.report
 
     def stop(self) -> None:
-        """Make `run` return soon. Any thread."""
+        """Make `run` return soon. Thread-safe."""
         self.progress.stop()
         self._connections.interrupt()
 
-    # ---- the mover's threads, one a shard --------------------------------------------------------------------
+    # ---- the mover's threads, one for each shard -------------------------------------------------------------
 
     def _list(self, shard: ShardAddress) -> list[Listed]:
-        """-> the blocks to move from a shard. Listing comes before any reading, because reads change the recency."""
+        """Return the blocks to move from a shard. All blocks are listed before any is read, because reads change the
+        recency."""
         try:
             with self._connections.opened(shard) as asking:
                 namespaces = [some for some in asking.info().namespaces if some.blocks or some.disk_blocks]
                 return [self._list_namespace(asking, namespace) for namespace in namespaces]
-        except AskError as error:
+        except ShardQueryError as error:
             self._give_up(shard, error)
-        except Exception:  # a bug must cost one shard's blocks, not keep the node from leaving in order
+        except Exception:  # a bug may lose one shard's blocks, but must not keep the node from leaving in order
             log.exception("moving: internal error")
         return []
 
-    def _list_namespace(self, asking: Asking, namespace: NamespaceInfo) -> Listed:
+    def _list_namespace(self, asking: ShardQueries, namespace: NamespaceInfo) -> Listed:
         canonical = namespace.namespace.encode()
         asking.timeout_s = self.progress.call_s
         asking.hello(canonical)
@@ -122,7 +126,7 @@ class Mover:
         keys, before, gaining, ranking = (np.concatenate(parts) for parts in zip(*found, strict=True))
         targets = gaining.copy()
         self._receivers.strike_out_settled(canonical, keys, targets)
-        rows = np.flatnonzero((targets != NOBODY).any(axis=1))
+        rows = np.flatnonzero((targets != NO_SHARD).any(axis=1))
         rows = rows[np.argsort(ranking[rows], kind="stable")]
         return Listed(
             canonical,
@@ -142,19 +146,20 @@ class Mover:
                     if self.progress.over:
                         return
                     carrier.carry(some, rows)
-        except AskError as error:
+        except ShardQueryError as error:
             self._give_up(shard, error)
         except Exception:  # see `_list`
             log.exception("moving: internal error")
 
-    def _give_up(self, shard: ShardAddress, error: AskError) -> None:
+    def _give_up(self, shard: ShardAddress, error: ShardQueryError) -> None:
         if not self.progress.over:
             self.gave_up = True
             log.warning("moving: blocks of shard %s stay where they are: %s", shard.name, error)
 
 
 def turns(listed: Sequence[Listed]) -> Iterator[tuple[Listed, slice]]:
-    """-> slices of all blocks in turns of `TURN_BYTES`: first the hottest of each namespace, then the next of each."""
+    """Yield slices of all blocks in turns of `TURN_BYTES`: first the hottest blocks of each namespace, then the next
+    ones."""
     waiting = [(some, 0) for some in listed if len(some.keys)]
     while waiting:
         later = []
@@ -167,22 +172,23 @@ def turns(listed: Sequence[Listed]) -> Iterator[tuple[Listed, slice]]:
 
 
 def places(keys: KeyArray, before: KeyArray, targets: Targets, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.uint8]:
-    """-> for each copy of the blocks at `rows`, the key of the nearest block before it that the same shard gains, its
-    own key if there is none: (len(rows), copies, key_bytes).
+    """Return an array (len(rows), copies, key_bytes): one key for each copy of each block at `rows`.
 
-    A chain's blocks are spread over all shards, and a shard gains only some of them. So the block that one follows on
-    its new shard is the nearest before it that goes there, too, not the one that it follows on its old shard.
+    The key belongs to the nearest earlier block that the same shard gains. If there is none, it is the block's own key.
 
-    keys, before: of all blocks of one shard, (n, key_bytes), `before` as HOTTEST gives it. targets: (n, copies), which
-    shards gain each of them.
+    A chain's blocks are spread over all shards, and a shard gains only some of them. So on its new shard, a block
+    follows the nearest earlier block that also goes there. This need not be the block that it follows on its old shard.
+
+    `keys`, `before`: arrays (n, key_bytes) for all blocks of one shard, as HOTTEST returns them.
+    `targets`: an array (n, copies) with the shards that gain each block.
     """
     copies = targets.shape[1]
     parents = rows_before(names_of(keys), names_of(before))
-    row, copy = np.nonzero(targets[rows] != NOBODY)
+    row, copy = np.nonzero(targets[rows] != NO_SHARD)
     wanted = targets[rows[row], copy]
     found = parents[rows[row]]
     searching = np.flatnonzero(found >= 0)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_CHAIN_STEPS):
         at = found[searching]
         searching = searching[~(targets[at] == wanted[searching][:, np.newaxis]).any(axis=1)]
         if not len(searching):

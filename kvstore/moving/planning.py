@@ -1,7 +1,7 @@
 """Plans which blocks go to which shards when the members change.
 
-A `Plan` has the members before and after the change, and the nodes that send. A shard *gains* a block when it is to
-hold a copy after the change and did not before. Any node that held a copy before the change can send it.
+A `MovePlan` has the members before and after the change, and the nodes that send blocks. A shard *gains* a block if it
+should hold a copy after the change and did not before. Any node that held a copy before the change can send it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import numpy.typing as npt
 
 from kvstore.cluster.members import Member
 from kvstore.cluster.placement import Placement
-from kvstore.wire.asking import KeyArray
+from kvstore.wire.queries import KeyArray
 
-NOBODY: Final = -1
+NO_SHARD: Final = -1
 
-Targets = npt.NDArray[np.intp]  # (n, copies): numbers of the shards that gain a block, or NOBODY
-Ranks = npt.NDArray[np.intp]  # (n,): how many senders come before this node for a block
+Targets = npt.NDArray[np.intp]  # (n, copies): numbers of the shards that gain a block, or NO_SHARD
+Ranks = npt.NDArray[np.intp]  # (n,): for each block, how many senders come before this node
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All members of `before` and of `after` own blocks; their states are ignored.
+class MovePlan:
+    """The members before and after a change. All of them own blocks; their states are ignored.
 
-    `senders`: the nodes of `before` that send the blocks that they held. When several of them have a block, the first
-    one sends it; the others check at the end whether it arrived.
-    `gentle`: move in the background, and send no more blocks to a full shard: its own blocks are as good as new ones.
+    `senders`: the nodes of `before` that send the blocks that they held. If several of them have a block, the first one
+    sends the block, and the others check at the end whether it arrived.
+    `gentle`: move in the background, and send no more blocks to a full shard, because the shard's own blocks are as
+    valuable as new ones.
     """
 
     before: Sequence[Member]
@@ -43,51 +44,55 @@ class Plan:
         return {shard.name: member.cookie for member in (*self.before, *self.after) for shard in member.shards}
 
 
-def plan_leaving(node: str, members: Sequence[Member]) -> Plan:
-    """-> the plan when `node`, one of `members`, leaves: only it sends, and its time is short.
+def plan_leaving(node: str, members: Sequence[Member]) -> MovePlan:
+    """Return the plan by which `node`, one of `members`, leaves. Only this node sends, and its time is short.
 
-    The owners without it are to have all its blocks. The plan assumes that no copies are there already: while other
-    nodes join or drain, the members do not tell which node has which block, so the shards are asked.
+    All its blocks go to the shards that own them without this node. The plan assumes that these shards have no copies
+    yet, because while other nodes join or drain, the list of members does not say which node has which block. So the
+    shards are asked.
     """
     after = [member for member in members if member.is_new_owner and member.node != node]
     before = [member for member in members if member.node == node]
-    return Plan(before, after, {node})
+    return MovePlan(before, after, {node})
 
 
-def plan_joining(joined: Set[str], members: Sequence[Member]) -> Plan:
-    """-> the plan when the nodes `joined` are new among `members`: all other nodes send."""
+def plan_joining(joined: Set[str], members: Sequence[Member]) -> MovePlan:
+    """Return the plan for filling the nodes `joined`, which are new among `members`. All other nodes send."""
     after = [member for member in members if member.is_new_owner]
     before = [member for member in after if member.node not in joined]
-    return Plan(before, after, {member.node for member in before}, gentle=True)
+    return MovePlan(before, after, {member.node for member in before}, gentle=True)
 
 
 class Gains:
-    """Which shards gain the blocks of `node`. Both sides of `plan` must have members. Immutable; any thread."""
+    """Computes which shards gain the blocks of `node`. `plan` must have members before and after the change. Immutable;
+    thread-safe."""
 
-    def __init__(self, node: str, plan: Plan) -> None:
+    def __init__(self, node: str, plan: MovePlan) -> None:
         self.targets = [shard for member in plan.after for shard in member.shards]
         self._after = _placement(plan.after)
         self._before = _placement(plan.before)
-        # For each shard of `before`, by number: its number in `after`, whether it is on `node`, whether on a sender.
+        # Arrays with an entry for each shard of `before`: its number in `after`, whether it is on `node`, and whether
+        # it is on a sender.
         numbers = {shard.name: number for number, shard in enumerate(self.targets)}
         placed = [(member.node, shard.name) for member in plan.before for shard in member.shards]
-        self._number_after = np.array([numbers.get(name, NOBODY) for _, name in placed], dtype=np.intp)
+        self._number_after = np.array([numbers.get(name, NO_SHARD) for _, name in placed], dtype=np.intp)
         self._is_here = np.array([other == node for other, _ in placed], dtype=np.bool_)
         self._sends = np.array([other in plan.senders for other, _ in placed], dtype=np.bool_)
 
     def of(self, keys: KeyArray, copies: int) -> tuple[Targets, Ranks]:
-        """-> for each of `keys`, (n, key_bytes): the shards that gain it, none if this node did not hold it before, and
-        how many senders come before this node."""
+        """Return for each key the shards that gain its block, and how many senders come before this node. No shard
+        gains a block that this node did not hold before.
+        `keys`: an array (n, key_bytes)."""
         after, before = self._after.replicas(keys, copies), self._before.replicas(keys, copies)
         kept = (after[:, :, None] == self._number_after[before][:, None, :]).any(axis=2)
         here = self._is_here[before]
-        targets = np.where(kept | ~here.any(axis=1, keepdims=True), NOBODY, after)
+        targets = np.where(kept | ~here.any(axis=1, keepdims=True), NO_SHARD, after)
         earlier = self._sends[before] & (np.cumsum(here, axis=1) == 0)
         return targets, earlier.sum(axis=1)
 
 
 def _placement(members: Sequence[Member]) -> Placement:
-    """The same placement as in clients: a node without a zone counts as a zone of its own."""
+    """Return the same placement as clients compute, in which a node without a zone counts as a zone of its own."""
     placed = [(shard, member) for member in members for shard in member.shards]
     return Placement(
         [shard.name for shard, _ in placed],

@@ -1,4 +1,4 @@
-"""The progress of a mover: its counts, its deadline, how it is stopped, and how long it rests."""
+"""The progress of a mover: its counts, its deadline, whether it was stopped, and its pauses."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ CALL_S: Final = 10.0  # a shard that takes longer to answer has failed
 
 
 class MoveReport(msgspec.Struct, frozen=True):
-    """Counts of copies: blocks, counted once for each shard that gains them.
+    """Counts of copies. A block counts once for each shard that gains it.
 
-    The rest of `total` was not reached in time, or was not sent because the other shard is full.
+    The other copies in `total` were not reached in time, or were not sent because the other shard is full.
     """
 
     total: int
     moved: int
-    present: int  # the other shard had them already
-    failed: int  # gone or damaged on this shard, or not stored by the other one
+    present: int  # the other shard already had them
+    failed: int  # the block was gone or damaged on this shard, or the other one did not store it
 
     @property
     def done(self) -> int:
-        """Copies that need no more work in this mover."""
+        """The number of copies that need no more work in this mover."""
         return self.moved + self.present + self.failed
 
     def after(self, earlier: MoveReport) -> MoveReport:
-        """-> the report of all passes: this one and the `earlier` ones, whose failed copies are in this one again."""
+        """Return the report of all passes: this one and the `earlier` ones. The copies that failed in the earlier
+        passes are counted again in this one."""
         moved, present = earlier.moved + self.moved, earlier.present + self.present
         return MoveReport(earlier.moved + earlier.present + self.total, moved, present, self.failed)
 
 
-class Progress:
-    """The progress of one mover, shared by its threads. Any thread.
+class MoveProgress:
+    """The progress of one mover, shared by its threads. Thread-safe.
 
-    `told` is called with each new report, from any thread, one call at a time; it may call `stop`. `rest_ratio`: after
-    each piece of work its thread rests so many times as long as the work took.
+    `told`: a function that is called with each new report, from any thread, one call at a time. It may call `stop`.
+    `rest_ratio`: after each piece of work, the thread pauses this many times as long as the work took.
     """
 
     def __init__(self, told: Callable[[MoveReport], None], rest_ratio: float) -> None:
         self.report = MoveReport(0, 0, 0, 0)
-        self.deadline = float("inf")  # monotonic
+        self.deadline = float("inf")  # by the monotonic clock
         self._told = told
         self._rest_ratio = rest_ratio
         self._stopped = threading.Event()
         self._lock = threading.Lock()
 
     def stop(self) -> None:
-        """Tell all threads of the mover to end."""
+        """Make all threads of the mover end."""
         self._stopped.set()
 
     @property
@@ -60,7 +61,7 @@ class Progress:
 
     @property
     def over(self) -> bool:
-        """Whether the mover must end: it was stopped, or the deadline has come."""
+        """Whether the mover must end, because it was stopped or the deadline has come."""
         return self.stopped or time.monotonic() >= self.deadline
 
     @property
@@ -69,7 +70,7 @@ class Progress:
         return max(0.001, min(CALL_S, self.deadline - time.monotonic()))
 
     def begin(self, total: int) -> None:
-        """Start the report: `total` copies are to be made."""
+        """Start the report. `total`: the number of copies to make."""
         with self._lock:
             self.report = MoveReport(total, 0, 0, 0)
             self._told(self.report)
@@ -84,7 +85,7 @@ class Progress:
             self._told(self.report)
 
     def rest(self, began: float) -> None:
-        """Rest after a piece of work that began at the monotonic time `began`. Blocks; `stop` ends the rest."""
+        """Pause after a piece of work that began at the monotonic time `began`. Blocks; `stop` ends the pause."""
         if self._rest_ratio:
             now = time.monotonic()
             self._stopped.wait(max(0.0, min(self._rest_ratio * (now - began), self.deadline - now)))

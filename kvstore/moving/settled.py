@@ -8,32 +8,33 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.wire import MAX_KEY_BYTES
-from kvstore.wire.asking import KeyArray
+from kvstore.wire.queries import KeyArray
 
 Holder = tuple[str, str, bytes]  # a node's instance, the name of its shard, and a namespace
 _Fingerprints = npt.NDArray[np.uint64]
 
 
 class Settled:
-    """Copies that earlier movers made or found, and that are not checked again. Any thread.
+    """The copies that earlier movers made or found, and that are not checked again. Thread-safe.
 
-    A full shard may have evicted some of them since, but it could take them again only in place of others. 8 bytes a
-    copy.
+    A full shard may have evicted some of these blocks since, but it could take them again only in place of others. The
+    record of each copy takes 8 bytes.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: dict[Holder, list[_Fingerprints]] = {}
-        # Keys may have most bytes in common; with random weights only one pair of keys in 2**57 has equal fingerprints.
+        # Keys may have most bytes in common. But because the weights are random, only one pair of keys in 2**57 has
+        # equal fingerprints.
         self._weights = np.random.default_rng().integers(0, 1 << 64, MAX_KEY_BYTES, dtype=np.uint64)
 
     def add(self, holder: Holder, keys: KeyArray) -> None:
-        """Note that the holder has these blocks, or had them."""
+        """Record that the holder has or had these blocks."""
         with self._lock:
             self._found.setdefault(holder, []).append(np.sort(self._fingerprints(keys)))
 
     def among(self, holder: Holder, keys: KeyArray) -> npt.NDArray[np.bool_]:
-        """-> for each key, whether it was added for this holder."""
+        """Return for each key whether it was added for this holder."""
         with self._lock:
             found = self._found.get(holder)
             if not found:

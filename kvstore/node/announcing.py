@@ -1,10 +1,11 @@
-"""Reports that the server starts, is ready and stops: to the log, to standard output for scripts, and to systemd.
+"""Reports when the server starts, is ready and stops. The reports go to the log, to standard output for scripts, and to
+systemd.
 
-A unit of `Type=notify` makes systemd listen for this, and for signs that the server is alive. The protocol
-(sd_notify) is a datagram of `KEY=VALUE` lines to the socket that `NOTIFY_SOCKET` names. Without the variable, nothing
-is sent. The watchdog is honest: `alive` is called by each turn of the supervisor's loop and by nothing else, so systemd
-ends a supervisor that hangs, which could restart no shard any more. It says nothing of the shards: their supervisor
-restarts one that died, and `/readyz` tells of one that hangs.
+With a unit of `Type=notify`, systemd listens for these reports, and for signs that the server is alive. The protocol
+(sd_notify) is a datagram of `KEY=VALUE` lines to the socket that the variable `NOTIFY_SOCKET` names. Without this
+variable, nothing is sent. Only the supervisor's loop calls `alive`, once in each turn. So if the supervisor hangs and
+can no longer restart shards, systemd kills it. The watchdog does not cover the shards: the supervisor restarts a shard
+that died, and `/readyz` reports a shard that hangs.
 """
 
 from __future__ import annotations
@@ -28,30 +29,31 @@ _SEND_S: Final = 1.0
 
 
 class ServiceManager:
-    """systemd, if it started this process. Used by the supervisor's main thread."""
+    """Sends reports to systemd, if it started this process. Used by the supervisor's main thread."""
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
-        """Takes the variables of the protocol out of `environment`, so that no child takes itself for the service."""
+        """Remove the variables of the protocol from `environment`, so that no child acts as the service."""
         address = environment.pop("NOTIFY_SOCKET", "")
         usec, pid = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")
-        self._address = f"\0{address[1:]}" if address.startswith("@") else address  # @: an abstract name
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address  # @ marks an abstract name
         watched = bool(self._address) and usec.isdecimal() and pid in ("", str(os.getpid()))
-        self._every_s = int(usec) / 2e6 if watched else 0.0  # 0: no watchdog
+        self._every_s = int(usec) / 2e6 if watched else 0.0  # 0 without a watchdog
         self._next_ping = 0.0
 
     def tell(self, status: str, *lines: str) -> None:
-        """Set the text that `systemctl status` shows; `lines`: READY=1, STOPPING=1."""
+        """Set the text that `systemctl status` shows. `lines`: further lines, such as READY=1 or STOPPING=1."""
         self._send("\n".join([*lines, f"STATUS={status}"]))
 
     def alive(self) -> None:
-        """The supervisor's loop turns: tell the watchdog, if it is time to."""
+        """Notify the watchdog if it is time for that. Called in each turn of the supervisor's loop."""
         now = time.monotonic()
         if self._every_s and now >= self._next_ping:
             self._next_ping = now + self._every_s
             self._send("WATCHDOG=1")
 
     def wait_s(self, at_most: float | None) -> float | None:
-        """-> how long the loop may wait: `at_most`, and not beyond the next `alive`. None: for ever."""
+        """Return how many seconds the loop may wait: at most `at_most`, and not beyond the next call of `alive`. None
+        means no limit."""
         if not self._every_s:
             return at_most
         until_ping = max(0.0, self._next_ping - time.monotonic())
@@ -65,18 +67,18 @@ class ServiceManager:
                 sock.settimeout(_SEND_S)
                 sock.sendto(text.encode(), self._address)
         except OSError as error:
-            log.warning("systemd cannot be told %r: %s", text, error)
+            log.warning("cannot notify systemd of %r: %s", text, error)
 
 
 class Announcer:
-    """Tells each step once. Used by the supervisor's main thread."""
+    """Reports each step once. Used by the supervisor's main thread."""
 
     def __init__(self, config: ServerConfig, systemd: ServiceManager) -> None:
         self._config = config
         self._systemd = systemd
 
     def starting(self, node: str, addresses: Sequence[tuple[str, int]], http_port: int | None) -> None:
-        """Log one line: the version, the addresses, and the settings that are not the defaults."""
+        """Log one line: the version, the addresses, and the settings that differ from the defaults."""
         listen = [str(HostPort.of(*address)) for address in addresses]
         http = ""
         if http_port is not None and self._config.http is not None:
@@ -88,7 +90,7 @@ class Announcer:
             kvstore.__version__,
             ", ".join(listen),
             http or "no HTTP",
-            " ".join(f"{name}={value}" for name, value in settings.items()) or "all by default",
+            " ".join(f"{name}={value}" for name, value in settings.items()) or "the defaults",
             extra=fields(
                 version=kvstore.__version__, pid=os.getpid(), node=node, listen=listen, http=http, settings=settings
             ),
@@ -96,7 +98,7 @@ class Announcer:
         self._systemd.tell(f"starting {self._config.shards} shard(s)")
 
     def ready(self, port: int) -> None:
-        """Every shard accepts requests."""
+        """Report that every shard accepts requests."""
         config = self._config
         where = HostPort.of(config.host, port)
         scheme = "tcp" if config.tls_cert is None else "tls"
@@ -104,7 +106,8 @@ class Announcer:
         self._systemd.tell(f"serving at {where} with {config.shards} shard(s) of {config.memory} together", "READY=1")
 
     def stopping(self, number: signal.Signals, request_s: float, drain_s: int) -> None:
-        """A signal to stop has come. request_s: for requests that have begun; drain_s: for draining before that."""
+        """Report a signal to stop. `request_s`: the time for requests that have begun. `drain_s`: the time for the
+        drain before that."""
         log.info(
             "%s: stopping; requests that have begun may take %g s more",
             number.name,
@@ -112,13 +115,13 @@ class Announcer:
             extra=fields(signal=number.name),
         )
         if drain_s:
-            log.info("draining for at most %d s; a second signal ends that", drain_s)
+            log.info("draining for at most %d s; a second signal ends the drain", drain_s)
         self._systemd.tell(
             f"moving blocks to other nodes, for at most {drain_s} s" if drain_s else "stopping", "STOPPING=1"
         )
 
     def stopped(self, uptime_s: float, status: int) -> None:
-        """All shards have ended."""
+        """Report that all shards have ended."""
         log.info(
             "stopped after %.1f s, exit status %d", uptime_s, status, extra=fields(uptime_s=uptime_s, status=status)
         )

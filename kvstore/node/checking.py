@@ -1,7 +1,6 @@
-"""What `--check-config` finds out about this machine without serving: whether the ports, folders, users, packages and
-space are there that the settings need. Nothing is made or changed; ports are bound for a moment. Whether etcd answers
-is not checked: a server starts without it.
-"""
+"""The checks of `--check-config`: whether this machine has the ports, folders, users, packages and space that the
+settings need. Nothing is served, made or changed, except that ports are bound for a moment. Whether etcd answers is not
+checked, because a server starts without it."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ from typing import Final
 
 from kvstore.auth.audit import STDERR, SYSLOG
 from kvstore.disk.format import DiskFormatError, check_layout, existing_above
+from kvstore.node import memory_limit
 from kvstore.node.access import member_secret
 from kvstore.node.children import StartError, listen
 from kvstore.node.config import MAX_PORT, OFF, ServerConfig
@@ -28,7 +28,6 @@ from kvstore.sizes import format_size
 from kvstore.tls import TLSError, TLSOptions
 from kvstore.tls.contexts import client_context, server_context
 
-SHARD_OVERHEAD_BYTES: Final = 256 << 20  # what a shard may take beyond its share of --memory
 _BESIDE: Final = (
     "`ss -ltnp` says which program has it; to check settings beside the server that runs with them, add --port 0 (and "
     "--http 127.0.0.1:0)"
@@ -36,7 +35,8 @@ _BESIDE: Final = (
 
 
 def misfits(config: ServerConfig) -> Iterator[Misfit]:
-    """Yield what this machine lacks. Blocks on the network (names) and the disk."""
+    """Yield a misfit for everything that this machine lacks. Blocks while names are resolved and the disk is
+    checked."""
     for check in (_addresses, _access, _tls, _unix_socket, _packages, _memory, _disk):
         yield from check(config)
 
@@ -45,7 +45,7 @@ def _addresses(config: ServerConfig) -> Iterator[Misfit]:
     with contextlib.ExitStack() as bound:
         for shard in range(config.shards if config.port else 1):
             port = config.port + shard if config.port else 0
-            if port > MAX_PORT:  # the settings do not fit each other, which is told elsewhere
+            if port > MAX_PORT:  # the settings contradict each other; `fitting` reports that
                 break
             problem = _bound(config.host, port, bound)
             if problem is not None and problem.errno in (errno.EADDRINUSE, errno.EACCES):
@@ -60,7 +60,7 @@ def _addresses(config: ServerConfig) -> Iterator[Misfit]:
 
 
 def _bound(host: str, port: int, bound: contextlib.ExitStack) -> OSError | None:
-    """Listen at an address until `bound` is left. -> why that is not possible; None: it is."""
+    """Listen at an address until `bound` is closed. Return the error if that is not possible, otherwise None."""
     try:
         bound.enter_context(listen(host, port))
     except OSError as error:
@@ -79,7 +79,7 @@ def _unix_socket(config: ServerConfig) -> Iterator[Misfit]:
         users_of(config)
     except StartError as error:
         yield Misfit("unix_users", str(error).partition(": ")[2])
-    if config.unix_socket in ("", OFF):  # a default place that cannot be used is no error: clients use TCP
+    if config.unix_socket in ("", OFF):  # a default path that cannot be used is no error, because clients use TCP
         return
     path = Path(config.unix_socket).absolute()
     longest = f"{path}.{config.shards - 1}" if config.shards > 1 else str(path)
@@ -93,7 +93,7 @@ def _unix_socket(config: ServerConfig) -> Iterator[Misfit]:
     elif not os.access(folder, os.W_OK | os.X_OK):
         yield Misfit("unix_socket", f"user {_me()} cannot write to {folder}")
     elif path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-        yield Misfit("unix_socket", f"{path} exists and is no socket")
+        yield Misfit("unix_socket", f"{path} exists, but is not a socket")
 
 
 def _access(config: ServerConfig) -> Iterator[Misfit]:
@@ -124,29 +124,15 @@ def _tls(config: ServerConfig) -> Iterator[Misfit]:
 def _packages(config: ServerConfig) -> Iterator[Misfit]:
     yield from transport_misfits(config)
     if config.cluster and importlib.util.find_spec("requests") is None:
-        yield Misfit("cluster", "the package requests is not installed; expected pip install llm-kvstore[cluster]")
+        yield Misfit("cluster", "the package requests is not installed: run pip install 'llm-kvstore[cluster]'")
 
 
 def _memory(config: ServerConfig) -> Iterator[Misfit]:
-    limit, what = _memory_limit()
-    needed = config.memory + config.shards * SHARD_OVERHEAD_BYTES
-    if needed > limit:
-        yield Misfit(
-            "memory",
-            f"with {format_size(SHARD_OVERHEAD_BYTES)} for each of {config.shards} shard(s) the server takes up to "
-            f"{format_size(needed)}: {what} {format_size(limit)}",
-        )
-
-
-def _memory_limit() -> tuple[int, str]:
-    """-> the memory that processes here may take, and what bounds it."""
-    limit, what = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine has"
-    with contextlib.suppress(OSError, ValueError):  # no cgroups of version 2, or no limit ("max")
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
-        allowed = int(Path(f"/sys/fs/cgroup{group}/memory.max").read_text())
-        if allowed < limit:
-            limit, what = allowed, "its cgroup is allowed"
-    return limit, what
+    of_groups = list(memory_limit.misfits(config))
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not of_groups and memory_limit.needed_bytes(config) > machine:
+        yield Misfit("memory", f"{memory_limit.needs(config)}: this machine has {format_size(machine)}")
+    yield from of_groups
 
 
 def _disk(config: ServerConfig) -> Iterator[Misfit]:
@@ -165,7 +151,7 @@ def _disk(config: ServerConfig) -> Iterator[Misfit]:
         yield Misfit(
             "disk_size",
             f"the file system of {path} has {format_size(free)} free, and the disk tier takes {format_size(taken)} "
-            f"now: expected at most {format_size(free + taken)}, and some room for what else is written there",
+            f"now: expected at most {format_size(free + taken)}, less the room for the other files there",
         )
 
 

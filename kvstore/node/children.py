@@ -1,7 +1,7 @@
-"""The supervisor's processes. A shard is a listening socket, and the process that serves it now.
+"""The supervisor's processes. A shard is a listening socket and the process that serves it at present.
 
-The supervisor owns the socket. So when a shard's process dies, its port and the connections that wait in its backlog
-stay, and the process that replaces it serves them.
+The supervisor owns the socket. So when a shard's process dies, the port and the connections in its backlog stay, and
+the process that replaces the dead one serves them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -29,20 +29,21 @@ log = logging.getLogger("kvstore.server")
 
 MAX_RESTART_DELAY_S: Final = 5.0
 FIRST_RESTART_DELAY_S: Final = 0.1
-STABLE_S: Final = 10.0  # a shard that ran for so long is restarted without delay
+STABLE_S: Final = 10.0  # a shard that ran for at least this long is restarted without delay
 BIND_RETRY_S: Final = 1.0
 _BACKLOG: Final = 512
-# They run the supervisor's own code, whatever the working directory holds (`python -m` would look there first).
+# Children must run the supervisor's own code. `python -m` would search the working directory first.
 _CODE: Final = str(Path(kvstore.__file__).resolve().parent.parent)
-_RUN: Final = "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; from {} import main; main()"
+_RUN_CHILD: Final = "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; from {} import main; main()"
 
 
 class StartError(Exception):
-    """The server cannot start; the message says why and what to do."""
+    """The server cannot start. The message says why and what to do."""
 
 
 def bind(host: str, port: int, shards: int) -> list[socket.socket]:
-    """-> listening sockets for all shards: on `port`, `port`+1 …, or on free ports for port 0. Raises `StartError`.
+    """Return listening sockets for all shards, on `port`, `port`+1 and so on, or on free ports if `port` is 0. Raises
+    `StartError`.
 
     Blocks for up to `BIND_RETRY_S` while a port is in use.
     """
@@ -70,7 +71,7 @@ def bind(host: str, port: int, shards: int) -> list[socket.socket]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """-> a socket that listens there. Raises `OSError`, `OverflowError` for a port that cannot be one."""
+    """Return a socket that listens at this address. Raises `OSError`, and `OverflowError` for an invalid port."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -83,35 +84,51 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-class Child:
-    """One process that the supervisor starts and watches. Used by its main thread; any thread may read `not_serving`.
+def reap_adopted(own: Collection[int]) -> None:
+    """Reap processes that have ended and that this process did not start. As process 1 of a container without an init,
+    it becomes the parent of all processes whose parents have died, such as the keeper of a shard that was killed.
 
-    Its `pid_fd` and, until it is ready, its `ready_fd` are registered with `selector`, with this object as data.
+    `own`: the ids of processes that other code of this process waits for.
+    """
+    with contextlib.suppress(ChildProcessError):  # there is no child at all
+        # WNOWAIT: do not reap the process yet, because other code may wait for it.
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in own:
+                return  # this function is called again after that process was reaped
+            os.waitpid(ended.si_pid, 0)
+
+
+class Child:
+    """One process that the supervisor starts and watches. Used by the supervisor's main thread, except that any thread
+    may read `not_serving`.
+
+    `selector` watches the process's `pid_fd` and, until the process is ready, its `ready_fd`. In the selector, the data
+    of both is this object.
     """
 
-    kind = "process"  # in the log
-    loss = ""  # what its death costs
-    module = ""  # whose `main` it runs
+    kind = "process"  # its name in the log
+    loss = ""  # what is lost when it dies, for the log
+    module = ""  # the process runs the `main` of this module
 
     def __init__(self, number: int, selector: selectors.BaseSelector) -> None:
         self.number = number
         self.process: subprocess.Popen[bytes] | None = None
         self.pid_fd = -1
-        self.ready_fd = -1  # the pipe on which the process reports that it is ready; -1: it has
+        self.ready_fd = -1  # the pipe on which the process reports that it is ready; -1 afterwards
         self.restart_at = 0.0
-        self.not_serving = "its process is starting"  # the reason; empty: it serves
+        self.not_serving = "its process is starting"  # why it does not serve; empty if it does
         self._selector = selector
         self._started = 0.0
         self._delay_s = 0.0
 
     def config(self, ready_fd: int) -> tuple[msgspec.Struct, Sequence[int]]:
-        """-> its configuration, and the descriptors in it."""
+        """Return the process's configuration, and the descriptors in it."""
         raise NotImplementedError
 
     def start(self) -> None:
         """Start the process.
 
-        Raises `OSError`; then no process and no descriptor is left.
+        Raises `OSError`. After an error, no process and no descriptor is left.
         """
         with contextlib.ExitStack() as undo:
             ready_r, ready_w = os.pipe()
@@ -133,10 +150,10 @@ class Child:
 
     def _spawn(self, config: msgspec.Struct, fds: Sequence[int]) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-c", _RUN.format(self.module), _CODE],
+            [sys.executable, "-c", _RUN_CHILD.format(self.module), _CODE],
             stdin=subprocess.PIPE,
             pass_fds=[fd for fd in fds if fd >= 0],
-            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # numpy else starts a thread for every core
+            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # otherwise numpy starts a thread for every core
         )
         assert process.stdin is not None
         try:
@@ -147,7 +164,8 @@ class Child:
         return process
 
     def take_ready(self) -> bool:
-        """Read and close `ready_fd`, which is readable. -> whether the process is ready; False: it died before that."""
+        """Read and close `ready_fd`, which must be readable. Return True if the process is ready, and False if it died
+        before."""
         ready = bool(os.read(self.ready_fd, 1))
         self._selector.unregister(self.ready_fd)
         os.close(self.ready_fd)
@@ -157,7 +175,7 @@ class Child:
         return ready
 
     def bury(self) -> None:
-        """Its process has ended: clean up, and set the time of the restart."""
+        """Clean up after the process has ended, and set the time of its restart."""
         process = self.process
         assert process is not None
         status = process.wait()
@@ -185,7 +203,7 @@ class Child:
         )
 
     def start_failed(self, error: OSError) -> None:
-        """Its process cannot be started now: set the time of the next attempt."""
+        """Set the time of the next attempt, because the process cannot be started now."""
         self.restart_at = time.monotonic() + MAX_RESTART_DELAY_S
         self.not_serving = f"its process cannot be started: {error}"
         log.error(
@@ -199,7 +217,7 @@ class Child:
 
 
 class ShardChild(Child):
-    """One shard, and its sockets."""
+    """One shard and its sockets."""
 
     kind = "shard"
     loss = "its blocks in memory are gone and count as misses"
@@ -214,8 +232,9 @@ class ShardChild(Child):
         unix: socket.socket | None,
         path: str,
     ) -> None:
-        """make_config: of this shard, and the descriptor of the pipe on which it reports that it is ready. unix, path:
-        the Unix socket for clients on this host and where it is."""
+        """`make_config`: the function that returns the shard's configuration. Its arguments are this shard and the
+        descriptor of the pipe on which the shard reports that it is ready.
+        `unix`, `path`: the Unix socket for clients on this host, and its path."""
         super().__init__(number, selector)
         self.listener = listener
         self.unix = unix
@@ -224,7 +243,7 @@ class ShardChild(Child):
 
     @property
     def address(self) -> tuple[str, int]:
-        """The host and port on which it listens."""
+        """The host and the port on which the shard listens."""
         host, port = self.listener.getsockname()[:2]
         return host, port
 

@@ -1,4 +1,5 @@
-"""The command line of `kvstore-server`, made from the settings. Exit status 0: success, 1: failed, 2: bad usage."""
+"""The command line of `kvstore-server`, made from the settings. The exit status is 0 for success, 1 for failure and 2
+for bad usage."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import typer
 from kvstore import __version__
 from kvstore.exits import BAD_USAGE, FAILED, print_error
 from kvstore.logs import configure
-from kvstore.node import fitting
+from kvstore.node import fitting, memory_limit
 from kvstore.node.config import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, ServerConfig, read
 from kvstore.node.settings import Described, describe
 
@@ -25,12 +26,12 @@ HEADING = (
     "file."
 )
 
-_CONFIG_HELP = f"TOML file with the settings below. [default: what {CONFIG_VARIABLE} names, or none]"
+_CONFIG_HELP = f"TOML file with the settings below. [default: the file that {CONFIG_VARIABLE} names]"
 _ACTIONS = (
     (
         "check_config",
-        "Check the settings, and this machine for the ports, folders, users and space that they need; say all that is "
-        "wrong, and exit. Nothing is started or changed.",
+        "Check the settings, and this machine for the ports, folders, users and space that they need; print all "
+        "problems, and exit. Nothing is started or changed.",
     ),
     ("print_config", "Print the settings in effect as a TOML file that says where each comes from, and exit."),
 )
@@ -43,7 +44,8 @@ def _show_version(value: bool) -> None:
 
 
 def _option(described: Described) -> Any:
-    """-> the flag of a setting. The flag is text that `read` parses like a variable's, so that errors are the same."""
+    """Return the flag of a setting. The flag's value is text, which `read` parses like the text of a variable, so that
+    the errors are the same."""
     switch = described.kind is bool
     return Annotated[
         bool | None if switch else str | None,
@@ -58,7 +60,7 @@ def _option(described: Described) -> Any:
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """-> the flags in the order of the help: first the settings, then the other actions of the command."""
+    """Return the flags in the order of the help: first the settings, then the other actions of the command."""
     settings = [each for each in describe(ServerConfig) if not each.setting.file_only]
     options: list[tuple[str, Any, bool | None]] = [
         ("config", Annotated[Path | None, typer.Option(metavar="FILE", help=_CONFIG_HELP)], None)
@@ -88,6 +90,8 @@ def _serve(**given: Any) -> None:
         from kvstore.node import checking
 
         sources.add(checking.misfits(config))
+    elif not given["print_config"]:
+        sources.add(memory_limit.misfits(config))
     for problem in sources.problems:
         print_error(problem)
     if sources.problems:

@@ -1,4 +1,5 @@
-"""All settings of `kvstore-server`: one struct, from which flags, variables, the file and the manual are generated."""
+"""All settings of `kvstore-server` in one struct, from which the flags, the variables, the keys of the file and the
+manual are generated."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import msgspec
 from kvstore._policies import POLICIES
 from kvstore.cluster.url import ETCD_SCHEME, ETCDS_SCHEME, EtcdURL, parse_etcd_url
 from kvstore.disk.config import DISK_WRITES
-from kvstore.logs import FORMATS, LEVELS
+from kvstore.logs import LEVELS, LOG_FORMATS
 from kvstore.node.settings import HostPort, Misfit, Portion, Setting, Size, Sources
 from kvstore.store.rules import NamespaceRule
 from kvstore.wire import MAX_TTL_S
@@ -22,24 +23,25 @@ CONFIG_VARIABLE: Final = f"{ENVIRONMENT_PREFIX}CONFIG"
 MAX_SHARDS: Final = 256
 MIN_DISK_SEGMENT_BYTES: Final = 1 << 20
 DISK_SEGMENT_BYTES: Final = 256 << 20
-# The least and the most segments that a shard of a new disk tier gets. Fewer, if segments would be smaller than
-# `MIN_DISK_SEGMENT_BYTES`; with more, segments are made larger than `DISK_SEGMENT_BYTES`.
+# The smallest and the largest number of segments of each shard's new disk tier. There are fewer if segments would
+# otherwise be smaller than `MIN_DISK_SEGMENT_BYTES`. A tier that would need more gets segments larger than
+# `DISK_SEGMENT_BYTES`.
 DISK_SEGMENTS: Final = (16, 1024)
 MAX_SECONDS: Final = 86_400
 MAX_PORT: Final = 65_535
 
 SERVER: Final = "Server"
-MEMORY: Final = "Memory"
+MEMORY_GROUP: Final = "Memory"
 DISK: Final = "Disk"
 ACCESS: Final = "Access"
 CLUSTER: Final = "Cluster"
 LOG: Final = "Log"
-NAMESPACES: Final = "Namespaces"
+NAMESPACES_GROUP: Final = "Namespaces"
 OFF: Final = "off"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All settings of `kvstore-server`; `fitting.misfits` tells which do not fit each other."""
+    """All settings of `kvstore-server`; `fitting.misfits` finds settings that do not fit each other."""
 
     host: Annotated[str, Setting(SERVER, "Address to listen on.", "HOST")] = "127.0.0.1"
     port: Annotated[
@@ -47,8 +49,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         msgspec.Meta(ge=0, le=MAX_PORT),
         Setting(
             SERVER,
-            "First port; shard i listens on port + i. 0 picks free ones. Clients are given the first port, and the "
-            "server tells them the others.",
+            "First port; shard i listens on port + i. 0 picks free ports. Clients need only the first port.",
             "PORT",
         ),
     ] = 7070
@@ -61,9 +62,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         HostPort | None,
         Setting(
             SERVER,
-            "Serve a page, /metrics, /healthz and /readyz over HTTP on this address. Port 0 picks a free one.",
+            "Serve a page, /metrics, /healthz and /readyz over HTTP on this address. Port 0 picks a free port.",
             unset="off",
-            more="operations.md#http",
+            more="monitoring.md#http",
         ),
     ] = None
 
@@ -71,20 +72,19 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Setting(
             SERVER,
-            "Unix socket at which clients on this host find the server, to read blocks in shared memory. Shard i "
-            "listens at the path and .i. off: none.",
+            "Unix socket for clients on this host, which read blocks in shared memory. Shard i appends .i. off: none.",
             "PATH|off",
             unset="in a private folder, named after the port",
-            more="deployment.md#engines-on-the-servers-host",
+            more="performance.md#engines-on-the-servers-host",
         ),
     ] = ""
     unix_users: Annotated[
         str,
         Setting(
             SERVER,
-            "Users, by name or id and separated by commas, who may connect to the Unix socket beside the server's own.",
+            "Other users that may connect to the Unix socket: names or ids, separated by commas.",
             "USER,...",
-            unset="nobody else",
+            unset="no other user",
         ),
     ] = ""
 
@@ -92,7 +92,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str | None,
         Setting(
             SERVER,
-            "Speak TLS 1.3 only, also for HTTP, with the certificate in this PEM file, before those up to its CA.",
+            "Speak only TLS 1.3, also for HTTP. This PEM file has the certificate, and then those up to its CA.",
             "FILE",
             unset="no TLS",
             more="security.md#tls",
@@ -103,7 +103,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str | None,
         Setting(
             SERVER,
-            "Clients must have a certificate that a CA in this PEM file signed. HTTP asks for none.",
+            "Clients must have a certificate that a CA in this PEM file signed. HTTP does not ask for one.",
             "FILE",
             unset="clients need no certificate",
         ),
@@ -122,8 +122,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bool,
         Setting(
             SERVER,
-            "Let clients that ask for it read blocks with NIXL: with RDMA, where there is a network card for it. In a "
-            "trusted network only: it opens ports without authentication.",
+            "Let clients read blocks with NIXL (RDMA). Only for trusted networks: its ports have no authentication.",
             more="transports.md#nixl",
         ),
     ] = False
@@ -131,30 +130,29 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Setting(
             SERVER,
-            "Let clients that ask for it read blocks with this transport, of an installed package. In a trusted "
-            "network only, as --nixl, which is one of them.",
+            "Let clients read blocks with this transport of an installed package. Only for trusted networks.",
             "NAME",
             unset="none",
             more="transports.md#a-transport-of-ones-own",
         ),
     ] = ""
 
-    memory: Annotated[Size, Setting(MEMORY, "Block memory of all shards together, split evenly.")] = Size(4 << 30)
-    segment: Annotated[Size, Setting(MEMORY, "Unit in which memory goes to namespaces. No block can be larger.")] = (
+    memory: Annotated[Size, Setting(MEMORY_GROUP, "Block memory of all shards together, split evenly.")] = Size(4 << 30)
+    segment: Annotated[Size, Setting(MEMORY_GROUP, "Unit in which namespaces get memory. No block can be larger.")] = (
         Size(32 << 20)
     )
     transient_memory: Annotated[
         Portion,
         Setting(
-            MEMORY,
-            "The most that transient blocks may take of it, in whole segments of each shard. 0: there are none.",
+            MEMORY_GROUP,
+            "The most memory for transient blocks, in whole segments of each shard. 0: no transient blocks.",
             more="operations.md#transient-blocks",
         ),
     ] = Portion("10%")
     policy: Annotated[
         str,
         Setting(
-            MEMORY,
+            MEMORY_GROUP,
             "Which blocks are evicted first.",
             choices=POLICIES,
             more="persistence.md#eviction-policies",
@@ -164,8 +162,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         msgspec.Meta(ge=0, le=MAX_TTL_S),
         Setting(
-            MEMORY,
-            "Blocks expire so many seconds after they were set. 0: never. By model: [[namespaces]] tables in the file.",
+            MEMORY_GROUP,
+            "Blocks expire this long after they were set. 0: never. For times by model, see [[namespaces]].",
             "SECONDS",
             more="persistence.md#what-stays-ttl-priorities-pins",
         ),
@@ -174,12 +172,12 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk: Annotated[
         str | None, Setting(DISK, "Folder of the disk tier.", "FOLDER", unset="no disk tier", more="persistence.md")
     ] = None
-    disk_size: Annotated[Size, Setting(DISK, "What all shards together may take on disk.")] = Size(50 << 30)
+    disk_size: Annotated[Size, Setting(DISK, "The most disk space for all shards together.")] = Size(50 << 30)
     disk_key_file: Annotated[
         str | None,
         Setting(
             DISK,
-            "File with the key that blocks on disk are encrypted with: 64 hexadecimal digits.",
+            "File with the key that encrypts blocks on disk: 64 hexadecimal digits.",
             "FILE",
             unset="not encrypted",
             more="security.md#encryption-at-rest",
@@ -189,7 +187,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str | None,
         Setting(
             DISK,
-            "Command that prints that key, such as one of a key manager. It is run without a shell.",
+            "Command that prints that key, such as that of a key manager. It is run without a shell.",
             "COMMAND",
             unset="not encrypted",
             more="security.md#encryption-at-rest",
@@ -212,7 +210,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         msgspec.Meta(ge=0, le=100_000),
         Setting(
             DISK,
-            "Check the blocks on disk in the background, at so many MB/s. 0: never.",
+            "Check the blocks on disk in the background, at this speed for the whole server. 0: never.",
             "MB/S",
             more="persistence.md#checking-verify-and-scrub",
         ),
@@ -222,10 +220,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str | None,
         Setting(
             ACCESS,
-            "File of the principals who may use this server, with hashed tokens: `kvstore auth add` makes it. It is "
-            "read again when it changes.",
+            "File of principals with hashed tokens, from `kvstore auth add`. It is read again when it changes.",
             "FILE",
-            unset="whoever reaches the server may do everything",
+            unset="any client may do everything",
             more="security.md#logins",
         ),
     ] = None
@@ -233,7 +230,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bool,
         Setting(
             ACCESS,
-            "Listen on an address that others can reach, although nobody has to log in. In a trusted network only.",
+            "Listen on an address that others can reach, without logins. Only for trusted networks.",
             more="security.md#logins",
         ),
     ] = False
@@ -241,8 +238,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str | None,
         Setting(
             ACCESS,
-            "Record administrative acts, failed logins and refusals as JSON lines: in a file, on standard error, or "
-            "with syslog.",
+            "Record administrative acts, failed logins and refusals as JSON lines.",
             "FILE|stderr|syslog",
             unset="off",
             more="security.md#audit-log",
@@ -253,7 +249,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str | None,
         Setting(
             CLUSTER,
-            "Cluster to be a member of: etcd://HOST:PORT[,HOST:PORT...]/NAME, or etcds:// with TLS.",
+            "Cluster that the node joins: etcd://HOST:PORT[,HOST:PORT...]/NAME, or etcds:// with TLS.",
             "URL",
             unset="no cluster",
             more="cluster.md",
@@ -262,7 +258,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_id: Annotated[
         str | None,
         Setting(
-            CLUSTER, "Id of the node: unique in the cluster, the same after a restart.", "ID", unset="the host name"
+            CLUSTER, "Id of the node: unique in the cluster, and the same after a restart.", "ID", unset="the host name"
         ),
     ] = None
     advertise: Annotated[
@@ -271,14 +267,18 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     zone: Annotated[
         str,
-        Setting(CLUSTER, "What fails together, such as a rack. Copies of a block go to different zones.", "ZONE"),
+        Setting(
+            CLUSTER,
+            "Zone of the node: nodes that may fail together, such as a rack. Copies of a block go to different zones.",
+            "ZONE",
+        ),
     ] = ""
     drain_seconds: Annotated[
         int,
         msgspec.Meta(ge=0, le=MAX_SECONDS),
         Setting(
             CLUSTER,
-            "At SIGTERM, move the hottest blocks to other nodes, for so many seconds at most.",
+            "At SIGTERM, move the hottest blocks to other nodes, for at most this long.",
             "SECONDS",
             more="cluster.md#what-a-node-goes-through",
         ),
@@ -286,12 +286,12 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_seconds: Annotated[
         int,
         msgspec.Meta(ge=0, le=MAX_SECONDS),
-        Setting(CLUSTER, "How long a node that joined is also filled from the old owners of its keys.", "SECONDS"),
+        Setting(CLUSTER, "How long a node that joined is filled from the old owners of its keys.", "SECONDS"),
     ] = 300
     lease_seconds: Annotated[
         int,
         msgspec.Meta(ge=2, le=60),
-        Setting(CLUSTER, "A node that etcd has not heard of for so many seconds is taken for dead.", "SECONDS"),
+        Setting(CLUSTER, "A node that does not renew its etcd lease for this long counts as dead.", "SECONDS"),
     ] = 2
 
     log_level: Annotated[str, Setting(LOG, "Log lines of this level and above, on standard error.", choices=LEVELS)] = (
@@ -302,17 +302,17 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Setting(
             LOG,
             "Log lines as text for people, or as one JSON object each.",
-            choices=FORMATS,
-            more="operations.md#log",
+            choices=LOG_FORMATS,
+            more="monitoring.md#log",
         ),
     ] = "text"
 
     namespaces: Annotated[
         list[NamespaceRule],
         Setting(
-            NAMESPACES,
-            "Rules for the namespaces whose model matches a pattern (* ? [seq]); the first rule that matches counts. "
-            "They override ttl_seconds; priority, from 0 to 3, is at least that of each block.",
+            NAMESPACES_GROUP,
+            "Rules for models, with * ? [seq]. The first match sets ttl_seconds, and the least priority of a "
+            "block, 0 to 3.",
             more="persistence.md#what-stays-ttl-priorities-pins",
             file_only=True,
             example='match = "Qwen/*"\nttl_seconds = 3600\npriority = 1',
@@ -321,14 +321,14 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def cluster_url(self) -> EtcdURL | None:
-        """The cluster in which the node registers; None: no cluster. Raises `Misfit` for a bad URL."""
+        """The cluster in which the node registers, or None without a cluster. Raises `Misfit` for an invalid URL."""
         if self.cluster is None:
             return None
         if not self.cluster.startswith((ETCD_SCHEME, ETCDS_SCHEME)):
             raise Misfit(
                 "cluster",
                 f"expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME, or {ETCDS_SCHEME}. Nodes behind a DNS name do "
-                "not register: leave --cluster out; only clients are given dns://",
+                "not register: leave --cluster out; dns:// is for clients only",
             )
         try:
             return parse_etcd_url(self.cluster)
@@ -337,7 +337,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def reads_with(self) -> tuple[str, str]:
-        """The transport with which clients on other hosts may read, empty: none; and the setting that names it."""
+        """The transport by which clients on other hosts may read, or an empty string, and the name of the setting that
+        chooses it."""
         return ("nixl", "nixl") if self.nixl else (self.transport, "transport")
 
     @property
@@ -347,7 +348,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def advertised_host(self) -> str:
-        """The host at which other members and clients of the cluster reach the node."""
+        """The host at which the cluster's other members and its clients reach the node."""
         return self.advertise or self.host
 
     @property
@@ -357,17 +358,18 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shard_transient_bytes(self) -> int:
-        """The most that transient blocks of one shard may take, in bytes."""
+        """The most bytes of memory that transient blocks of one shard may take."""
         return self.transient_memory.of(self.memory) // self.shards
 
     @property
     def shard_disk_bytes(self) -> int:
-        """The most that one shard's folder may take on disk, in bytes."""
+        """The most bytes that one shard's folder may take on disk."""
         return self.disk_size // self.shards
 
     @property
     def disk_segment_bytes(self) -> int:
-        """The size of a new disk tier's segment files: a power of two, for some dozens to some hundreds of files."""
+        """The size of a new disk tier's segment files in bytes. It is a power of two, chosen so that there are from
+        some dozens to some hundreds of files."""
         size = MIN_DISK_SEGMENT_BYTES
         while size * DISK_SEGMENTS[0] <= self.shard_disk_bytes // 2 and (
             size < DISK_SEGMENT_BYTES or self.shard_disk_bytes // size > DISK_SEGMENTS[1]
@@ -379,10 +381,12 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read(
     file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
 ) -> tuple[ServerConfig, Sources[ServerConfig]]:
-    """-> the settings from all sources, which know where each comes from, and what is wrong with each by itself.
+    """Return the settings from all sources, and the `Sources`, which know where each setting comes from and all
+    problems.
 
-    file: the TOML file; None: the file that KVSTORE_SERVER_CONFIG names, if it is set. flags: None as a value means
-    that the flag was not given.
+    `file`: the TOML file. If `file` is None, the file that KVSTORE_SERVER_CONFIG names is read. If this variable is not
+    set, no file is read.
+    `flags`: the values of the flags. None means that a flag was not given.
     """
     sources = Sources(ServerConfig, ENVIRONMENT_PREFIX)
     if file is not None:

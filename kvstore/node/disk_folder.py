@@ -1,4 +1,4 @@
-"""The disk tier's folder and its key, as the supervisor has them."""
+"""Opens the disk tier's folder and reads its key, for the supervisor."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 
 def key_of(config: ServerConfig) -> DiskKey | None:
-    """-> the key of the disk tier; None: it is not encrypted. Raises `ValueError` when it cannot be had."""
+    """Return the key of the disk tier, or None if the tier is not encrypted. Raises `ValueError` if the key cannot be
+    read."""
     if config.disk_key_file is None and config.disk_key_command is None:
         return None
-    from kvstore.disk.encryption import read_key  # only where there is a key: it takes megabytes
+    from kvstore.disk.encryption import read_key  # imported only if there is a key, because it takes megabytes
 
     return read_key(config.disk_key_file, config.disk_key_command)
 
 
 class DiskFolder:
-    """A folder that is open for this node. `open` makes it."""
+    """The disk tier's folder, open for this node. Use `open` to make one."""
 
     def __init__(self, config: ServerConfig, layout: Layout, key: DiskKey | None) -> None:
         self._config = config
@@ -34,26 +35,26 @@ class DiskFolder:
 
     @classmethod
     def open(cls, config: ServerConfig) -> DiskFolder | None:
-        """-> the folder, made if it is new; None: no disk tier. Raises `StartError`, also when it is in use, or its key
-        cannot be had or does not fit."""
+        """Return the folder, or None without a disk tier. Creates the folder if it does not exist. Raises `StartError`,
+        for example if the folder is in use, or if its key cannot be read or is wrong."""
         if config.disk is None:
             return None
         try:
             key = key_of(config)
             layout = open_layout(Path(config.disk).absolute(), config.shards, config.disk_segment_bytes, key)
             for shard in range(config.shards):
-                os.close(lock_shard(layout.shard_directory(shard)))  # a check only: the shard locks it again
+                os.close(lock_shard(layout.shard_directory(shard)))  # this only checks; the shard locks it again
         except (DiskFormatError, ValueError) as error:
             raise StartError(f"disk tier: {error}") from None
         return cls(config, layout, key)
 
     @property
     def identity(self) -> str:
-        """What placement names the shards by."""
+        """The name from which the names of the shards in the placement are made."""
         return self._layout.identity
 
     def shard_config(self, shard: int) -> DiskConfig:
-        """-> what one shard is told."""
+        """Return the disk configuration of one shard."""
         config, layout, key = self._config, self._layout, b""
         if layout.encryption is not None and self._key is not None:
             key = self._key.shard_key(layout.encryption, shard)

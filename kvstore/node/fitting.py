@@ -1,4 +1,4 @@
-"""Which settings fit each other."""
+"""Finds settings that do not fit each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Iterator
 from typing import Final
 
-from kvstore.cluster.url import MAX_NAME, is_name
+from kvstore.cluster.url import MAX_ID, is_name
 from kvstore.node.config import MAX_PORT, ServerConfig
 from kvstore.node.settings import MAX_HOST, HostPort, Misfit
 from kvstore.plugins import TRANSPORTS
@@ -18,22 +18,22 @@ WILDCARDS: Final = ("0.0.0.0", "::", "")
 
 
 def misfits(config: ServerConfig) -> Iterator[Misfit]:
-    """Yield what does not fit: each setting by itself is valid."""
+    """Yield the settings that do not fit each other, although each is valid by itself."""
     if config.disk == "":
         yield Misfit("disk", "expected the path of a folder")
     if config.shard_disk_bytes < MIN_DISK_BYTES:
         yield Misfit(
             "disk_size",
             f"this gives each of {config.shards} shard(s) {config.shard_disk_bytes} bytes: expected at least "
-            f"{spell_size(MIN_DISK_BYTES)} a shard; raise --disk-size",
+            f"{spell_size(MIN_DISK_BYTES)} for each shard; raise --disk-size",
         )
     for name in ("disk_key_file", "disk_key_command"):
         if getattr(config, name) is not None and config.disk is None:
-            yield Misfit(name, "a key without a disk tier: expected --disk as well")
+            yield Misfit(name, "a key needs a disk tier: expected --disk as well")
     yield from _cluster(config)
     chosen, setting = config.reads_with
     if config.transport not in ("", chosen):
-        yield Misfit("transport", f"--{setting} names one already: expected one of them")
+        yield Misfit("transport", f"--{setting} chooses a transport already: expected one of the two settings")
     yield from _access(config)
     yield from _tls(config)
     if config.segment < MIN_SEGMENT_BYTES or config.segment % 4096:
@@ -48,15 +48,15 @@ def misfits(config: ServerConfig) -> Iterator[Misfit]:
         yield Misfit("transient_memory", f"expected at most the memory of all shards, {config.memory}")
     last = config.port + config.shards - 1
     if config.port and last > MAX_PORT:
-        yield Misfit("port", f"{config.shards} shards need the ports up to {last}: {MAX_PORT} is the last")
+        yield Misfit("port", f"{config.shards} shards need the ports up to {last}: the last port is {MAX_PORT}")
     http = config.http
     meets = http is not None and (http.host == config.host or {http.host, config.host} & {*WILDCARDS})
     if http is not None and meets and 0 < config.port <= http.port <= last:
-        yield Misfit("http", f"shard {http.port - config.port} listens on this port: choose another one")
+        yield Misfit("http", f"shard {http.port - config.port} listens on this port: choose another port")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host: an address, or a name."""
+    """Return whether only this machine can reach a host. The host is an address or a name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -64,7 +64,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _access(config: ServerConfig) -> Iterator[Misfit]:
-    """Yield why others could use the server without a login, although nobody has said that they may."""
+    """Yield a misfit if clients on other machines could use the server without a login although no setting allows
+    that."""
     for name in ("auth", "audit"):
         if getattr(config, name) == "":
             yield Misfit(name, "expected a file")
@@ -75,21 +76,21 @@ def _access(config: ServerConfig) -> Iterator[Misfit]:
         if transport:
             yield Misfit(
                 setting,
-                f"its reads ask nobody to log in: leave --{setting} or --auth out, or give --insecure too if whoever "
-                "reaches this host may read every block",
+                f"reads by this transport need no login: leave --{setting} or --auth out, or give --insecure too if "
+                "every host that reaches this one may read every block",
             )
         return
     for name, host in (("host", config.host), ("http", config.http.host if config.http is not None else "localhost")):
         if not is_loopback(host):
             yield Misfit(
                 name,
-                f"{host or 'every address'} is not this machine alone, and whoever reaches it may read, change and "
-                "delete all blocks: give --auth FILE, or --insecure if every host in that network is trusted",
+                f"other machines reach {host or 'every address'} and may read, change and delete all blocks: "
+                "give --auth FILE, or --insecure if every host in that network is trusted",
             )
 
 
 def transport_misfits(config: ServerConfig) -> Iterator[Misfit]:
-    """Yield why clients cannot read with the transport that was chosen. Imports it."""
+    """Yield the reasons why clients cannot read by the chosen transport. This imports the transport."""
     transport, setting = config.reads_with
     try:
         if transport:
@@ -99,14 +100,14 @@ def transport_misfits(config: ServerConfig) -> Iterator[Misfit]:
 
 
 def _cluster(config: ServerConfig) -> Iterator[Misfit]:
-    """Yield what does not fit of the settings of a cluster."""
+    """Yield cluster settings that do not fit."""
     if config.node_id is not None and not is_name(config.node_id):
         yield Misfit(
             "node_id",
-            f"expected 1 to {MAX_NAME} letters, digits, '.', '_' and '-', and another id for each node of the cluster",
+            f"expected 1 to {MAX_ID} letters, digits, '.', '_' and '-', and a different id for each of the nodes",
         )
     if config.zone and not is_name(config.zone):
-        yield Misfit("zone", f"expected up to {MAX_NAME} letters, digits, '.', '_' and '-'")
+        yield Misfit("zone", f"expected up to {MAX_ID} letters, digits, '.', '_' and '-'")
     try:
         url = config.cluster_url
     except Misfit as misfit:
@@ -120,19 +121,21 @@ def _cluster(config: ServerConfig) -> Iterator[Misfit]:
     if config.node_id is None and not is_name(config.cluster_node_id):
         yield Misfit(
             "node_id",
-            f"the host name {config.cluster_node_id!r} cannot be the node's id: expected 1 to {MAX_NAME} letters, "
+            f"the host name {config.cluster_node_id!r} cannot be the node's id: expected 1 to {MAX_ID} letters, "
             "digits, '.', '_' and '-'; give --node-id",
         )
     host, name = config.advertised_host, "advertise" if config.advertise else "host"
     if host in WILDCARDS:
-        yield Misfit(name, "others cannot connect to this address: give --advertise with one that they can reach")
+        yield Misfit(
+            name, "other machines cannot connect to this address: give --advertise with one that they can reach"
+        )
     wrong = any(not "!" <= letter <= "~" or letter in "/[]@,?#" for letter in host)
     if wrong or len(host) > MAX_HOST or host.count(":") == 1:
         yield Misfit(name, "expected a host name or an address, without a port")
 
 
 def _tls(config: ServerConfig) -> Iterator[Misfit]:
-    """Yield which file of TLS was given without another that it needs."""
+    """Yield each TLS file that was given without another file that it needs."""
     needed = {"tls_cert": "tls_key", "tls_key": "tls_cert", "tls_client_ca": "tls_cert", "tls_ca": "tls_cert"}
     for name, needs in needed.items():
         if getattr(config, name) is not None and getattr(config, needs) is None:
@@ -140,7 +143,8 @@ def _tls(config: ServerConfig) -> Iterator[Misfit]:
 
 
 def metrics_address(config: ServerConfig, port: int) -> str:
-    """-> HOST:PORT at which other members reach the metrics, which are served on `port`; empty: they cannot."""
+    """Return HOST:PORT at which other members reach the metrics, or an empty string if they cannot.
+    `port`: the port on which the metrics are served."""
     if config.http is None or not port:
         return ""
     host, others = config.http.host, config.advertised_host

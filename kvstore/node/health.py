@@ -1,8 +1,8 @@
-"""The health of a node: every check queries the shards, so its result is current.
+"""Checks the health of a node. Every check queries the shards, so its result is current.
 
-All shards are queried at once, each on its own thread. At most one query a shard is in progress; callers that come
-meanwhile share its result. So a shard that hangs holds one thread, however many probes wait for it. A check takes
-`VERDICT_S` at most. Any thread may use a `Health`.
+All shards are queried at once, each on its own thread. At most one query per shard is in progress, and callers that
+arrive in the meantime share its result. So a shard that hangs holds only one thread, even if many probes wait for it.
+A check takes at most `VERDICT_S` seconds. Any thread may use a `Health`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kvstore.wire import ShardInfo
-from kvstore.wire.asking import AskError, Asking, Dial, dial_tcp
+from kvstore.wire.queries import Dial, ShardQueries, ShardQueryError, dial_tcp
 
 if TYPE_CHECKING:
     from kvstore.cluster.etcd import Drain
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvstore.server")
 
-ASK_TIMEOUT_S: Final = 1.5  # to connect, and again to answer
-VERDICT_S: Final = 2.0  # for all shards together
+WATCH_S: Final = 5.0  # between two checks of a node without an HTTP server
+HEALTH_TIMEOUT_S: Final = 1.5  # how long a shard may take to connect, and after that to answer
+VERDICT_S: Final = 2.0  # the time to check all shards
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,14 @@ class RegistrationStatus:
     """The state of a node's membership, for metrics and health checks."""
 
     registered: bool
-    state: str  # of the node; "out": it has left, and joins again only after a restart
+    state: str  # of the node; "out" if it has left and joins again only after a restart
     epoch: int  # of the last view
     nodes: Sequence[Member]  # of the last view
     directory_up: bool
     directory_errors: int
     changes: int  # of the view
     drain: Drain | None = None
-    fill: MoveReport | None = None  # the present or the last fill of nodes that joined
+    fill: MoveReport | None = None  # the current or the last fill of nodes that joined
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,16 @@ class NodeView:
     """The supervisor's own state, for health checks and metrics. Any thread may call its functions."""
 
     addresses: Sequence[tuple[str, int]]  # of the shards
-    not_serving: Callable[[int], str]  # why no process serves this shard; empty: one does
+    not_serving: Callable[[int], str]  # why no process serves a shard; empty if one does
     stopping: Callable[[], bool]
     restarts: Callable[[], int]  # of shards, so far
-    cluster: Callable[[], RegistrationStatus] | None  # the node's membership; None: not in a cluster
-    cookie: str  # with which a shard always has a place for a check
+    cluster: Callable[[], RegistrationStatus] | None  # the node's membership; None if it is in no cluster
+    cookie: str  # with this cookie, shards accept health checks even at their limit of connections
     dial: Dial = dial_tcp
-    tls: Callable[[], Sequence[TLSUse]] | None = None  # the TLS process of each shard; None: there are none
+    tls: Callable[[], Sequence[TLSUse]] | None = None  # the TLS process of each shard; None without TLS
 
 
-class ShardState(msgspec.Struct, frozen=True):
+class ShardReadiness(msgspec.Struct, frozen=True):
     """One shard in `Readiness`."""
 
     shard: int
@@ -82,12 +83,12 @@ class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ready: bool
     reasons: list[str]
-    shards: list[ShardState]
+    shards: list[ShardReadiness]
     cluster: ClusterState | None = None
 
 
 class Health:
-    """Queries the shards of a node. Any thread; calls block for up to `VERDICT_S`."""
+    """Queries the shards of a node. Thread-safe. Calls block for up to `VERDICT_S` seconds."""
 
     def __init__(self, node: NodeView) -> None:
         self.node = node
@@ -96,19 +97,30 @@ class Health:
         self._lock = threading.Lock()
         self._asked: list[Future[ShardInfo] | None] = [None] * count
         self._silent = [False] * count
+        self._closed = threading.Event()
 
     def close(self) -> None:
         """Make no more queries. Does not block."""
+        self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def watch(self) -> None:
+        """Check the shards every `WATCH_S` seconds, on a thread, so that the log names a shard that does not answer.
+        The page of an HTTP server checks more often, so a node with one needs no watch."""
+        threading.Thread(target=self._watch, name="kvstore-health-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(WATCH_S):
+            self.shards()
+
     def shards(self) -> list[ShardInfo | str]:
-        """-> for each shard its state, or the reason why it did not answer."""
+        """Return each shard's state, or the reason why the shard did not answer."""
         questions = [self._question(shard) for shard in range(len(self.node.addresses))]
         wait(questions, VERDICT_S)
         return [_answer(question) for question in questions]
 
     def alive(self) -> bool:
-        """Whether at least one shard answers."""
+        """Return whether at least one shard answers."""
         questions = [self._question(shard) for shard in range(len(self.node.addresses))]
         try:
             return any(question.exception() is None for question in as_completed(questions, VERDICT_S))
@@ -116,12 +128,12 @@ class Health:
             return False
 
     def readiness(self) -> Readiness:
-        """Whether every shard answers and, in a cluster, the node is registered."""
+        """Return whether the node is ready: every shard answers and, in a cluster, the node is registered."""
         shards = []
         reasons = []
         for number, state in enumerate(self.shards()):
             reason = state if isinstance(state, str) else ""
-            shards.append(ShardState(number, not reason, reason))
+            shards.append(ShardReadiness(number, not reason, reason))
             if reason:
                 reasons.append(f"shard {number}: {reason}")
         cluster = None
@@ -136,7 +148,7 @@ class Health:
         return Readiness(not reasons, reasons, shards, cluster)
 
     def _question(self, shard: int) -> Future[ShardInfo]:
-        """-> the query of a shard that is in progress, or a new one."""
+        """Return the shard's query that is in progress, or a new query."""
         with self._lock:
             question = self._asked[shard]
             if question is None or question.done():
@@ -148,18 +160,18 @@ class Health:
             return self._threads.submit(self._ask, shard)
         except RuntimeError:  # closed
             refused: Future[ShardInfo] = Future()
-            refused.set_exception(AskError("the server is stopping"))
+            refused.set_exception(ShardQueryError("the server is stopping"))
             return refused
 
     def _ask(self, shard: int) -> ShardInfo:
         try:
             reason = self.node.not_serving(shard)
             if reason:
-                raise AskError(reason)
+                raise ShardQueryError(reason)
             node = self.node
-            with Asking(node.addresses[shard], ASK_TIMEOUT_S, cookie=node.cookie, dial=node.dial) as asking:
+            with ShardQueries(node.addresses[shard], HEALTH_TIMEOUT_S, cookie=node.cookie, dial=node.dial) as asking:
                 info = asking.info()
-        except AskError as error:
+        except ShardQueryError as error:
             if not self._silent[shard] and not self.node.stopping():
                 log.warning("shard %d does not answer: %s", shard, error)
                 self._silent[shard] = True
@@ -178,11 +190,11 @@ def _answer(question: Future[ShardInfo]) -> ShardInfo | str:
 
 
 def why_not_registered(status: RegistrationStatus) -> str:
-    """-> why the node is not registered in its cluster; empty: it is."""
+    """Return why the node is not registered in its cluster, or an empty string if it is."""
     if status.registered:
         return ""
     if status.state == "out":
         return "the node has left the cluster; restart it to join again"
     if not status.directory_up:
-        return "not registered: etcd cannot be asked; see the log"
+        return "not registered: etcd cannot be reached; see the log"
     return "not registered yet, or another process has its --node-id; see the log"

@@ -1,8 +1,8 @@
-"""Looks at a node's shards every two seconds, and keeps what they counted in the last five minutes.
+"""Polls a node's shards every two seconds, and keeps their counts of the last five minutes.
 
-So a request for `/status.json` costs the shards nothing, however many come: it is answered with the last look, as bytes
-that are already there. A look is one INFO a shard. What is kept is bounded: a few numbers a look for the charts, and
-for a minute the counters of each shard that changed.
+Requests for `/status.json` cost the shards nothing, because the answer to each request is the last poll, already
+encoded. A poll sends one INFO to each shard. The memory for polls has a bound: a few numbers per poll for the charts,
+and for one minute the counters of each shard that changed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 import kvstore
+from kvstore.node.diagnosis import Finding, Seen, findings, of_cluster
 from kvstore.node.health import Health, why_not_registered
 from kvstore.node.rates import Key, Table, change, hit_rate, table_of, total
 from kvstore.node.status import (
@@ -27,8 +28,8 @@ from kvstore.node.status import (
     namespace_rows,
     request_rows,
     shard_row,
+    tenant_rows,
 )
-from kvstore.node.words import Message, Seen, messages, of_cluster
 from kvstore.wire import ShardInfo
 
 log = logging.getLogger("kvstore.server")
@@ -36,11 +37,11 @@ log = logging.getLogger("kvstore.server")
 INTERVAL_S: Final = 2.0
 HISTORY_S: Final = 300.0
 MINUTE_S: Final = 60.0
-START_LOOK_S: Final = 0.05  # how often it is asked whether the shards have started
+START_LOOK_S: Final = 0.05  # how often to check whether the shards have started
 
 
-class Looks(threading.Thread):
-    """The looks at a node's shards, between `start` and `close`. Any thread may call it."""
+class StatusHistory(threading.Thread):
+    """Polls a node's shards between `start` and `close`. Any thread may call its methods."""
 
     def __init__(self, health: Health, node: str, settings: dict[str, str]) -> None:
         super().__init__(name="kvstore-looks", daemon=True)
@@ -50,27 +51,27 @@ class Looks(threading.Thread):
         self._began = self._looked = time.monotonic()
         count = len(health.node.addresses)
         self._pids = [0] * count
-        self._restarted: list[float | None] = [None] * count  # when another process was seen in a shard's place
+        self._restarted: list[float | None] = [None] * count  # for each shard, when a new process was last seen
         self._tables: list[Table] = [{} for _ in range(count)]
         self._minute: deque[Sequence[Table]] = deque(maxlen=round(MINUTE_S / INTERVAL_S))
         self._rates: deque[Sequence[float | None]] = deque(maxlen=round(HISTORY_S / INTERVAL_S))
         self._changed = threading.Condition()
-        self._status = b""  # the last look as JSON
+        self._status = b""  # the last poll as JSON
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """Look no more. Does not block."""
+        """Stop polling. Does not block."""
         self._closed.set()
 
     def status(self, patience_s: float) -> bytes:
-        """-> the last look as JSON; before the first look is done it waits for it so long, and returns nothing after
-        that."""
+        """Return the last poll as JSON. If the first poll is not complete yet, wait for it for up to `patience_s`
+        seconds. After that, return empty bytes."""
         with self._changed:
             self._changed.wait_for(lambda: self._status, patience_s)
             return self._status
 
     def run(self) -> None:
-        """Look, once the shards have started."""
+        """Poll after the shards have started."""
         node = self._health.node
         while any(map(node.not_serving, range(len(node.addresses)))) and not self._closed.wait(START_LOOK_S):
             pass  # a shard that starts with the server is not missing
@@ -78,7 +79,7 @@ class Looks(threading.Thread):
             due = time.monotonic() + INTERVAL_S
             try:
                 status = msgspec.json.encode(self._look())
-            except Exception:  # the page shows the last look, and when that was
+            except Exception:  # the page shows the last poll, and its time
                 log.exception("the state of the shards could not be summed up; trying again")
             else:
                 with self._changed:
@@ -117,13 +118,14 @@ class Looks(threading.Thread):
             requests=request_rows(minute),
             namespaces=namespaces,
             namespaces_left_out=left_out,
+            tenants=tenant_rows(answering, minute),
             cluster=self._cluster(),
             history=History(*([row[column] for row in self._rates] for column in range(7))),  # type: ignore[arg-type]
             settings=self._settings,
         )
 
     def _change(self, shard: int, state: ShardInfo | str) -> dict[Key, int]:
-        """-> what a shard counted since the last look at it."""
+        """Return a shard's counts since its last poll."""
         if isinstance(state, str):
             return {}
         table = table_of(state)
@@ -133,16 +135,16 @@ class Looks(threading.Thread):
         self._tables[shard], self._pids[shard] = table, state.pid
         return change(old, table)
 
-    def _messages(self, states: Sequence[ShardInfo | str], minutes: Sequence[Table], now: float) -> list[Message]:
+    def _messages(self, states: Sequence[ShardInfo | str], minutes: Sequence[Table], now: float) -> list[Finding]:
         seen = []
         for shard, state in enumerate(states):
             since = self._restarted[shard]
             restarted_s = now - since if since is not None and now - since < HISTORY_S else None
             seen.append(Seen(f"Shard {shard}", state, minutes[shard], restarted_s))
         if self._health.node.cluster is None:
-            return messages(seen)
+            return findings(seen)
         status = self._health.node.cluster()
-        return messages(seen, of_cluster(status, why_not_registered(status)))
+        return findings(seen, of_cluster(status, why_not_registered(status)))
 
     def _cluster(self) -> ClusterRow | None:
         if self._health.node.cluster is None:
@@ -161,7 +163,7 @@ class Looks(threading.Thread):
 
 
 def _rates(changed: Table, seconds: float) -> tuple[float | None, ...]:
-    """-> one look's entries in `History`, after its time."""
+    """Return the numbers of one poll in the order of the fields of `History` that follow `time`."""
 
     def rate(*key: str) -> float:
         return round(changed.get(key, 0) / seconds, 1)

@@ -1,8 +1,9 @@
-"""Logins of the HTTP port: the same tokens, as ``Authorization: Bearer TOKEN`` or as the password of Basic.
+"""Checks logins at the HTTP port. Logins use the same tokens as on the shards' ports, either as ``Authorization: Bearer
+TOKEN`` or as the password of Basic authentication.
 
-The pages tell of all tenants, so they are for principals of all tenants with the verb `monitor` or `admin`. Probes need
-no login. A failed login is answered after a second; while `MOST_WAITING` of them wait, further ones are turned away at
-once, so that guessing cannot take the threads of others. Thread-safe.
+The pages show data of all tenants, so they are for principals of all tenants with the verb `monitor` or `admin`. Probes
+need no login. A failed login is answered after a second. While `MOST_WAITING` failed logins wait, further ones are
+refused at once, so that clients that guess tokens cannot occupy all threads. Thread-safe.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ OPEN_PATHS: Final = ("/healthz", "/readyz")
 MOST_WAITING: Final = 8
 
 
-class Refusal(Exception):
-    """A request is refused. `status`: the line of the response; the text says why."""
+class HttpRefusal(Exception):
+    """A request is refused. `status`: the status line of the response. The text of the error says why."""
 
     def __init__(self, status: str, text: str) -> None:
         super().__init__(text)
@@ -41,7 +42,7 @@ class Refusal(Exception):
 
 
 class HTTPLogins:
-    """Checks who asks."""
+    """Checks the logins of requests."""
 
     def __init__(self, file: AuthFile, audit: Audit) -> None:
         self._file = file
@@ -53,13 +54,15 @@ class HTTPLogins:
         self._waiting = threading.BoundedSemaphore(MOST_WAITING)
 
     def check(self, environ: WSGIEnvironment) -> None:
-        """Raise `Refusal` for a request whose sender may not have the answer. Blocks for up to `FAILURE_S`."""
+        """Raise `HttpRefusal` if the sender of a request may not read the answer. Blocks for up to `FAILURE_S`
+        seconds."""
         if environ.get("PATH_INFO", "") in OPEN_PATHS:
             return
         token = _token(environ.get("HTTP_AUTHORIZATION", ""))
         if not token:
-            raise Refusal(
-                "401 Unauthorized", "this server wants a token, as a Bearer token or as the password of Basic"
+            raise HttpRefusal(
+                "401 Unauthorized",
+                "this server wants a token: send it as a Bearer token, or as the password of Basic authentication",
             )
         with self._lock:
             self._watch.start()
@@ -68,10 +71,10 @@ class HTTPLogins:
             found = self._log_in(token, environ.get("REMOTE_ADDR", ""))
         rights = found[0]
         if rights.tenant != EVERY_TENANT or not rights.verbs & (ADMIN | MONITOR):
-            raise Refusal(
+            raise HttpRefusal(
                 "403 Forbidden",
-                f"principal {rights.principal!r} may not: the pages are for principals of tenant '*' with the verb "
-                "monitor or admin",
+                f"principal {rights.principal!r} may not read these pages: they are for principals of tenant '*' with "
+                "the verb monitor or admin",
             )
 
     def _log_in(self, token: bytes, address: str) -> Found:
@@ -79,12 +82,12 @@ class HTTPLogins:
         policy = self._file.policy
         found = policy.recognize(token)
         if found is None and policy.slow:
-            with self._hashing:  # one at a time: guesses take no more than a core
+            with self._hashing:  # one at a time, so that guesses take no more than one core
                 found = policy.login(token)
         if found is not None and self._known.remember(token, found):
             return found
         if not self._waiting.acquire(blocking=False):
-            raise Refusal("429 Too Many Requests", "too many failed logins at once; try again later")
+            raise HttpRefusal("429 Too Many Requests", "too many failed logins at once; try again later")
         try:
             time.sleep(max(0.0, began + FAILURE_S - time.monotonic()))
         finally:
@@ -93,7 +96,7 @@ class HTTPLogins:
         log.warning("http: %s: a login failed, as principal %r", address, name)
         with self._lock:
             self._audit.record("login_failed", address=address, principal=name, client="http")
-        raise Refusal("401 Unauthorized", "the token is not valid here")
+        raise HttpRefusal("401 Unauthorized", "the token is not valid here")
 
 
 def _token(header: str) -> bytes:
@@ -109,7 +112,7 @@ def _token(header: str) -> bytes:
 
 
 def http_logins(config: ServerConfig, node: str) -> HTTPLogins | None:
-    """-> the logins of a node's HTTP port; None: it asks nobody who he is. Raises `AuthFileError`."""
+    """Return the logins of a node's HTTP port, or None if it needs no login. Raises `AuthFileError`."""
     if config.auth is None:
         return None
     return HTTPLogins(AuthFile(config.auth), Audit(config.audit or "", node=node))

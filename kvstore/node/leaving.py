@@ -1,4 +1,5 @@
-"""A node's drain: begun by its supervisor, or by an operator who asks for it in etcd and sees its progress there."""
+"""A node's drain. Either the supervisor begins the drain, or an operator requests it in etcd and sees its progress
+there."""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ from kvstore.moving.draining import Draining
 
 log = logging.getLogger("kvstore.cluster")
 
-LEAVE_S: Final = 0.5  # so that clients see that the node has left before its connections close
+LEAVE_S: Final = 0.5  # time for clients to see that the node has left before its connections close
 SAY_TRIES: Final = 20
 SAY_AGAIN_S: Final = 0.5
 
 
 class Leaving:
-    """The drain of one run of a node, of which there is one at most. Who calls `check` or `begin` holds one lock.
+    """The drain of a node. A node has at most one drain in each run. Callers of `check` and `begin` must hold the same
+    lock.
 
-    `withdraw()` ends the node's membership; -> whether there was one. `make`: a `Draining`, from `asked` and `leave`.
+    `withdraw()`: the function that ends the node's membership. It returns whether the node was a member.
+    `make`: the function that makes a `Draining` from `asked` and `leave`.
     """
 
     def __init__(
@@ -39,12 +42,12 @@ class Leaving:
         self._directory = directory
         self._withdraw = withdraw
         self._make = make
-        self._asked = False  # an operator requested the drain: write its progress to etcd
+        self._asked = False  # an operator requested the drain, so its progress is written to etcd
         self._said: Drain | None = None
         self._stopped = threading.Event()
 
     def begin(self, asked: Drain) -> Draining:
-        """-> the drain, begun now unless there is one."""
+        """Begin the drain unless it has begun already, and return it."""
         if self.draining is None:
             self.draining = self._make(asked=asked, leave=self._leave)
             self.draining.start()
@@ -65,12 +68,12 @@ class Leaving:
         if asked.instance != instance:
             self._directory.end_drain(self._node)  # the request was for an earlier run
         elif asked.state == "asked":
-            log.info("node %s: asked to drain, for at most %g s", self._node, asked.seconds)
+            log.info("node %s: an operator has requested a drain of at most %g s", self._node, asked.seconds)
             self._asked = True
             self.begin(asked)
 
     def stop(self, timeout_s: float) -> None:
-        """End the drain, and wait for that."""
+        """End the drain, and wait until it has ended."""
         self._stopped.set()
         if self.draining is not None:
             self.draining.stop()

@@ -1,7 +1,7 @@
 """Prometheus metrics of a node. Each scrape queries the state of every shard, so the metrics are always current.
 
-A shard that does not answer has `kvstore_shard_up 0` and no other metrics. The metrics of what INFO tells are
-in the rows of its fields (`kvstore.wire.status`); the others are here.
+A shard that does not answer has `kvstore_shard_up 0` and no other metrics. The rows of INFO's fields
+(`kvstore.wire.status`) define the metrics of these fields. The other metrics are defined here.
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ _MAX_FDS: Final = re.compile(r"^Max open files\s+(\d+)", re.MULTILINE)
 
 
 class ProcessUse(msgspec.Struct, frozen=True):
-    """One process, now. The metrics are of shards' processes; `process_…` are those of this process, the supervisor."""
+    """The resources that one process uses now. These metrics are for the shards' processes. The metrics `process_…` are
+    for the supervisor."""
 
     cpu_s: Annotated[float, Counter("", "kvstore_cpu_seconds", "Processor time of the shard's process.")]
     open_fds: Annotated[int, Gauge("", "kvstore_open_fds", "Open descriptors of the shard's process.")]
-    max_fds: Annotated[int, Gauge("", "kvstore_max_fds", "The most descriptors that it may open.")]  # 0: no limit
+    max_fds: Annotated[int, Gauge("", "kvstore_max_fds", "The limit of open descriptors.")]  # 0 if unlimited
 
 
 class TLSProcess(msgspec.Struct, frozen=True):
-    """The process of a shard that encrypts for it."""
+    """The TLS process of a shard."""
 
     up: Annotated[bool, Gauge("", "kvstore_tls_up", "1 when the shard's TLS process accepts connections.")]
     connections: Annotated[int, Gauge("", "kvstore_tls_connections", "Open TLS connections.")]
@@ -66,7 +67,8 @@ class TLSProcess(msgspec.Struct, frozen=True):
 
 
 def process_use(pid: int) -> ProcessUse | None:
-    """-> what a process takes, from /proc, which costs it nothing; None when it is gone, or is another user's."""
+    """Return the resources that a process uses, read from /proc without a request to the process. Return None if the
+    process is gone or belongs to another user."""
     folder = Path("/proc") / str(pid)
     try:
         # The second field is the program's name in parentheses, which may contain anything.
@@ -79,7 +81,8 @@ def process_use(pid: int) -> ProcessUse | None:
 
 
 class NodeCollector(Collector):
-    """Collects the metrics of a node and its shards at each scrape. Any thread; blocks for up to `VERDICT_S`."""
+    """Collects the metrics of a node and its shards at each scrape. Thread-safe. Blocks for up to `VERDICT_S`
+    seconds."""
 
     def __init__(self, health: Health) -> None:
         self._health = health
@@ -130,7 +133,8 @@ class NodeCollector(Collector):
 
 
 def _largest(shards: Sequence[ShardInfo]) -> tuple[Set[str], int]:
-    """-> the namespaces that have metrics of their own, and how many more there are: clients make namespaces."""
+    """Return the namespaces that have their own metrics, and the number of the others. Not all namespaces have their
+    own metrics, because clients can make any number of them."""
     memory = collections.Counter[str]()
     for shard in shards:
         for namespace in shard.namespaces:
@@ -168,7 +172,7 @@ def _tls_process(process: TLSUse) -> TLSProcess:
 def _cluster_metrics(status: RegistrationStatus) -> Iterable[Metric]:
     for name, help_, value in (
         ("registered", "1 while the node is registered in etcd, as far as it knows.", status.registered),
-        ("epoch", "The revision of etcd that the node's member list is of.", status.epoch),
+        ("epoch", "The revision of etcd of the node's member list.", status.epoch),
         ("directory_up", "1 while etcd answers the node.", status.directory_up),
     ):
         yield GaugeMetricFamily(f"kvstore_cluster_{name}", help_, value=float(value))
@@ -187,13 +191,13 @@ def _cluster_metrics(status: RegistrationStatus) -> Iterable[Metric]:
         {each: sum(member.state == each for member in status.nodes) for each in states[:-1]},
     )
     yield _gauges(
-        *("kvstore_drain_blocks", "Blocks that a drain copies to other nodes, by what became of them.", "what"),
+        *("kvstore_drain_blocks", "Blocks that a drain copies to other nodes, by outcome.", "what"),
         {"to_move": drain.total - drain.done, "moved": drain.moved, "present": drain.present, "failed": drain.failed}
         if drain is not None
         else {},
     )
     yield _gauges(
-        *("kvstore_fill_blocks", "Blocks that are copied to nodes that joined, by what became of them.", "what"),
+        *("kvstore_fill_blocks", "Blocks that are copied to nodes that joined, by outcome.", "what"),
         {"to_copy": fill.total - fill.done, "copied": fill.moved, "present": fill.present, "failed": fill.failed}
         if fill is not None
         else {},
@@ -210,7 +214,8 @@ def _gauges(name: str, help_: str, label: str, values: Mapping[str, float]) -> M
 def _families(
     struct: type[msgspec.Struct], labels: Sequence[str], rows: Sequence[tuple[tuple[str, ...], msgspec.Struct]]
 ) -> Iterable[Metric]:
-    """A metric for each field that has one, with the values in the rows, each behind its labels; None is no value."""
+    """Yield a metric for each field that has one. The metric has a value for each row, with the row's labels, except
+    where the value is None."""
     for field in fields_of(struct):
         if field.metric:
             kind = CounterMetricFamily if field.counter else GaugeMetricFamily

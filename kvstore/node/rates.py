@@ -1,15 +1,16 @@
-"""What changed in a shard between two looks at it: counters of `ShardInfo` as one flat table, and sums of changes.
+"""Computes the changes of a shard's counters between two polls, and sums of changes. The counters of `ShardInfo` are
+put in one flat table.
 
-`/status.json` and `kvstore top` compute their rates here. A table has an entry for each counter: a tuple that begins
-with what it counts. A shard that was started again counts from 0, so its whole table is the change. Plain data; any
-thread.
+`/status.json` and `kvstore top` compute their rates here. A table has an entry for each counter; its key is a tuple
+that begins with the counter's name. A shard that was restarted counts from 0, so its whole table is the change. Plain
+data; thread-safe.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from kvstore.wire import DiskInfo, ShardInfo
 from kvstore.wire.status import REQUEST_BOUNDS_S, Field, fields_of
@@ -17,17 +18,21 @@ from kvstore.wire.status import REQUEST_BOUNDS_S, Field, fields_of
 Key: TypeAlias = tuple[str, ...]
 Table: TypeAlias = Mapping[Key, int]
 
+NAMESPACE_COUNTERS: Final = ("hits", "misses", "created", "evicted")
+
 
 def table_of(shard: ShardInfo) -> dict[Key, int]:
-    """-> every counter of a shard that is not 0."""
+    """Return all counters of a shard that are not 0."""
     table = dict(_counters(shard))
     if shard.disk is not None:
         table.update({("disk", *key): count for key, count in _counters(shard.disk)})
     for row in shard.requests:
         table.update({("took", row.verb, row.tier, str(at)): count for at, count in enumerate(row.counts)})
     for namespace in shard.namespaces:
-        table["namespace", namespace.id, "hits"] = namespace.hits
-        table["namespace", namespace.id, "misses"] = namespace.misses
+        for name in NAMESPACE_COUNTERS:
+            table["namespace", namespace.id, name] = getattr(namespace, name)
+    for tenant in shard.tenants:
+        table["tenant", tenant.tenant, "refused"] = sum(tenant.refused.values())
     return {key: count for key, count in table.items() if count}
 
 
@@ -39,12 +44,13 @@ def _counters(info: ShardInfo | DiskInfo) -> Iterator[tuple[Key, int]]:
 
 
 def change(old: Table, new: Table) -> dict[Key, int]:
-    """-> what was counted between two looks at one process. What is not in `new` any more counts nothing."""
+    """Return the change of each counter between two polls of one process. A counter that is no longer in `new` is left
+    out."""
     return {key: count - old.get(key, 0) for key, count in new.items() if count > old.get(key, 0)}
 
 
 def total(tables: Iterable[Table]) -> Counter[Key]:
-    """-> the sum of tables."""
+    """Return the sum of tables."""
     found: Counter[Key] = Counter()
     for table in tables:
         found.update(table)
@@ -52,12 +58,13 @@ def total(tables: Iterable[Table]) -> Counter[Key]:
 
 
 def below(table: Table, *key: str) -> int:
-    """-> the sum of all entries that begin with `key`."""
+    """Return the sum of all entries that begin with `key`."""
     return sum(count for each, count in table.items() if each[: len(key)] == key)
 
 
 def amount(field: Field, shards: Iterable[ShardInfo], counted: Table) -> float:
-    """-> what to show of a field of these shards: of a counter what is in the table, otherwise what they have now."""
+    """Return the value of a field to show for these shards: for a counter its value in the table `counted`, otherwise
+    the current value."""
     if field.counter:
         return below(counted, field.name)
     values = [getattr(shard, field.name) for shard in shards]
@@ -65,18 +72,25 @@ def amount(field: Field, shards: Iterable[ShardInfo], counted: Table) -> float:
 
 
 def hit_rate(hits: int, misses: int) -> float | None:
-    """-> the share of blocks asked for that were there; None when none was asked for."""
+    """Return the share of the requested blocks that were present, or None if no block was requested."""
     return hits / (hits + misses) if hits + misses else None
 
 
 def counts_of(table: Table, verb: str, tier: str) -> list[int]:
-    """-> the histogram of the requests of one verb and tier, as `RequestTimes.counts`."""
+    """Return the histogram of the requests of one verb and tier, as `RequestTimes.counts`."""
     return [table.get(("took", verb, tier, str(at)), 0) for at in range(len(REQUEST_BOUNDS_S) + 1)]
 
 
+def took_s(table: Table, verb: str, share: float) -> float | None:
+    """Return the time within which the fraction `share` of a verb's requests ended, those that waited for the disk and
+    the others. Return None if there are none."""
+    memory, disk = (counts_of(table, verb, tier) for tier in ("memory", "disk"))
+    return quantile_s([sum(both) for both in zip(memory, disk, strict=True)], share)
+
+
 def quantile_s(counts: Sequence[int], share: float) -> float | None:
-    """-> the time that so large a share of the requests of a histogram did not exceed, within the bucket's bounds: by
-    proportion. None when it has none; the last bound when it lies above it."""
+    """Return the time within which the fraction `share` of a histogram's requests ended, interpolated within a bucket.
+    Return None if there are no requests, and the last bound if the time is longer than that."""
     rank = share * sum(counts)
     if not rank:
         return None

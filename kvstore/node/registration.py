@@ -1,18 +1,21 @@
 """A node's membership in a cluster: its record in etcd, from the start of the node until it leaves.
 
 A thread of the supervisor checks every second whether the record is still the node's own and whether an operator has
-requested a drain (`leaving`). Another one renews the lease (`LeaseKeeper`). The states of a node:
+requested a drain (`leaving`). Another thread renews the lease (`LeaseKeeper`). The states of a node:
 
-* *joining* for its grace period; the only member of a cluster skips this state, because no node can fill it;
-* *serving*, until it is told to leave: it withdraws, or *drains* first, moving its hottest blocks to their next owners.
+* *joining*, for its grace period. The only member of a cluster skips this state, because no node can fill it;
+* *serving*, until it must leave. Then it either withdraws at once, or first *drains*: it moves its hottest blocks to
+  their next owners.
 
-When the lease has ended (the supervisor was stopped or cut off for longer) or the record is gone (etcd lost its data),
-the node joins anew, because its keys may have been set on other nodes meanwhile. It also joins anew when one of its
-shards has died: a new instance is filled by the others (`kvstore.moving.filling`), as this node fills them.
+The lease ends if the supervisor is stopped or cut off for longer than the lease lasts. The record is gone if etcd has
+lost its data. In both cases the node joins again, because its keys may have been set on other nodes meanwhile. It also
+joins again when one of its shards has died, because the other nodes fill a new instance, as this node fills theirs
+(`kvstore.moving.filling`).
 
-While etcd cannot be reached, the node goes on in its present state. When two processes have one node id, the record
-belongs to the first; the second one stays out, logs that, and registers when the record is gone. Only a node that has
-just started may replace a record, and only one with an address on which it now listens: that is from an earlier run.
+While etcd cannot be reached, the node stays in its present state. When two processes have the same node id, the record
+belongs to the first. The second process stays out, logs this, and registers when the record is gone. Only a node that
+has just started may replace a record. The record must have an address on which this node now listens, which shows that
+it is from an earlier run.
 """
 
 from __future__ import annotations
@@ -38,26 +41,26 @@ from kvstore.node.access import with_cookies
 from kvstore.node.health import RegistrationStatus
 from kvstore.node.leaving import LEAVE_S, Leaving
 from kvstore.wire import ShardAddress
-from kvstore.wire.asking import Dial, dial_tcp
+from kvstore.wire.queries import Dial, dial_tcp
 
 log = logging.getLogger("kvstore.cluster")
 
 REQUEST_TIMEOUT_S: Final = 2.0
-LOOK_S: Final = 1.0
+LEASE_POLL_S: Final = 1.0
 CONFLICT_LOG_S: Final = 10.0
-RETRY_S: Final = (0.1, 0.5)
+REGISTER_RETRY_S: Final = (0.1, 0.5)
 STOP_S: Final = 3.0  # how long `stop` waits for each thread
 
 
 class LeaseKeeper(threading.Thread):
-    """Renews `lease` every quarter of its time. The thread does nothing else, so that no slow request to etcd can cost
-    the lease. `ended()` is called on it when a lease has ended."""
+    """Renews `lease` every quarter of the lease's time. The thread does nothing else, so that no slow request to etcd
+    can delay a renewal until the lease ends. It calls `ended()` when a lease has ended."""
 
     def __init__(self, url: EtcdURL, node: str, lease_s: int, ended: Callable[[], None]) -> None:
         super().__init__(name="kvstore-lease", daemon=True)
-        # The timeout is short enough to try another endpoint within the lease when one does not answer.
+        # This timeout leaves time to try another endpoint before the lease ends if one does not answer.
         self.directory = EtcdDirectory(url, max(0.5, lease_s / 4))
-        self.lease: int | None = None  # of the record; None: there is none to renew
+        self.lease: int | None = None  # the lease of the record, or None if there is none to renew
         self.errors = 0
         self._node = node
         self._lease_s = lease_s
@@ -71,11 +74,11 @@ class LeaseKeeper(threading.Thread):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the lease has ended, and the record is gone with it."""
+        """Whether the lease has ended and the record is gone with it."""
         return self.lease is not None and self.lease == self._ended
 
     def run(self) -> None:
-        """Renew it until `stop`."""
+        """Renew the lease until `stop`."""
         pause_s = self._lease_s / 4
         while not self._stopped.wait(pause_s):
             lease = self.lease
@@ -87,17 +90,19 @@ class LeaseKeeper(threading.Thread):
             except DirectoryError as error:
                 log.debug("node %s: cannot renew its lease: %s", self._node, error)
                 self.errors += 1
-                pause_s = random.uniform(*RETRY_S)
+                pause_s = random.uniform(*REGISTER_RETRY_S)
             except Exception:
                 log.exception("node %s: renewing its lease failed; trying again", self._node)
 
 
 class Registration:
-    """The membership of one node. Any thread may call it.
+    """The membership of one node. Thread-safe. Raises `DirectoryError` when the package requests is missing.
 
-    `member`: the node's record; its state is ignored. `secret`: for `with_cookies`. `shards`: the same shards, at
-    addresses that this process can reach. `drained` is called, on a thread of its own, when a drain that `drain` began
-    has ended and the node has left the cluster. Raises `DirectoryError` when the package requests is missing.
+    `member`: the node's record; its state is ignored.
+    `secret`: the argument of `with_cookies`.
+    `shards`: the same shards, at addresses that this process can reach.
+    `drained`: a function that is called on a separate thread after a call of `drain`, when the drain has ended and the
+    node has left the cluster.
     """
 
     def __init__(
@@ -138,11 +143,11 @@ class Registration:
         )
         self._leaving = Leaving(self.node, self._directory, self._withdraw, drain)
         self._out = False
-        self._emptied = False  # a shard has lost its blocks, and the others do not know yet
+        self._emptied = False  # a shard has lost its blocks, and the other nodes do not know this yet
         self._started = False
 
     def start(self, metrics: str) -> None:
-        """Register as soon as etcd answers. Does not block. metrics: HOST:PORT of the node's metrics, or empty."""
+        """Register as soon as etcd answers. Does not block. `metrics`: HOST:PORT of the node's metrics, or empty."""
         self._member = msgspec.structs.replace(self._member, metrics=metrics)
         self._started = True
         self._filling.start()
@@ -151,7 +156,8 @@ class Registration:
         self._keeper.start()
 
     def drain(self, seconds: float) -> None:
-        """Move blocks away, for `seconds` at most, then withdraw. Does not block. Over at once before `start`."""
+        """Move blocks away for at most `seconds`, and then withdraw. Does not block. Before `start`, the drain ends at
+        once."""
         if not self._started:
             self._drained()
             return
@@ -167,12 +173,12 @@ class Registration:
         threading.Thread(target=wait, name="kvstore-drained", daemon=True).start()
 
     def shard_restarted(self) -> None:
-        """A shard has died and serves again, without its memory: have the other nodes fill it. Does not block."""
+        """Make the other nodes fill a shard that died and was restarted without its blocks. Does not block."""
         self._emptied = True
         self._wake.set()
 
     def stop(self) -> None:
-        """Withdraw, and wait until clients have seen it: for some seconds at most. Also before `start`."""
+        """Withdraw, and wait for a few seconds at most until clients know it. May be called before `start`."""
         self._stopped.set()
         self._wake.set()
         self._keeper.stop()
@@ -188,7 +194,7 @@ class Registration:
         self._keeper.directory.close()
 
     def status(self) -> RegistrationStatus:
-        """-> the present state of the membership."""
+        """Return the current state of the membership."""
         view = self._follower.current
         draining = self._leaving.draining
         return RegistrationStatus(
@@ -218,17 +224,19 @@ class Registration:
                 if self._lost:
                     log.warning("node %s: etcd answers again", self.node)
                 failures, self._lost = 0, ""
-                pause_s = LOOK_S
+                pause_s = LEASE_POLL_S
             except DirectoryError as error:
                 self._errors += 1
                 failures += 1
                 if failures > 1 and not self._lost:
                     log.warning("node %s: cannot reach etcd: %s; the node goes on serving", self.node, error)
                     self._lost = str(error)
-                pause_s = min(RETRY_S[1], RETRY_S[0] * 2.0 ** min(failures, 8)) * random.uniform(0.5, 1.0)
+                pause_s = min(REGISTER_RETRY_S[1], REGISTER_RETRY_S[0] * 2.0 ** min(failures, 8)) * random.uniform(
+                    0.5, 1.0
+                )
             except Exception:
                 log.exception("node %s: updating its membership failed; trying again", self.node)
-                pause_s = RETRY_S[1]
+                pause_s = REGISTER_RETRY_S[1]
             self._wake.wait(pause_s)
             self._wake.clear()
 
@@ -256,7 +264,7 @@ class Registration:
         """Register under a new lease, unless another process is registered with this node's id."""
         found = self._directory.read_member(self.node)
         mine = found is not None and (
-            found.instance == self._member.instance  # registered before, but etcd's answer was lost
+            found.instance == self._member.instance  # this node has registered, but etcd's answer was lost
             or (self._may_take_over and not _addresses(found).isdisjoint(_addresses(self._member)))
         )
         if found is not None and not mine:
@@ -282,22 +290,23 @@ class Registration:
         self._was_in = True
 
     def _join_again(self, lease: int) -> None:
-        """Become a new instance, which joins: then the other nodes copy to it what it owns and lacks."""
+        """Become a new instance, which joins, so that the other nodes copy to it the blocks that it owns and lacks."""
         others = any(member.node != self.node for member in self._directory.membership().members)
         state: State = "joining" if others else "serving"
         member = msgspec.structs.replace(self._member, instance=uuid.uuid4().hex, state=state)
         self._filling.joins_as(member)
-        self._emptied, written = False, False  # before, because another shard may die meanwhile
+        self._emptied, written = False, False  # first, because another shard may die meanwhile
         try:
             written = self._directory.register(member, lease)
         finally:
             self._emptied = self._emptied or not written
         if written:
             self._member, self._joined = member, time.monotonic()
-            log.warning("node %s: a shard started anew and lost its memory; state=%s, to be filled", self.node, state)
+            log.warning("node %s: a shard was restarted and has lost its blocks; state=%s", self.node, state)
 
     def _check_record(self) -> bool:
-        """Whether the record is still this node's. If not, the node drops its lease and joins anew or stays out."""
+        """Return whether the record still belongs to this node. If not, the node drops its lease, and either joins
+        again or stays out."""
         found = self._directory.read_member(self.node)
         if found is not None and found.instance == self._member.instance:
             return True
@@ -310,7 +319,7 @@ class Registration:
         return False
 
     def _stay_out(self, found: Member | None) -> None:
-        """Log an error every `CONFLICT_LOG_S`, but not before the lease of an earlier run must have ended."""
+        """Log an error every `CONFLICT_LOG_S` seconds, but only after the lease of an earlier run must have ended."""
         self._may_take_over = False
         now = time.monotonic()
         if self._conflict_said_at is None:
@@ -329,7 +338,8 @@ class Registration:
         )
 
     def _is_filled(self) -> bool:
-        """Whether the grace period is over. Time alone decides: clients ask previous owners only while it joins."""
+        """Whether the grace period is over. Only the time matters, because clients ask previous owners only while the
+        node joins."""
         return time.monotonic() - self._joined >= self._grace_s
 
     def _write(self, state: State) -> None:
@@ -341,7 +351,7 @@ class Registration:
             self._member = member
 
     def _withdraw(self) -> bool:
-        """Leave the cluster until the next start. -> False when the node was not a member."""
+        """Leave the cluster until the next start. Return False if the node was not a member."""
         with self._lock:
             self._out = True
             lease, self._keeper.lease = self._keeper.lease, None
@@ -350,7 +360,7 @@ class Registration:
             try:
                 (self._keeper.directory if self._lost else self._directory).withdraw(self.node, lease)
             except DirectoryError as error:
-                log.warning("node %s: cannot withdraw (%s); its record goes when its lease ends", self.node, error)
+                log.warning("node %s: cannot withdraw (%s); its record ends with its lease", self.node, error)
             else:
                 log.info("node %s: has withdrawn from cluster %s", self.node, self.url)
             return True
@@ -364,13 +374,13 @@ class Registration:
                 self._write("draining")
             except DirectoryError as error:
                 log.warning(
-                    "node %s: cannot write to etcd that it drains (%s); moving its blocks all the same",
+                    "node %s: cannot write to etcd that it drains (%s); moving its blocks anyway",
                     self.node,
                     error,
                 )
 
     def _members_now(self) -> Sequence[Member]:
-        """-> the members in the last view, with this node's present record."""
+        """Return the members in the last view, with this node's current record."""
         view = self._follower.current
         others = [member for member in view.members if member.node != self.node] if view else []
         return with_cookies([*others, self._member], self._secret)

@@ -1,9 +1,9 @@
-"""Settings that are described once: a msgspec struct whose fields are `Annotated` with a `Setting`.
+"""Settings that are described only once, in a msgspec struct whose fields are `Annotated` with a `Setting`.
 
-From that description come a command's flags, the variables, the keys of the TOML file, the error messages, the
+A command's flags, the variables, the keys of the TOML file and the error messages come from that description. So do the
 commented files of `settings_file.py`, the manual page and the table in docs/operations.md. A setting has the same name
-everywhere: field and key `log_level`, flag `--log-level`, variable `KVSTORE_SERVER_LOG_LEVEL`. A flag wins over a
-variable, a variable over the file, the file over the default.
+everywhere, for example field and key `log_level`, flag `--log-level`, variable `KVSTORE_SERVER_LOG_LEVEL`. A flag
+overrides a variable, a variable overrides the file, and the file overrides the default.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ else:
     import tomli as tomllib
 
 MAX_HOST: Final = 255
-DEFAULT: Final = "default"  # the source of a value that nobody gave
+DEFAULT: Final = "default"  # the source of a value that was not given
 _HIDDEN: Final = "(secret)"
 
 ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 
 
 class ConfigError(Exception):
-    """The settings cannot be used. Each problem says which setting, where it came from, and what is expected; the
-    message has a line for each."""
+    """The settings cannot be used. Each problem names the setting and the source of its value, and says what is
+    expected. The message has one line per problem."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -43,7 +43,7 @@ class ConfigError(Exception):
 
 
 class Misfit(ConfigError):
-    """A setting is valid by itself but does not fit the others, or the machine."""
+    """A setting is valid by itself but does not fit the other settings or the machine."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name}: {problem}")
@@ -59,10 +59,10 @@ class Size(int):
 
 
 class Portion(str):
-    """A part of another size: a percentage of it, or a number of bytes."""
+    """A part of another size, either as a percentage of that size or as a number of bytes."""
 
     def of(self, whole: int) -> int:
-        """-> the bytes of it."""
+        """Return this part of `whole` as a number of bytes."""
         return int(whole * float(self[:-1]) / 100) if self.endswith("%") else parse_size(self)
 
 
@@ -71,7 +71,7 @@ class HostPort(str):
 
     @classmethod
     def of(cls, host: str, port: int) -> HostPort:
-        """-> the address of a host and a port."""
+        """Return the address of a host and a port."""
         return cls(join_address(host, port))
 
     @property
@@ -81,13 +81,13 @@ class HostPort(str):
 
     @property
     def port(self) -> int:
-        """The port; 0: any free port."""
+        """The port, or 0 for any free port."""
         return int(self.rpartition(":")[2])
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The description of a setting beside its name, type, bounds and default."""
+    """The description of a setting, besides its name, type, bounds and default."""
 
     section: str
     help: str  # one or more sentences for an operator
@@ -95,9 +95,9 @@ class Setting:
     choices: tuple[str, ...] = ()
     unset: str = ""  # the meaning of a default of None: "no disk tier"
     more: str = ""  # page and anchor in docs/ with more about it
-    file_only: bool = False  # tables of the file; they have no flag and no variable
+    file_only: bool = False  # for tables of the file, which have no flag and no variable
     example: str = ""  # for `file_only`: the content of an example table
-    secret: bool = False  # its value is never shown: not in messages, logs, pages or printed files
+    secret: bool = False  # its value is never shown in messages, logs, pages or printed files
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Described:
     """One setting with its name, type, default, bounds and description."""
 
     name: str
-    kind: type  # int, bool, str, Size, HostPort; list for tables of the file
+    kind: type  # int, bool, str, Size or HostPort; list for tables of the file
     default: Any
     low: int | None
     high: int | None
@@ -156,7 +156,7 @@ class Described:
 
 
 def describe(config: type[msgspec.Struct]) -> tuple[Described, ...]:
-    """-> all settings of a struct, in order."""
+    """Return all settings of a struct, in order."""
     hints = get_type_hints(config, include_extras=True)
     return tuple(_describe(field, hints[field.name]) for field in msgspec.structs.fields(config))
 
@@ -190,8 +190,8 @@ def _parts(hint: Any) -> Iterator[Any]:
 class Sources(Generic[ConfigT]):
     """Collects the values of settings, the source of each (a flag, a variable, the file), and all problems.
 
-    Read sources in the order of their precedence, the file first: a later value replaces an earlier one. What is wrong
-    is added to `problems` and left out, so that one look finds everything.
+    Read the sources in the order of their precedence, the file first, because a later value replaces an earlier one. An
+    invalid value is added to `problems` and left out, so that one run finds all problems.
     """
 
     def __init__(self, config: type[ConfigT], environment_prefix: str) -> None:
@@ -200,7 +200,7 @@ class Sources(Generic[ConfigT]):
         self._described = {described.name: described for described in describe(config)}
         self._values: dict[str, Any] = {}
         self._sources: dict[str, str] = {}  # "--memory", "KVSTORE_SERVER_MEMORY", the file's path
-        self._origins: dict[str, str] = {}  # the same with the value, as a message names it
+        self._origins: dict[str, str] = {}  # the source and the value, for messages
         self._refused: set[str] = set()  # settings whose values are not allowed
         self.problems: list[str] = []
 
@@ -225,7 +225,7 @@ class Sources(Generic[ConfigT]):
     def read_environment(self, environment: Mapping[str, str], others: tuple[str, ...]) -> None:
         """Add the values of variables.
 
-        others: variables that have the prefix but are no settings.
+        `others`: variables that have the prefix but are not settings.
         """
         names = {self._variable(name): name for name in self._described}
         given = {name for name in environment if name.startswith(self._prefix)} - set(others)
@@ -253,7 +253,7 @@ class Sources(Generic[ConfigT]):
                 self._add(name, value, flag, shown)
 
     def config(self) -> ConfigT:
-        """-> all settings. Those whose values are not allowed become problems and have their defaults."""
+        """Return all settings. A setting with an invalid value has its default, and is added to the problems."""
         for name, value in list(self._values.items()):
             problem = self._problem(self._described[name], value)
             if problem:
@@ -263,8 +263,8 @@ class Sources(Generic[ConfigT]):
         return msgspec.convert(self._values, self._config, strict=False, dec_hook=_decode)
 
     def add(self, misfits: Iterable[Misfit]) -> None:
-        """Add what does not fit to the problems, with the origin of each setting. Settings whose own values were
-        refused are left out: what is known of them is wrong anyway."""
+        """Add misfits to the problems, with the origin of each setting. A setting whose own value was refused is left
+        out, because its current value is wrong anyway."""
         for misfit in misfits:
             if misfit.name not in self._refused:
                 described = self._described[misfit.name]
@@ -272,7 +272,7 @@ class Sources(Generic[ConfigT]):
                 self.problems.append(f"{origin}: {misfit.problem}")
 
     def source(self, name: str) -> str:
-        """Where the value of a setting comes from: a flag, a variable, the path of a file, or `DEFAULT`."""
+        """Return the source of a setting's value: a flag, a variable, the path of a file, or `DEFAULT`."""
         return self._sources.get(name, DEFAULT)
 
     def _variable(self, name: str) -> str:
@@ -287,7 +287,7 @@ class Sources(Generic[ConfigT]):
         self._origins[name] = origin
 
     def _problem(self, described: Described, value: Any) -> str:
-        """Why a value is not allowed; empty if it is."""
+        """Return why a value is not allowed; empty if it is."""
         try:
             config = msgspec.convert({described.name: value}, self._config, strict=False, dec_hook=_decode)
         except msgspec.ValidationError as error:
@@ -298,7 +298,7 @@ class Sources(Generic[ConfigT]):
     def _refuse_unknown(self, where: str, unknown: set[str], known: Iterable[str]) -> None:
         if unknown:
             what = ", ".join(map(repr, sorted(unknown)))
-            self.problems.append(f"{where}: unknown setting {what}; known are {', '.join(known)}")
+            self.problems.append(f"{where}: unknown setting {what}; the settings are {', '.join(known)}")
 
 
 def _decode(kind: type, value: Any) -> Any:
@@ -326,7 +326,7 @@ def _decode(kind: type, value: Any) -> Any:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{type(value).__name__} instead of text")
+        raise ValueError(f"found a value of type {type(value).__name__}: expected text")
     return value
 
 
@@ -343,7 +343,7 @@ def _of_table(name: str, error: msgspec.ValidationError) -> str:
 
 
 def shown_in_toml(value: Any) -> str:
-    """-> a value in TOML notation; "..." for tables."""
+    """Return a value in TOML notation; "..." for tables."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, dict)):
@@ -354,7 +354,7 @@ def shown_in_toml(value: Any) -> str:
 
 
 def listed(config: msgspec.Struct) -> dict[str, str]:
-    """-> all settings, with their values as text for people."""
+    """Return all settings, with their values as text for people."""
     return {each.name: _read_by_people(each, getattr(config, each.name)) for each in describe(type(config))}
 
 
@@ -369,6 +369,6 @@ def _read_by_people(described: Described, value: Any) -> str:
 
 
 def changed(config: msgspec.Struct) -> dict[str, str]:
-    """-> the settings whose values are not the defaults, as `listed` gives them."""
+    """Return the settings whose values differ from the defaults, as `listed` returns them."""
     default = type(config)()
     return {name: text for name, text in listed(config).items() if getattr(config, name) != getattr(default, name)}

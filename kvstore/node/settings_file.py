@@ -1,6 +1,7 @@
-"""The settings as TOML files with comments: those in effect (`--print-config`), and the sample that is installed.
+"""Writes settings as TOML files with comments: the settings in effect (`--print-config`), and the sample file that is
+installed.
 
-Reading a file gives the settings again. A secret is not written; a comment stands in its place.
+Reading the file gives the same settings again. A secret is not written; a comment stands in its place.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import msgspec
 
 from kvstore.node.settings import Described, describe, shown_in_toml
 
-_WIDTH: Final = 98  # of the comments
+_WIDTH: Final = 98  # the width of the comments
 
 
 def effective(config: msgspec.Struct, heading: str, source: Callable[[str], str]) -> str:
-    """-> the settings of `config`, each with the source of its value: `source(name)`."""
+    """Return the settings of `config`, each with the source of its value, which `source(name)` returns."""
 
     def lines(described: Described) -> list[str]:
         value = getattr(config, described.name)
@@ -35,7 +36,7 @@ def effective(config: msgspec.Struct, heading: str, source: Callable[[str], str]
 
 
 def sample(kind: type[msgspec.Struct], heading: str) -> str:
-    """-> all settings of a struct with their defaults, commented out."""
+    """Return all settings of a struct with their defaults, commented out."""
 
     def lines(described: Described) -> list[str]:
         if described.setting.file_only:

@@ -1,23 +1,25 @@
-"""The content of `/status.json`: a node's state, what changed in it lately, and what there is to say about it.
+"""The content of `/status.json`: a node's state, its recent changes, and the findings about it.
 
-Its fields are for the page and for scripts; docs/operations.md has a table of them. Plain data; any thread. Names of
-namespaces come from clients: whoever shows them must not take them for markup.
+The HTTP page and scripts read its fields. docs/monitoring.md has a table of them. Plain data; thread-safe. Names of
+namespaces come from clients, so code that shows them must not treat them as markup.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
 
-from kvstore.node.rates import Table, amount, below, counts_of, hit_rate, quantile_s
-from kvstore.node.words import Message
+from kvstore.node.diagnosis import Finding
+from kvstore.node.rates import Table, amount, counts_of, hit_rate, quantile_s
 from kvstore.wire import NamespaceInfo, ShardInfo
-from kvstore.wire.status import fields_of
+from kvstore.wire.status import TenantInfo, fields_of
 
-MAX_NAMESPACES = 50  # shown; those with the most traffic, then those with the most memory
-MAX_NAME = 200  # characters of a model's name
+MAX_SHOWN_NAMESPACES = 50  # first the namespaces with the most traffic, then those with the most memory
+MAX_SHOWN_MODEL = 200  # the most characters of a model's name
 
 
 class DiskRow(msgspec.Struct, frozen=True):
@@ -27,15 +29,16 @@ class DiskRow(msgspec.Struct, frozen=True):
     used_bytes: int
     limit_bytes: int
     blocks: int
-    dirty_bytes: int  # in memory, waiting to be written
+    dirty_bytes: int  # bytes of blocks in memory that are waiting to be written
     behind: bool
 
 
 class ShardRow(msgspec.Struct, frozen=True):
-    """One shard. Without an answer there is only the reason. Then come the fields of INFO that have a column."""
+    """One shard. If it does not answer, only `shard` and `reason` are set. The fields of INFO that have a column follow
+    these fields."""
 
     shard: int
-    reason: str = ""  # why it does not answer; empty: it does
+    reason: str = ""  # why it does not answer; empty if it does
     pid: int = 0
     uptime_s: float = 0.0
     connections: int = 0
@@ -45,7 +48,7 @@ class ShardRow(msgspec.Struct, frozen=True):
     blocks: int = 0
     bytes_in_per_s: float = 0.0
     bytes_out_per_s: float = 0.0
-    hit_rate: float | None = None  # of the last minute; null: nothing was asked for
+    hit_rate: float | None = None  # in the last minute; null if no block was requested
     disk: DiskRow | None = None
 
 
@@ -65,11 +68,25 @@ class NamespaceRow(msgspec.Struct, frozen=True):
     memory_bytes: int
     disk_blocks: int
     disk_bytes: int
-    hits: int  # in the last minute, as the next
+    hits: int  # in the last minute, like the next field
     misses: int
     hit_rate: float | None
-    created: int  # since the shards started, as the next
+    created: int  # since the shards started, like the next field
     evicted: int
+    tenant: str = ""
+
+
+class TenantRow(msgspec.Struct, frozen=True):
+    """One tenant's use of the node, and its limits there."""
+
+    tenant: str
+    memory_bytes: int
+    memory_guaranteed_bytes: int
+    memory_limit_bytes: int | None  # null if there is no limit, like the limit of the disk
+    disk_bytes: int
+    disk_limit_bytes: int | None
+    connections: int
+    refused: int  # in the last minute: what a limit of the tenant refused
 
 
 class RequestRow(msgspec.Struct, frozen=True):
@@ -90,8 +107,8 @@ class MemberRow(msgspec.Struct, frozen=True):
     zone: str
     version: str
     shards: int
-    metrics: str  # HOST:PORT of its HTTP server; empty: none
-    here: bool  # it is this node
+    metrics: str  # HOST:PORT of its HTTP server; empty if it has none
+    here: bool  # whether it is this node
 
 
 class ClusterRow(msgspec.Struct, frozen=True):
@@ -105,7 +122,8 @@ class ClusterRow(msgspec.Struct, frozen=True):
 
 
 class History(msgspec.Struct, frozen=True):
-    """The last minutes, the oldest first: one number a look in each list. Rates are those since the look before."""
+    """The last minutes, as lists with one number per poll, the oldest first. A rate covers the time since the poll
+    before."""
 
     time: list[float]  # unix seconds
     hit_rate: list[float | None]
@@ -119,27 +137,28 @@ class History(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True):
     """All of `/status.json`."""
 
-    time: float  # of this look, unix seconds
-    interval_s: float  # between two looks
+    time: float  # of this poll, unix seconds
+    interval_s: float  # between two polls
     node: str
     version: str
     uptime_s: float  # of the supervisor
     restarts: int  # of shards
-    verdict: str  # "ok", "warning" or "bad": the worst of `messages`; notes are ok
-    messages: list[Message]  # the worst first
-    hits: int  # blocks, on all shards in the last minute, as the next
+    verdict: str  # "ok", "warning" or "bad": the worst of `messages`, where notes count as ok
+    messages: list[Finding]  # the worst first
+    hits: int  # blocks, on all shards in the last minute, like the next field
     misses: int
     shards: list[ShardRow]
     requests: list[RequestRow]
     namespaces: list[NamespaceRow]
     namespaces_left_out: int
-    cluster: ClusterRow | None  # null: the node is in no cluster
+    tenants: list[TenantRow]
+    cluster: ClusterRow | None  # null if the node is in no cluster
     history: History
     settings: dict[str, str]
 
 
 def shard_row(shard: int, state: ShardInfo | str, last: Table, seconds: float, minute: Table) -> ShardRow:
-    """-> the row of a shard. last: what it counted in the last so many seconds; minute: in the last minute."""
+    """Return the row of a shard. `last`: its counts in the last `seconds`. `minute`: its counts in the last minute."""
     if isinstance(state, str):
         return ShardRow(shard, state)
     disk = state.disk
@@ -147,7 +166,7 @@ def shard_row(shard: int, state: ShardInfo | str, last: Table, seconds: float, m
         shard=shard,
         pid=state.pid,
         uptime_s=round(state.uptime_s, 1),
-        connections=state.connections - 1,  # without that of this look
+        connections=state.connections - 1,  # without the connection of this poll
         memory_used_bytes=state.memory_used_bytes,
         memory_limit_bytes=state.memory_limit_bytes,
         resident_bytes=state.rss_bytes,
@@ -162,7 +181,7 @@ def shard_row(shard: int, state: ShardInfo | str, last: Table, seconds: float, m
 
 
 def request_rows(minute: Table) -> list[RequestRow]:
-    """-> the requests of all shards, by verb and tier."""
+    """Return one row for each verb and tier, about the requests of all shards."""
     rows = []
     for verb, tier in sorted({(key[1], key[2]) for key in minute if key[0] == "took"}):
         counts = counts_of(minute, verb, tier)
@@ -171,18 +190,20 @@ def request_rows(minute: Table) -> list[RequestRow]:
 
 
 def namespace_rows(shards: Sequence[ShardInfo], minute: Table) -> tuple[list[NamespaceRow], int]:
-    """-> the namespaces that matter most, and how many more there are."""
+    """Return the rows of the most important namespaces, and the number of the others."""
     parts: dict[str, list[NamespaceInfo]] = {}
     for shard in shards:
         for namespace in shard.namespaces:
             parts.setdefault(namespace.id, []).append(namespace)
 
     def traffic(item: tuple[str, list[NamespaceInfo]]) -> tuple[int, int]:
-        return below(minute, "namespace", item[0]), sum(part.memory_bytes for part in item[1])
+        return sum(minute.get(("namespace", item[0], name), 0) for name in ("hits", "misses")), sum(
+            part.memory_bytes for part in item[1]
+        )
 
     found = sorted(parts.items(), key=traffic, reverse=True)
-    rows = [_namespace_row(id_, mine, minute) for id_, mine in found[:MAX_NAMESPACES]]
-    return rows, max(0, len(found) - MAX_NAMESPACES)
+    rows = [_namespace_row(id_, mine, minute) for id_, mine in found[:MAX_SHOWN_NAMESPACES]]
+    return rows, max(0, len(found) - MAX_SHOWN_NAMESPACES)
 
 
 SUMS: Final = ("blocks", "memory_bytes", "disk_blocks", "disk_bytes", "created", "evicted")
@@ -193,6 +214,7 @@ def _namespace_row(id_: str, parts: Sequence[NamespaceInfo], minute: Table) -> N
     return NamespaceRow(
         id=id_,
         model=model_of(parts[0]),
+        tenant=tenant_of(parts[0]),
         block_bytes=parts[0].block_bytes,
         hits=hits,
         misses=misses,
@@ -202,5 +224,35 @@ def _namespace_row(id_: str, parts: Sequence[NamespaceInfo], minute: Table) -> N
 
 
 def model_of(namespace: NamespaceInfo) -> str:
-    """-> the model's name, as a client chose it, but for what is longer than a name."""
-    return str(msgspec.json.decode(namespace.namespace).get("model", ""))[:MAX_NAME]
+    """Return the first `MAX_SHOWN_MODEL` characters of the model's name, which a client chose."""
+    return str(msgspec.json.decode(namespace.namespace).get("model", ""))[:MAX_SHOWN_MODEL]
+
+
+def tenant_of(namespace: NamespaceInfo) -> str:
+    """Return the tenant of a namespace; empty if it has none."""
+    return str(msgspec.json.decode(namespace.namespace).get("tenant", ""))
+
+
+def tenant_rows(shards: Sequence[ShardInfo], counted: Table) -> list[TenantRow]:
+    """Return each tenant's use and limits, summed over shards. `counted`: the counters from which `refused` is
+    taken."""
+    by_name = attrgetter("tenant")
+    parts = sorted((tenant for shard in shards for tenant in shard.tenants), key=by_name)
+    return [_tenant_row(list(same), counted) for _, same in groupby(parts, by_name)]
+
+
+def _tenant_row(parts: Sequence[TenantInfo], counted: Table) -> TenantRow:
+    def limit(field: str) -> int | None:
+        limits = [getattr(part, field) for part in parts]
+        return None if -1 in limits else sum(limits)
+
+    return TenantRow(
+        tenant=parts[0].tenant,
+        memory_bytes=sum(part.memory_bytes for part in parts),
+        memory_guaranteed_bytes=sum(part.memory_guaranteed_bytes for part in parts),
+        memory_limit_bytes=limit("memory_limit_bytes"),
+        disk_bytes=sum(part.disk_bytes for part in parts),
+        disk_limit_bytes=limit("disk_limit_bytes"),
+        connections=max(part.connections for part in parts),  # a client connects to each shard
+        refused=counted.get(("tenant", parts[0].tenant, "refused"), 0),
+    )

@@ -1,11 +1,11 @@
-"""The supervisor: binds the ports, starts the shards, restarts shards that die, and stops all of them at the end.
+"""The supervisor, which binds the ports, starts the shards, restarts shards that die, and stops all of them at the end.
 
-It owns the listening sockets, so a shard that dies keeps its port and its clients' pending connections. The shard that
-replaces it has no blocks in memory, so its clients get misses. The supervisor holds no blocks and is idle while all
-shards run. If it dies itself, the kernel ends its shards (parent-death signal). In a cluster it registers the node, and
-withdraws it before the shards stop.
+It owns the listening sockets, so a shard that dies keeps its port and its clients' pending connections. The process
+that replaces a dead shard has no blocks in memory, so clients get misses. The supervisor holds no blocks and is idle
+while all shards run. If the supervisor dies, the kernel ends its shards (parent-death signal). In a cluster, the
+supervisor registers the node, and withdraws it before the shards stop.
 
-Over 400 lines because starting, watching and stopping all that a node consists of must agree on its order.
+Over 400 lines because the code that starts, watches and stops all parts of a node must agree on their order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore.cluster.members import DirectoryError, Member
 from kvstore.node import unix_sockets
 from kvstore.node.access import check_access
 from kvstore.node.announcing import Announcer, ServiceManager
-from kvstore.node.children import Child, ShardChild, StartError, bind
+from kvstore.node.children import Child, ShardChild, StartError, bind, reap_adopted
 from kvstore.node.config import ServerConfig
 from kvstore.node.disk_folder import DiskFolder
 from kvstore.node.fitting import is_loopback, metrics_address, transport_misfits
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from kvstore.node.registration import Registration
     from kvstore.node.tls import NodeTLS
     from kvstore.node.web import HTTPServer
-    from kvstore.wire.asking import Dial
+    from kvstore.wire.queries import Dial
 
 log = logging.getLogger("kvstore.server")
 
 DRAIN_S: Final = 5.0
-DISK_STOP_S: Final = 360.0  # for a shard to write its memory to disk and to commit the index
-START_S: Final = 30.0
+DISK_STOP_S: Final = 360.0  # how long a shard may take to write its memory to disk and to commit the index
+SHARD_START_S: Final = 30.0
 
 
 class Supervisor:
@@ -64,6 +64,7 @@ class Supervisor:
         self._signals = 0  # signals to stop, so far
         self._signal = signal.SIGTERM  # the last signal
         self._stopping = False
+        self._adopts = os.getpid() == 1  # in a container without an init
         self._restarts = 0
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = os.pipe()
@@ -88,7 +89,7 @@ class Supervisor:
         ]
         self._tls = self._make_tls()
         self._processes: list[Child] = [*self._children, *(self._tls.children if self._tls is not None else ())]
-        # Each shard reads from a pipe of its own, to which the others write. They outlive the processes.
+        # Each shard reads from its own pipe, to which the other shards write. The pipes outlive the processes.
         pipes = [os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for _ in listeners] if config.shards > 1 else []
         self._heard_fds, self._told_fds = [heard for heard, _ in pipes], [told for _, told in pipes]
         self._http = self._listen_http()
@@ -98,13 +99,14 @@ class Supervisor:
             self.node = config.cluster_node_id
         else:
             self.node = f"{socket.gethostname()}:{self.port}"
-        # Placement hashes the names of the shards, so with blocks on disk they must not change at a restart.
+        # Placement hashes the names of the shards, so if there are blocks on disk, the names must not change at a
+        # restart.
         name = self._disk.identity if self._disk is not None else self.node
         self._addresses = [
             ShardAddress(f"{name}/{child.number}", "", child.address[1], float(config.shard_memory_bytes))
             for child in self._children
         ]
-        # Who shows it to a shard is a member of the cluster.
+        # A process that shows the cookie to a shard is a member of the cluster.
         secret = self._member_secret
         self._cookie = (
             member_cookie(secret, self.node, config.advertised_host, self.port) if secret else secrets.token_hex(16)
@@ -113,13 +115,16 @@ class Supervisor:
         self._draining = False
 
     def run(self) -> int:
-        """Serve until a signal to stop. -> the exit status of the process."""
+        """Serve until a signal to stop. Return the exit status of the process."""
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # moving blocks needs many connections
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGHUP, self._on_hangup)
-        # The kernel may give a signal to any thread. Python handles it on this one, which may be waiting: wake it.
+        if self._adopts:
+            signal.signal(signal.SIGCHLD, lambda *_: None)  # any handler wakes the loop
+        # The kernel may give a signal to any thread. Python handles the signal on this thread, which may be waiting, so
+        # wake it.
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         started = time.monotonic()
         http_port = self._http.port if self._http is not None else None
@@ -129,7 +134,8 @@ class Supervisor:
         return status
 
     def _serve(self) -> int:
-        self._serve_http()
+        if self._http is not None:
+            self._serve_http(self._http)
         for child in self._processes:
             child.start()
         if not self._await_ready():
@@ -137,6 +143,8 @@ class Supervisor:
             self._stop()
             return 0 if self._asked_to_stop else 1
         self._announcer.ready(self.port)
+        if self._http is None:  # the page polls the shards otherwise; this imports much, so not before they serve
+            self._make_health().watch()
         if self._registration is not None and not self._asked_to_stop:
             self._registration.start(metrics_address(self.config, self._http.port if self._http is not None else 0))
         while not self._stopping:
@@ -157,13 +165,13 @@ class Supervisor:
         return NodeTLS(self.config, self._children, self._selector)
 
     def _dial(self) -> Dial:
-        """-> how this process connects to shards."""
-        from kvstore.wire.asking import dial_tcp
+        """Return the function by which this process connects to shards."""
+        from kvstore.wire.queries import dial_tcp
 
         return dial_tcp if self._tls is None else self._tls.dial
 
     def _not_serving(self, shard: int) -> str:
-        """-> why clients are not served by a shard; empty: they are."""
+        """Return why a shard does not serve clients; empty if it does."""
         reason = self._children[shard].not_serving
         if self._tls is not None and not reason:
             its_reason = self._tls.children[shard].why_not_serving()
@@ -179,7 +187,7 @@ class Supervisor:
 
         host = config.advertised_host
         if is_loopback(host) and not all(is_loopback(endpoint) for endpoint, _ in url.endpoints):
-            log.warning("node %s advertises %s, where only this machine reaches it: see --advertise", self.node, host)
+            log.warning("node %s advertises %s, which only this machine can reach: see --advertise", self.node, host)
         member = Member(
             self.node,
             "joining",
@@ -239,12 +247,14 @@ class Supervisor:
         except OSError as error:
             raise StartError(f"cannot listen on {self.config.http} for HTTP: {error}; choose another --http") from None
 
-    def _serve_http(self) -> None:
-        if self._http is None:
-            return
-        from kvstore.node.health import Health, NodeView
+    def _serve_http(self, http: HTTPServer) -> None:
         from kvstore.node.http_logins import http_logins
-        from kvstore.node.pages import Pages
+        from kvstore.node.http_pages import Pages
+
+        http.start(Pages(self._make_health(), self.node, listed(self.config), http_logins(self.config, self.node)))
+
+    def _make_health(self) -> Health:
+        from kvstore.node.health import Health, NodeView
 
         addresses = [child.address for child in self._children]
         cluster = self._registration.status if self._registration is not None else None
@@ -259,15 +269,15 @@ class Supervisor:
             tls=self._tls.uses if self._tls is not None else None,
         )
         self._health = Health(view)
-        self._http.start(Pages(self._health, self.node, listed(self.config), http_logins(self.config, self.node)))
+        return self._health
 
     def _on_signal(self, number: int, _frame: object) -> None:
         """Handle a signal to stop.
 
         Without a drain, the first signal stops the server and the next one kills the shards. With a drain, the first
-        signal begins the drain, the second ends it and stops the server, and the third kills the shards. The second one
-        never kills, even if the drain has ended by itself: it may be meant to end the drain, while shards are already
-        writing their memory to disk.
+        signal begins the drain, the second ends the drain and stops the server, and the third kills the shards. The
+        second signal never kills, even if the drain has ended by itself. It may be meant to end the drain while shards
+        are already writing their memory to disk.
         """
         self._signals += 1
         self._signal = signal.Signals(number)
@@ -279,7 +289,8 @@ class Supervisor:
             self._stopping = True
 
     def _on_hangup(self, _number: int, _frame: object) -> None:
-        """Have files read again: of principals, and certificates. A process that is starting reads them anyway."""
+        """Make the processes read the file of principals and the certificates again. A process that is starting reads
+        them anyway."""
         if self._tls is not None:
             self._tls.certificate.watch.ask()
         for child in self._processes:
@@ -316,8 +327,9 @@ class Supervisor:
         )
 
     def _await_ready(self) -> bool:
-        """Wait until every shard accepts requests. -> False when the server was stopped or a shard failed before."""
-        deadline = time.monotonic() + START_S
+        """Wait until every shard accepts requests. Return False if the server was stopped or a shard failed before
+        that."""
+        deadline = time.monotonic() + SHARD_START_S
         while any(child.ready_fd >= 0 for child in self._processes):
             self._systemd.alive()
             for key, _ in self._selector.select(self._systemd.wait_s(max(0.0, deadline - time.monotonic()))):
@@ -325,18 +337,18 @@ class Supervisor:
                 if child is None:
                     os.read(self._wake_r, 64)
                 elif key.fd == child.ready_fd and not child.take_ready():
-                    log.error("%s %d did not start; its own message is above", child.kind, child.number)
+                    log.error("%s %d did not start; see its own message above", child.kind, child.number)
                     return False
             if self._asked_to_stop:
                 self._announcer.stopping(self._signal, DRAIN_S, 0)
                 return False
             if time.monotonic() > deadline:
-                log.error("not all shards were ready after %g s", START_S)
+                log.error("not all shards were ready after %g s", SHARD_START_S)
                 return False
         return True
 
     def _watch(self) -> None:
-        """Wait for an event: a shard is ready or has died, a restart is due, or a signal came. Then handle it."""
+        """Wait for an event, and handle it: a shard is ready or has died, a restart is due, or a signal came."""
         now = time.monotonic()
         due = [child.restart_at for child in self._processes if child.process is None]
         if self._tls is not None:
@@ -353,6 +365,8 @@ class Supervisor:
                         self._registration.shard_restarted()
             elif key.fd == child.pid_fd:
                 child.bury()
+        if self._adopts:
+            reap_adopted({child.process.pid for child in self._processes if child.process is not None})
         now = time.monotonic()
         for child in self._processes:
             if child.process is None and child.restart_at <= now and not self._stopping:
@@ -363,7 +377,8 @@ class Supervisor:
                     child.start_failed(error)
 
     def _stop(self) -> None:
-        """Stop the HTTP server and the shards. Blocks; kills shards that have not ended by their deadline."""
+        """Stop the HTTP server and the shards, and wait until they have ended. Shards that have not ended by their
+        deadline are killed."""
         if self._http is not None:
             self._http.close()
         if self._health is not None:

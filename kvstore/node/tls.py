@@ -1,8 +1,9 @@
-"""A node's TLS: a process for each shard's port, the certificate of the HTTP server, and connections of the node's own.
+"""A node's TLS: a process for each shard's port, the certificate of the HTTP server, and the node's own connections.
 
-With TLS, a shard does not listen. Its TLS process does, and hands it the connections (`kvstore.tls.handing`). So does
-this process, for its health checks and for moving blocks from its own shards: those connections never leave the host,
-and need no TLS. To shards of other nodes it connects with TLS and the node's certificate.
+With TLS, a shard does not listen. The shard's TLS process listens, and hands the connections to the shard
+(`kvstore.tls.handing`). The supervisor hands over connections, too, for its health checks and for moving blocks from
+its own shards. These connections never leave the host, and need no TLS. The supervisor connects to shards of other
+nodes with TLS and the node's certificate.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvstore.tls")
 
-LOOK_S: Final = 1.0  # how often the processes are looked at
-SILENT_S: Final = 3.0  # after which a process that says nothing counts as down
-HANG_S: Final = 15.0  # after which it is ended
-REFUSAL = b"this port speaks TLS 1.3 only: connect with tls://HOST:PORT and the CA of its certificate (tls_ca)"
+TLS_POLL_S: Final = 1.0  # how often the processes are checked
+SILENT_S: Final = 3.0  # a process that is silent for longer counts as down
+HANG_S: Final = 15.0  # a process that is silent for longer is killed
+PLAIN_REFUSAL = b"this port speaks TLS 1.3 only: connect with tls://HOST:PORT and the CA of its certificate (tls_ca)"
 
 
 class TLSUse(NamedTuple):
-    """One TLS process, now."""
+    """The current state of one TLS process."""
 
-    up: bool  # it accepts connections; not if it hangs
-    pid: int  # 0: there is none
+    up: bool  # whether it accepts connections; False if it hangs
+    pid: int  # 0 if there is none
     counts: Counts
 
 
@@ -62,19 +63,19 @@ class TLSChild(Child):
         self._page = CountsPage()
 
     def use(self) -> TLSUse:
-        """-> what the process has to do. Any thread."""
+        """Return the state of the process. Thread-safe."""
         process = self.process
         return TLSUse(not self.why_not_serving(), process.pid if process is not None else 0, self._page.read())
 
     def why_not_serving(self) -> str:
-        """-> why clients are not accepted; empty: they are. Any thread."""
+        """Return why clients are not accepted; empty if they are. Thread-safe."""
         silent_s = self._silent_s()
         return self.not_serving or (f"its process has hung for {silent_s:.0f} s" if silent_s > SILENT_S else "")
 
     def look(self) -> None:
-        """End a process that hangs; another one is started."""
+        """Kill the process if it hangs. Another one is started in its place."""
         if not self.not_serving and self.process is not None and self._silent_s() > HANG_S:
-            log.error("%s %d (pid %d) has hung for %g s; it is ended", self.kind, self.number, self.process.pid, HANG_S)
+            log.error("%s %d (pid %d) has hung for %g s; killing it", self.kind, self.number, self.process.pid, HANG_S)
             self.process.kill()
 
     def _silent_s(self) -> float:
@@ -84,7 +85,7 @@ class TLSChild(Child):
         config = self._config
         fds = self._listener.fileno(), self._give.fileno(), ready_fd, self._page.fd
         files = config.tls_cert or "", config.tls_key or "", config.tls_client_ca or ""
-        refusal = greeting() + command(b"ERROR", bytes([len(REFUSAL)]) + REFUSAL)
+        refusal = greeting() + command(b"ERROR", bytes([len(PLAIN_REFUSAL)]) + PLAIN_REFUSAL)
         return AcceptConfig(self.number, *fds, *files, refusal, config.log_level, config.log_format), fds
 
 
@@ -95,26 +96,27 @@ class NodeTLS:
         assert config.tls_cert is not None and config.tls_key is not None
         transport, setting = config.reads_with
         if transport:
-            raise StartError(f"--{setting}: clients would read blocks without TLS: leave it out, or --tls-cert")
+            raise StartError(f"--{setting}: clients would read blocks without TLS: leave out --{setting} or --tls-cert")
         self._members = TLSOptions(config.tls_ca or config.tls_client_ca or "", config.tls_cert, config.tls_key)
         try:
-            self.certificate = Certificate(config.tls_cert, config.tls_key, "")  # of HTTP: probes have none
+            # This certificate is for HTTP, without a client CA, because probes have no certificate.
+            self.certificate = Certificate(config.tls_cert, config.tls_key, "")
             for ca in filter(None, (config.tls_client_ca, config.tls_ca)):
                 client_context(TLSOptions(ca))
         except TLSError as error:
             raise StartError(f"TLS: {error}") from None
-        self._pairs = [pair() for _ in shards]  # they outlive the processes
+        self._pairs = [pair() for _ in shards]  # the pairs outlive the processes
         self._own = {shard.address: give for shard, (give, _) in zip(shards, self._pairs, strict=True)}
         self.children = [
             TLSChild(shard, selector, config, give) for shard, (give, _) in zip(shards, self._pairs, strict=True)
         ]
 
     def take_fd(self, shard: int) -> int:
-        """-> the descriptor from which a shard takes its connections."""
+        """Return the descriptor from which a shard takes its connections."""
         return self._pairs[shard][1].fileno()
 
     def dial(self, address: tuple[str, int], timeout_s: float) -> socket.socket:
-        """-> a connection to a shard, of this node or another one. Raises `OSError` and `ValueError`."""
+        """Return a connection to a shard of this node or another one. Raises `OSError` and `ValueError`."""
         give = self._own.get(address)
         if give is None:
             return dial(self._members, address, timeout_s)
@@ -128,17 +130,17 @@ class NodeTLS:
         return ours
 
     def uses(self) -> list[TLSUse]:
-        """-> the TLS process of each shard. Any thread."""
+        """Return the state of each shard's TLS process. Thread-safe."""
         return [child.use() for child in self.children]
 
     def look(self) -> float:
-        """End processes that hang. -> in how many seconds to look again."""
+        """Kill processes that hang. Return the seconds until the next check."""
         for child in self.children:
             child.look()
-        return LOOK_S
+        return TLS_POLL_S
 
     def stop(self) -> None:
-        """Accept no more clients; the processes end when the shards have closed their connections."""
+        """Accept no more clients. The processes end when the shards have closed their connections."""
         for child in self.children:
             if child.process is not None:
                 child.process.send_signal(signal.SIGTERM)

@@ -1,8 +1,9 @@
-"""The Unix sockets of a node's shards, at which clients on the same host find them.
+"""The Unix sockets of a node's shards. Clients on the same host connect to them.
 
-By default they lie in a folder that only the server's user can enter, named after the address of the first shard.
-Shard 0 has the path itself, shard i the path and `.i`. Who may connect is decided in the shard, by the user id that the
-kernel tells; the modes of folder and socket only keep others away before that.
+By default the sockets are in a folder that only the server's user can enter, and are named after the address of the
+first shard. The socket of shard 0 has the path itself, and that of shard i the path followed by `.i`. The kernel
+reports each client's user id, by which the shard decides whether the client may connect. The modes of the folder and
+the socket are an additional barrier for other users.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pwd
 import socket
 import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import Final
 
@@ -23,16 +25,18 @@ from kvstore.node.config import OFF, ServerConfig
 
 log = logging.getLogger("kvstore.server")
 
-MAX_PATH_BYTES: Final = 107  # of a Unix socket, on Linux
+MAX_PATH_BYTES: Final = 107  # the longest path of a Unix socket on Linux
 _BACKLOG: Final = 512
+_SWEPT_AGE_S: Final = 60.0  # a younger socket may be of a server that does not listen yet
 
 
 class _Unusable(Exception):
-    """A socket cannot be made there; the message says why."""
+    """A socket cannot be made at a path. The message says why."""
 
 
 def users_of(config: ServerConfig) -> list[int]:
-    """-> ids of the users who may connect: the server's own, and those of the settings. Raises `StartError`."""
+    """Return the ids of the users that may connect: the server's own user, and the users in the settings. Raises
+    `StartError`."""
     users = [os.getuid()]
     for name in filter(None, (each.strip() for each in config.unix_users.split(","))):
         try:
@@ -43,9 +47,11 @@ def users_of(config: ServerConfig) -> list[int]:
 
 
 def listen(config: ServerConfig, host: str, port: int) -> list[tuple[socket.socket, str]]:
-    """-> for each shard a listening Unix socket and its path; empty: none. `host`, `port`: of the first shard.
+    """Return a listening Unix socket and its path for each shard, or an empty list.
+    `host`, `port`: the address of shard 0.
 
-    Raises `StartError` if the settings name a path that cannot be used. Without a path, the server runs without them.
+    Raises `StartError` if the settings name a path that cannot be used. If the default path cannot be used, the server
+    runs without Unix sockets.
     """
     if config.unix_socket == OFF:
         return []
@@ -61,7 +67,7 @@ def listen(config: ServerConfig, host: str, port: int) -> list[tuple[socket.sock
         problem = f"no Unix socket for clients on this host: {error}"
         if config.unix_socket:
             raise StartError(f"{problem}; choose another --unix-socket, or {OFF}") from None
-        log.warning("%s; they use TCP. --unix-socket PATH names another place, %s asks for none", problem, OFF)
+        log.warning("%s; they use TCP. Give --unix-socket another PATH, or %s for no Unix socket", problem, OFF)
         return []
     return sockets
 
@@ -81,17 +87,27 @@ def _default_path(host: str, port: int, others: bool) -> Path:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=mode)
     found = folder.lstat()
-    # In a folder that everybody may write to, somebody else could have made it to take our clients' connections.
+    # In a parent folder that all users may write to, another user could have made this folder to take our clients'
+    # connections.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise _Unusable(f"{folder} is not a folder of this user")
+        raise _Unusable(f"{folder} is not a folder that belongs to this user")
     if stat.S_IMODE(found.st_mode) != mode:
         folder.chmod(mode)
+    _sweep(folder)
     return folder / f"{host.replace('/', '_')}_{port}.sock"
+
+
+def _sweep(folder: Path, older_s: float = _SWEPT_AGE_S) -> None:
+    """Remove the sockets of servers that were killed."""
+    for path in folder.glob("*.sock*"):
+        with contextlib.suppress(_Unusable, OSError):  # another server listens there, or it is no socket
+            if time.time() - path.lstat().st_ctime > older_s:
+                _remove_left_over(str(path))
 
 
 def _listen(path: str, others: bool) -> socket.socket:
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise _Unusable(f"{path}: {len(os.fsencode(path))} bytes long, expected at most {MAX_PATH_BYTES}")
+        raise _Unusable(f"{path} has {len(os.fsencode(path))} bytes: expected at most {MAX_PATH_BYTES}")
     _remove_left_over(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -105,10 +121,10 @@ def _listen(path: str, others: bool) -> socket.socket:
 
 
 def _remove_left_over(path: str) -> None:
-    """Remove the socket of a server that is gone. Raises `_Unusable` for anything else."""
+    """Remove the socket of a server that is gone. Raises `_Unusable` if there is anything else at the path."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise _Unusable(f"{path} exists and is no socket")
+            raise _Unusable(f"{path} exists, but is not a socket")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:

@@ -1,8 +1,9 @@
-"""The node's HTTP server. `pages` answers the requests.
+"""The node's HTTP server. `Pages` answers the requests.
 
-Each request has a thread; there are `MAX_REQUESTS` threads at most. When all are in use, the oldest connection of the
-address (of IPv6: of the /64 network) that has the most is closed. So a scraper that reads slowly or clients that send
-nothing cannot keep probes out, and one address that floods the port closes its own connections.
+Each request has its own thread, and there are at most `MAX_REQUESTS` threads. When all threads are in use, the address
+with the most connections loses its oldest one. For IPv6, the /64 network counts as the address. So a scraper that reads
+slowly or clients that send nothing cannot keep probes out. An address that floods the port loses only its own
+connections.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from kvstore.networks import network_of
-from kvstore.node.history import Looks
-from kvstore.node.pages import Pages
+from kvstore.node.history import StatusHistory
+from kvstore.node.http_pages import Pages
 from kvstore.node.settings import HostPort
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.server")
 
 MAX_REQUESTS: Final = 32
-PLACE_WAIT_S: Final = 0.2  # for the oldest connection to end
-READ_S: Final = 5.0  # for a client to send its request, and to take the response
+PLACE_WAIT_S: Final = 0.2  # how long to wait for the oldest connection to end
+READ_S: Final = 5.0  # how long a client may take to send its request, and to take the response
 _BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many requests at once\n"
 
 
 class _ErrorLog(io.StringIO):
-    """Takes the traceback of a request that failed, which `wsgiref` else writes beside the log: clients can cause it
-    (prometheus_client does not understand every Accept header), so it must be a line of a kind that is bounded."""
+    """Takes the traceback of a failed request, which `wsgiref` would write outside the log. The traceback becomes a log
+    line. Their rate is bounded, because clients can cause failures: prometheus_client fails at some Accept headers."""
 
     def flush(self) -> None:
         text = self.getvalue()
@@ -69,17 +70,17 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.address_family = family
         self._places = threading.BoundedSemaphore(MAX_REQUESTS)
         self._lock = threading.Lock()
-        self._open: dict[Any, str] = {}  # connections, the oldest first, and their networks
+        self._open: dict[Any, str] = {}  # the open connections, the oldest first, and their networks
         super().__init__(found, _Handler)  # type: ignore[arg-type]
 
     def server_bind(self) -> None:
-        """Bind, but do not look up this host's name in DNS as the standard library does."""
+        """Bind the port, without the look-up of this host's name in DNS that the standard library makes."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
 
     def get_request(self) -> tuple[Any, Any]:
-        """Accept a connection. With TLS, its handshake is left to its thread."""
+        """Accept a connection. With TLS, the connection's own thread does the handshake."""
         request, client_address = super().get_request()
         if self._certificate is not None:
             request.settimeout(READ_S)
@@ -128,25 +129,25 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a failed connection: its client left, or was too slow."""
+        """Log a connection that failed because its client left or was too slow."""
         log.debug("http: %s: the connection failed", client_address[0], exc_info=True)
 
 
 class HTTPServer:
     """Listens once it is constructed, and answers requests after `start`. Raises `OSError` when it cannot listen.
 
-    certificate: with which it speaks HTTPS; None: it speaks HTTP.
+    `certificate`: the certificate for HTTPS. Without one, the server speaks HTTP.
     """
 
     def __init__(self, address: HostPort, certificate: Certificate | None = None) -> None:
         self._certificate = certificate
         self._server = _Server(address, certificate)
         self.port: int = self._server.server_address[1]
-        self._looks: Looks | None = None
+        self._looks: StatusHistory | None = None
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvstore-http", daemon=True)
 
     def start(self, pages: Pages) -> None:
-        """Answer requests, on the server's own threads."""
+        """Begin to answer requests, on the server's own threads."""
         if self._certificate is not None:
             self._certificate.watch.start()
         self._server.set_app(pages)
@@ -155,7 +156,7 @@ class HTTPServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Accept no more requests. Requests in progress end by themselves."""
+        """Accept no more requests. Requests in progress are not interrupted."""
         if self._looks is not None:
             self._looks.close()
         if self._thread.is_alive():

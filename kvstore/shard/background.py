@@ -1,10 +1,11 @@
 """Long work on many blocks, in steps of a few milliseconds, so that it does not delay other clients.
 
-Jobs run one after the other, a step a turn of the loop; those of the cluster's members go first, and before those the
-removal of blocks of an earlier generation, which goes on if the client that asked for it is gone. While the disk tier
-recovers that waits, because a block that is not known yet cannot be removed. HOTTEST sorts all blocks by their last
-use; the order is kept, so that a client that asks for one part after the other has it sorted once. A DELETE of damaged
-blocks hashes those in memory.
+Jobs run one after the other, one step per turn of the loop. Removals of blocks of an earlier generation go first, and
+then jobs of the cluster's members. A removal continues even if the client that requested it is gone. It waits while the
+disk tier recovers, because a block that is not known yet cannot be removed.
+
+HOTTEST sorts all blocks by their last use. The order is kept, so a client that requests one part of the list after the
+other causes only one sort. A DELETE of damaged blocks hashes the blocks in memory.
 
 Only the loop's thread uses this module.
 """
@@ -25,32 +26,32 @@ from kvstore.shard.purging import MOST_SILENT, Purging, Removal
 from kvstore.store.generations import Generations
 from kvstore.store.listing import Listing
 from kvstore.store.namespace import NamespaceStore
-from kvstore.store.namespaces import Store
+from kvstore.store.namespaces import ShardStore
 from kvstore.wire import WireError, namespace_id
 
-STEP_BLOCKS: Final = 4096  # removed in one turn; takes some milliseconds with a disk tier
-HASHED_BYTES: Final = 16 << 20  # in one turn, in some milliseconds
-MAX_JOBS: Final = 64  # of all clients; those of one address may have as many as are still free
-MAX_MEMBER_JOBS: Final = 64  # of members, whose jobs go first
-NOTED_S: Final = 3.0  # how long a PURGE waits for clients to let go of their copies
+STEP_BLOCKS: Final = 4096  # the blocks removed in one turn; with a disk tier this takes some milliseconds
+HASHED_BYTES: Final = 16 << 20  # the bytes hashed in one turn, which takes some milliseconds
+MAX_JOBS: Final = 64  # for all clients; one address may have at most as many jobs as are still free
+MAX_MEMBER_JOBS: Final = 64  # for the cluster's members, whose jobs go first
+NOTED_S: Final = 3.0  # how long a PURGE waits for clients to drop their copies
 LISTING_S: Final = 10.0  # how long the order of a namespace's blocks is kept after its last use
 
 log = logging.getLogger("kvstore.shard")
 
 Steps = Iterator[bool]
-"""A job's steps: True after each, False when it can do nothing now. It sends the reply itself, as its last step."""
+"""A job's steps: True after each step, False when the job can do nothing now. Its last step sends the reply."""
 
 
 class _Job(NamedTuple):
     peer: Peer
     steps: Steps
     request_id: int
-    held: int  # bytes of keys
+    held: int  # the bytes of the keys that the job holds
 
 
 @dataclass(eq=False)
 class _Removal:
-    """Of a namespace's blocks of an earlier generation. blocks: how many there were, so far."""
+    """The removal of a namespace's blocks of an earlier generation. `blocks`: the number of blocks found so far."""
 
     canonical: bytes
     blocks: int = 0
@@ -58,30 +59,30 @@ class _Removal:
 
 
 class Background:
-    """The jobs that clients have requested, and what must be removed."""
+    """The jobs that clients have requested, and the namespaces whose older blocks must be removed."""
 
     answer: Callable[[Peer, wire.Reply], None]
-    """Sends a reply once no removed block can come back from disk. Set before the first job."""
+    """Sends a reply once no removed block can come back from disk. The owner sets it before the first job."""
 
-    def __init__(self, store: Store, disk: DiskTier | None, account: Account, generations: Generations) -> None:
+    def __init__(self, store: ShardStore, disk: DiskTier | None, account: Account, generations: Generations) -> None:
         self._store = store
         self._disk = disk
         self._account = account
         self._generations = generations
         self._jobs: deque[_Job] = deque()
         self._member_jobs: deque[_Job] = deque()
-        self._job: _Job | None = None  # the one that has begun
+        self._job: _Job | None = None  # the job that has begun
         self._waits = False
         self._removals: deque[Steps] = deque([self._go_on()] if generations.emptying else [])
         self._removals_wait = False
-        self._unsaved = False  # what was removed; a restart would remove it again
+        self._unsaved = False  # a removal is not saved yet, so a restart would repeat it
         self._now = 0.0
         self._listing: Listing | None = None
         self._listing_until = 0.0
 
     def purge(self, peer: Peer, request: wire.Purge, purging: Purging) -> None:
-        """Raise generations, remove older blocks, and answer when all is done. Raises `LimitReached` when too many jobs
-        are queued: then nothing is done."""
+        """Raise generations, remove older blocks, and answer when all of this is done. If too many jobs are queued,
+        this does nothing but raise `LimitReached`."""
         self._check_room(peer)
         purged = purging.purge(request, peer.session.rights, peer.session.namespace)
         holders = set[Peer]().union(*map(purging.holders, purged))
@@ -90,18 +91,18 @@ class Background:
         self._add(peer, request.id, self._purge(peer, request, purging, removals, holders))
 
     def remove(self, canonical: bytes) -> _Removal:
-        """Remove the blocks of a namespace, which is emptying."""
+        """Start to remove the older blocks of a namespace, which is marked as emptying."""
         removal = _Removal(canonical)
         self._removals.append(self._remove(removal))
         self._removals_wait = False
         return removal
 
     def hottest(self, peer: Peer, request: wire.Hottest, namespace: NamespaceStore) -> None:
-        """Queue a list of the hottest blocks. Raises `LimitReached` when too many jobs are queued."""
+        """Queue a job that lists the hottest blocks. Raises `LimitReached` if too many jobs are queued."""
         self._add(peer, request.id, self._hottest(peer, request, namespace))
 
     def delete_damaged(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore, keys: bytes) -> None:
-        """Queue a check of blocks. Raises `LimitReached` when too many jobs are queued, or the keys do not fit."""
+        """Queue a job that checks blocks. Raises `LimitReached` if too many jobs are queued or the keys do not fit."""
         self._add(peer, request.id, self._delete_damaged(peer, request, namespace, keys), len(keys))
 
     def _check_room(self, peer: Peer) -> None:
@@ -110,7 +111,7 @@ class Background:
         if free <= 0:
             raise LimitReached(
                 JOBS,
-                f"{len(queue)} purges, lists and checks of blocks wait, {share.jobs} of them of clients at "
+                f"{len(queue)} purges, lists and checks of blocks are queued, {share.jobs} of them by clients at "
                 f"{share.address}; try again later",
             )
 
@@ -125,20 +126,20 @@ class Background:
 
     @property
     def pending(self) -> bool:
-        """A job can go on now: the loop must not sleep."""
+        """True if a job can continue now, so that the loop must not sleep."""
         if self._removals and not self._removals_wait:
             return True
         return not self._waits and (self._job is not None or bool(self._jobs or self._member_jobs))
 
     def step(self, now: float) -> None:
-        """Do the next step of the present job. Jobs of clients that are gone are dropped."""
+        """Do the next step of the current job. Jobs of clients that are gone are dropped."""
         self._now = now
         if now > self._listing_until:
             self._keep(None)
         if self._removals and self._remove_more():
             return
         self._removals_wait = bool(self._removals)
-        if self._unsaved and not self._removals:  # once for all that a purge has removed: it waits for the device
+        if self._unsaved and not self._removals:  # only one save per purge, because a save waits for the device
             self._unsaved = False
             self._generations.save()
         if self._job is None:
@@ -163,7 +164,7 @@ class Background:
             peer.share.give_back(REMOVALS, held)
 
     def _remove_more(self) -> bool:
-        """Go on with the removal that has begun. -> False if that cannot be now."""
+        """Continue the removal that has begun. Return False if it cannot continue now."""
         try:
             removing = next(self._removals[0], None)
         except Exception:  # a bug must not end the whole cache; the namespace stays hidden until the next start
@@ -171,7 +172,7 @@ class Background:
             removing = None
         if removing is False:
             return False
-        self._waits = False  # somebody may wait for that
+        self._waits = False  # a client may wait for this removal
         if removing is None:
             self._removals.popleft()
         return True
@@ -220,11 +221,11 @@ class Background:
 
         if self._disk is None:
             removed()
-        else:  # until then, a block may come back from disk if this process dies
+        else:  # wait for the disk, because a block could come back from there if this process died
             self._disk.after_removals(removed)
 
     def _go_on(self) -> Steps:
-        """With the removals that an earlier process has begun, whose blocks have come back from disk."""
+        """Continue the removals that an earlier process began, because their blocks have come back from disk."""
         while self._disk is not None and self._disk.recovering:
             yield False
         generations, there = self._generations, {each.id: each.canonical for each in self._store}
@@ -240,7 +241,7 @@ class Background:
     def _delete_damaged(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore, keys: bytes) -> Steps:
         step = max(1, HASHED_BYTES // namespace.block_bytes) * namespace.key_bytes
         deleted = 0
-        if namespace.opaque_sums:  # what cannot be checked is not deleted: clients with the secret delete it themselves
+        if namespace.opaque_sums:  # only clients with the secret can check and delete these blocks
             keys = b""
         for at in range(0, len(keys), step):
             bad = namespace.damaged(keys[at : at + step], self._now)
@@ -256,7 +257,7 @@ class Background:
     # ---- HOTTEST ---------------------------------------------------------------------------------------------
 
     def _keep(self, listing: Listing | None) -> None:
-        """Keep the order of a namespace's blocks, instead of the one that is kept."""
+        """Keep the order of a namespace's blocks, in place of the order that was kept before."""
         if self._listing is not None:
             self._account.give_back(LISTS, self._listing.nbytes)
         self._listing = listing
@@ -267,7 +268,7 @@ class Background:
             self._keep(None)
             listing = Listing(namespace, self._now)
             peer.share.check(listing.nbytes)
-            self._account.take(LISTS, listing.nbytes)  # of nobody in particular: others may use it
+            self._account.take(LISTS, listing.nbytes)  # not charged to one client, because others may use it
             self._keep(listing)
             for working in listing.steps():
                 self._listing_until = self._now + LISTING_S
@@ -276,5 +277,5 @@ class Background:
         limit = min(request.limit, wire.MAX_HOTTEST_BYTES // namespace.key_bytes // (1 + request.before))
         keys, before = listing.keys(request.skip, limit)
         before = before if request.before else b""
-        peer.share.check(len(keys) + len(before))  # they stay there until the client has taken them
+        peer.share.check(len(keys) + len(before))  # the keys stay queued until the client has taken them
         peer.outbox.reply(wire.HottestReply(request.id, namespace.key_bytes, keys, listing.total, before))

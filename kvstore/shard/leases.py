@@ -1,20 +1,21 @@
-"""Leases: the blocks that clients read in this shard's memory: on this host, or with a network card.
+"""Leases: the blocks that clients read in this shard's memory, either on this host or with a network card.
 
-A GET by references does not send blocks: it tells where they are, and lends them. A block that is lent keeps its slot,
-as while it is being sent, so it is not evicted and its segment is not given back. A lease ends when the client gives it
-back, or when the client has closed its end of the connection, which the kernel does for a process that is gone. It does
-not end by time: a client that sleeps may read on when it wakes up. Therefore all leases together have a limit, and one
-connection may hold as much as is left for the others. Beyond it, blocks are sent through the socket.
+A GET by references sends no blocks. Its reply says where the blocks are, and lends them. A lent block keeps its slot,
+like a block that is being sent. So the block is not evicted, and its segment is not given back. A lease ends when the
+client gives it back, or when the client has closed its end of the connection. The kernel closes that end if the
+client's process ends. A lease has no time limit, because a client that sleeps may continue to read when it wakes up.
+Therefore all leases together have a limit, and one connection may hold at most as much as is left for the others.
+Beyond the limit, blocks are sent through the socket.
 
-A client gives blocks back with RELEASE, or by the id of their GET in its release ring, which wakes nobody: the shard
-looks there before it lends more, before it makes room for a SET, and ten times a second. When it waits for blocks,
-the ring tells the client to send a message.
+A client gives blocks back with RELEASE, or by writing the id of their GET to its release ring. A write to the ring
+wakes no process. So the shard reads the ring before it lends more, before it makes room for a SET, and ten times a
+second. When the shard waits for blocks, it sets a flag in the ring, and the client then also sends a message.
 
-A block that is given back was read; one that its client still held when it was gone was not. That counts for transient
-blocks.
+A block that was given back counts as read. A block that a client still held when the client vanished does not count as
+read. This matters for transient blocks.
 
-When the shard closes a connection, its leases stay until the client has closed its end as well: see `Holders`.
-Used by the loop's thread only.
+When the shard closes a connection, the leases stay until the client has closed its end as well (see `Holders`). Used by
+the loop's thread only.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore._cext import IdRing, references_to
-from kvstore.pages import FileMap
-from kvstore.shard.account import LEASES, Share
+from kvstore.huge_pages import FileMap
+from kvstore.shard.account import LEASES, AddressBudget
 from kvstore.store.arena import Arena
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
@@ -45,39 +46,39 @@ from kvstore.wire.remote_memory import Handle, Sharing
 from kvstore.wire.shared import MAX_DESCRIPTORS, MAX_REFERENCES
 from kvstore.wire.zmtp import frame
 
-LENT_SHARE: Final = 0.5  # of the shard's memory, that may be lent at a time
-LEASE_BYTES: Final = 512  # what the lease of a part takes beside its slots
+LENT_SHARE: Final = 0.5  # the fraction of the shard's memory that may be lent at a time
+LEASE_BYTES: Final = 512  # the memory for the lease of one part, in addition to its slots
 
 log = logging.getLogger(__name__)
 
 
-class Lending:
-    """What all connections together were lent, in bytes of blocks."""
+class LeaseTotals:
+    """The totals of all connections' leases, in bytes of blocks."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.limit_bytes = int(arena.segments * arena.segment_bytes * LENT_SHARE)
         self.held_bytes = 0
         self.blocks = 0
-        self.remote_blocks = 0  # of them, those lent to clients that do not map this process's memory
-        self.total_bytes = 0  # since the start
+        self.remote_blocks = 0  # the number of lent blocks whose clients do not map this process's memory
+        self.total_bytes = 0  # bytes lent since the start
         self.with_ring: weakref.WeakSet[Leases] = weakref.WeakSet()
 
     def collect(self) -> None:
-        """Release what clients have named in their rings."""
+        """Release the blocks that clients have named in their rings."""
         if self.held_bytes:
             for leases in self.with_ring:
                 leases.collect()
 
 
 class References(NamedTuple):
-    """Where blocks are: entries as PART carries them, and the files that the client has not got."""
+    """Where blocks are: their entries for a PART, and those of their files that the client does not have yet."""
 
     entries: npt.NDArray[np.uint64]
     new: list[tuple[int, Handle]]  # by segment
 
 
-class Lent:
+class LeasedReply:
     """A reply by references that is ready to be sent."""
 
     __slots__ = ("descriptors", "extents", "references")
@@ -85,56 +86,62 @@ class Lent:
     def __init__(self, references: bytes) -> None:
         self.references = references
         self.extents: list[bytes] = []  # frames that go before the PART
-        self.descriptors: list[int] = []  # that go with their bytes
+        self.descriptors: list[int] = []  # sent with the bytes of the reply
 
     def close(self, sent: bool) -> None:
-        """Close the descriptors: they were sent, or nobody will send them."""
+        """Close the descriptors, because they were sent or will never be sent."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
 
 class Leases:
-    """What one connection was lent. `share`: its part of the account of memory. `sharing`: how the client reads it.
-    `ring_wanted`: it takes a release ring."""
+    """The leases of one connection.
 
-    def __init__(self, lending: Lending, share: Share, sharing: Sharing) -> None:
+    share: the memory budget of the connection's address.
+    sharing: how the client reads memory.
+    ring_wanted: whether the client accepts a release ring.
+    """
+
+    def __init__(self, lending: LeaseTotals, share: AddressBudget, sharing: Sharing) -> None:
         self.held_bytes = 0
         self.ring_wanted = False
         self._ring: IdRing | None = None
         self._lending = lending
         self._share = share
         self._sharing = sharing
-        self._lent: dict[int, deque[tuple[NamespaceStore, Slots]]] = {}  # by id of the GET, the oldest first
-        # By segment: the number of the file that the client was given of it.
+        self._lent: dict[int, deque[tuple[NamespaceStore, Slots]]] = {}  # by id of the GET, the oldest blocks first
+        # By segment: the number of the file that the client was given for it.
         self._told = np.zeros(lending.arena.segments, dtype=np.uint64)
 
     def room(self, namespace: NamespaceStore) -> int:
-        """How many blocks of a namespace may be lent to this connection now."""
+        """Return the number of blocks of a namespace that may be lent to this connection now."""
         self.collect()
         room = self._room(namespace)
         if not room and self.held_bytes:
             self._lending.collect()
-            self.collect(waits=True)  # what the client releases from now on, it tells by a message
+            self.collect(waits=True)  # from now on the client also sends a message when it releases blocks
             room = self._room(namespace)
         return room
 
     def _room(self, namespace: NamespaceStore) -> int:
         lending = self._lending
-        # Afterwards it has as much as is left for the others: so a client that hangs holds half of what may be lent.
+        # After this loan, the connection may hold as much as is left for the others. So a client that hangs holds at
+        # most half of the limit.
         room_bytes = (lending.limit_bytes - lending.held_bytes - self.held_bytes) // 2
-        # Few descriptors may go in one message, so it refers to few files that the client has not got.
+        # A message carries only a few descriptors, so it may refer to only a few files that the client does not have
+        # yet.
         most = MAX_REFERENCES if len(namespace.memory.segments) <= MAX_DESCRIPTORS else MAX_DESCRIPTORS
         if self._share.full:
             return 0
         return max(0, min(most, room_bytes // namespace.block_bytes))
 
     def holds(self, request_id: int) -> bool:
-        """Whether blocks of a GET are lent."""
+        """Return whether blocks of this GET are lent."""
         return request_id in self._lent
 
     def references(self, namespace: NamespaceStore, slots: Slots) -> References | None:
-        """-> where these slots are in memory that a client can map; None: not all of them are, or no descriptor is
-        free. `lend` must follow: it takes the descriptors."""
+        """Return where these slots are in memory that a client can map. Return None if the client cannot map all of
+        them, or if no descriptor is free. Call `lend` next, because it takes over the descriptors."""
         arena = self._lending.arena
         offsets = namespace.memory.offsets(slots)
         entries, segments = references_to(offsets, arena.segment_bytes, arena.numbers, self._told)
@@ -154,10 +161,10 @@ class Leases:
         entries, _ = references_to(offsets, arena.segment_bytes, arena.numbers, self._told)
         return References(entries, new)
 
-    def lend(self, request_id: int, namespace: NamespaceStore, slots: Slots, places: References) -> Lent:
-        """Lend blocks whose slots are referenced, at `places`: from now on the lease holds the slots."""
+    def lend(self, request_id: int, namespace: NamespaceStore, slots: Slots, places: References) -> LeasedReply:
+        """Lend the blocks at `places`. Their slots are referenced already, and the lease holds them from now on."""
         lending = self._lending
-        arena, lent = lending.arena, Lent(places.entries.tobytes())
+        arena, lent = lending.arena, LeasedReply(places.entries.tobytes())
         for segment, handle in places.new:
             number = int(arena.numbers[segment])
             lent.descriptors += handle.descriptors
@@ -177,19 +184,19 @@ class Leases:
         self._share.take(LEASES, LEASE_BYTES + slots.nbytes)
         return lent
 
-    def _make_ring(self, lent: Lent) -> None:
-        """Have a release ring sent with a reply."""
+    def _make_ring(self, lent: LeasedReply) -> None:
+        """Send a release ring with a reply."""
         try:
             file = os.memfd_create("kvstore-releases", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:  # the client sends messages instead
-            log.warning("no ring for releases: %s", error)
+        except OSError as error:  # without a ring the client sends messages
+            log.warning("no release ring could be made: %s", error)
             return
         try:
             os.ftruncate(file, IdRing.NBYTES)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self._ring = IdRing(FileMap(file, IdRing.NBYTES, writable=True).memory)
         except OSError as error:
-            log.warning("no ring for releases: %s", error)
+            log.warning("no release ring could be made: %s", error)
             os.close(file)
             return
         self._lending.with_ring.add(self)
@@ -197,14 +204,15 @@ class Leases:
         lent.extents.append(frame(wire.encode(wire.ReleaseRing(0, IdRing.NBYTES)), False))
 
     def collect(self, waits: bool = False) -> None:
-        """Release what the client has named in the ring. `waits`: have it send a message next time."""
+        """Release the blocks that the client has named in the ring. `waits`: whether the client must also send a
+        message when it next writes to the ring."""
         if self._ring is not None:
             for request_id in self._ring.take(waits):
                 self.release(request_id, 0)
 
     def release(self, request_id: int, count: int, read: bool = True) -> None:
-        """The client reads the first `count` blocks lent to a GET no more; 0: none of them. `read`: it has read them.
-        Does nothing for what was not lent."""
+        """Take back the first `count` blocks lent to a GET, or all of them if `count` is 0. `read`: whether the client
+        has read them. Blocks that were not lent are ignored."""
         lent = self._lent.get(request_id)
         if lent is None:
             return
@@ -231,13 +239,14 @@ class Leases:
         self._share.give_back(LEASES, account_bytes)
 
     def release_all(self) -> None:
-        """The client has closed its end."""
+        """End all leases, because the client has closed its end of the connection."""
         self.collect()
         for request_id in list(self._lent):
             self.release(request_id, 0, read=False)
 
     def retire(self, numbers: list[int]) -> bytes:
-        """Files were cut to nothing. -> the numbers of those that the client was given, as RETIRED carries them."""
+        """Forget the files that were truncated. Return the numbers of those that the client had, in the form that
+        RETIRED has."""
         gone = np.isin(self._told, np.array(numbers, dtype=np.uint64))
         found = self._told[gone]
         self._told[gone] = 0
@@ -245,9 +254,9 @@ class Leases:
 
 
 class Holders:
-    """Clients whose connection the shard has closed, and who may still read what they were lent.
+    """Clients that may still read the blocks lent to them although the shard has closed their connections.
 
-    Their sockets stay open until they have closed their end.
+    The shard keeps their sockets open until the clients have closed their ends.
     """
 
     def __init__(self, poll: select.epoll) -> None:
@@ -255,14 +264,16 @@ class Holders:
         self._holders: dict[int, tuple[socket.socket, Leases, Callable[[], None]]] = {}
 
     def keep(self, sock: socket.socket, leases: Leases, ended: Callable[[], None]) -> None:
-        """Take over the socket of a connection that ends, and keep its leases. `ended` is called at their end."""
-        with contextlib.suppress(OSError):  # the client has closed its end already, which the next poll tells
-            sock.shutdown(socket.SHUT_WR)  # tells the client that nothing more comes
+        """Take over the socket of a connection that ends, and keep its leases. `ended` is called when the leases
+        end."""
+        with contextlib.suppress(OSError):  # the client may have closed its end already; the next poll reports that
+            sock.shutdown(socket.SHUT_WR)  # so that the client sees that nothing more comes
         self._holders[sock.fileno()] = (sock, leases, ended)
-        self._poll.register(sock.fileno(), 0)  # poll tells of the end in any case
+        self._poll.register(sock.fileno(), 0)  # poll reports the end in any case
 
     def on_event(self, fd: int) -> bool:
-        """-> whether the descriptor is one of a holder, whose client has now closed its end."""
+        """Return whether the descriptor belongs to a holder. If it does, the client has closed its end, and its leases
+        end."""
         found = self._holders.pop(fd, None)
         if found is None:
             return False

@@ -1,16 +1,17 @@
-"""Logins: who a connection's HELLO says that it is, and what it may do.
+"""Logins: the principal that a connection's HELLO names, and the rights of that principal.
 
-A right token is recognized at once, however many others guess, if the file has the hash that `kvstore auth` writes now.
-Against a scrypt hash of an earlier release, a token that was not seen before is checked on a thread, because that takes
-10 ms. Nothing more is read from the connection until then, so its next requests find it logged in. A token that was
-checked is remembered (as a keyed hash, in memory only), so that an engine with many connections waits once. A login
-that fails is answered `FAILURE_S` after it came, whatever was wrong; the logins of one address that wait may be as many
-as are left for the others. So guessing is slow, and says nothing. A connection that has not logged in after `LOGIN_S`
-is closed.
+If the file has the kind of hash that `kvstore auth` writes now, a valid token is recognized at once, even while many
+other clients guess. If the file has a scrypt hash of an earlier release, a token that is new to the shard is checked on
+a thread, because this takes 10 ms. Nothing more is read from the connection until the check is done, so its next
+requests are handled after the login. A checked token is remembered (as a keyed hash, in memory only), so that an engine
+with many connections waits only once. A failed login is answered `FAILURE_S` after it came, whatever the reason. One
+address may have at most as many waiting logins as are left for the others. So guessing is slow and reveals nothing. A
+connection that has not logged in after `LOGIN_S` is closed.
 
-The file is looked at once a second, on a thread. Whose token or rights have changed is disconnected, and logs in again.
+The file is checked once a second, on a thread. Connections whose token or rights have changed are closed, and their
+clients log in again.
 
-Used by the loop's thread only, but for `_check` and `_read`.
+Used by the loop's thread only, except for `_check` and `_read`.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from kvstore.auth.checking import FAILURE_S, Found, KnownTokens, watch_policy
 from kvstore.auth.policy import AuthFile, Policy
 from kvstore.auth.rights import NONE, refuse
 from kvstore.auth.tokens import name_in
-from kvstore.shard.account import LOGINS, LimitReached, Share
+from kvstore.shard.account import LOGINS, AddressBudget, LimitReached
 from kvstore.shard.peer import Peer
 from kvstore.wire import ErrorCode, WireError
 
 log = logging.getLogger("kvstore.auth")
 
-MAX_LOGINS: Final = 256  # that wait: for a check, or to be told that they failed
+MAX_LOGINS: Final = 256  # the most logins that wait for a check, or for the answer to a failed check
 LOGIN_S: Final = 10.0  # a connection that has not logged in by then is closed
-REFUSAL: Final = (
+LOGIN_REFUSAL: Final = (
     "the token is not valid here: expected one that `kvstore auth add` or `kvstore auth rotate` printed for this "
     "server's --auth file"
 )
@@ -45,34 +46,37 @@ REFUSAL: Final = (
 class _Login(NamedTuple):
     peer: Peer
     request: wire.Hello
-    policy: Policy  # at its begin
+    policy: Policy  # the policy when the login began
     began: float
 
 
 class Logins:
-    """Checks the tokens of one shard's connections. `done`: continues with a HELLO whose sender has logged in."""
+    """Checks the tokens of one shard's connections. `done`: called to continue with a HELLO whose sender has logged
+    in."""
 
     def __init__(self, file: AuthFile, audit: Audit, done: Callable[[Peer, wire.Hello], None]) -> None:
         self.asked_to_reload = False  # set by a signal handler
-        self.failed = 0  # logins
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable: checks are done, or there is a policy
+        self.failed = 0  # the number of failed logins
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable after a check, or for a new policy
         self._file = file
         self._audit = audit
         self._done = done
         self._known = KnownTokens(file)
         self._watch = watch_policy(file, self._read)
-        self._policies: deque[Policy] = deque()  # that were read, and are not in force yet
+        self._policies: deque[Policy] = deque()  # policies that were read but are not in force yet
         self._waiting = 0
-        self._to_check: dict[Share, deque[_Login]] = {}  # by address, the one whose turn it is first
-        self._changed = threading.Condition()  # guards it
+        self._to_check: dict[AddressBudget, deque[_Login]] = {}  # by address; the first address is checked next
+        self._changed = threading.Condition()  # guards `_to_check`
         self._checked: deque[tuple[_Login, Found | None]] = deque()
-        self._failed: deque[_Login] = deque()  # to be told so, the first one first
+        self._failed: deque[_Login] = deque()  # failed logins that wait for their answer, the oldest first
         self._thread: threading.Thread | None = None
 
     def begin(self, peer: Peer, request: wire.Hello, now: float) -> bool:
-        """Check a HELLO's token. -> True: it has logged in; False: `done` is called when it has, if it does.
+        """Check the token of a HELLO. Return True if the client has logged in. Otherwise return False, and `done` is
+        called when the client has logged in.
 
-        Raises `WireError` when the HELLO has no token and its sender has not logged in before, or when too many wait.
+        Raises `WireError` if the HELLO has no token and its sender has not logged in before, or if too many logins
+        wait.
         """
         token = request.credentials
         if not token:
@@ -87,13 +91,13 @@ class Logins:
         if MAX_LOGINS - self._waiting - share.logins <= 0:
             raise LimitReached(
                 LOGINS,
-                f"{self._waiting} logins wait, {share.logins} of them of clients at {share.address}; try again later",
+                f"{self._waiting} logins wait, {share.logins} of them from clients at {share.address}; try again later",
                 ErrorCode.NO_PLACE,
             )
         share.logins += 1
         self._waiting += 1
-        peer.session.logging_in = True  # nothing more is read until then
-        peer.outbox.wake()  # so that the loop polls anew
+        peer.session.logging_in = True  # nothing more is read until the login ends
+        peer.outbox.wake()  # so that the loop polls the socket for other events
         login = _Login(peer, request, self.policy, now)
         if not login.policy.slow:
             self._failed.append(login)
@@ -107,7 +111,7 @@ class Logins:
         return False
 
     def _check(self) -> None:
-        """Check tokens, one after the other, of one address after the other. The thread's whole life."""
+        """Check tokens one by one, taking the addresses in turn. A thread runs this until the process ends."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._to_check))
@@ -120,18 +124,18 @@ class Logins:
             if not login.peer.outbox.closed:
                 try:
                     found = login.policy.login(login.request.credentials)
-                except Exception:  # it must not end the logins of all others
+                except Exception:  # one failure must not stop the other logins
                     log.exception("client %s: its token could not be checked", login.peer.address)
             self._checked.append((login, found))
             os.eventfd_write(self.fd, 1)
 
     def _read(self, policy: Policy) -> None:
-        """The file has another policy. Called by the thread that looks."""
+        """Queue a new policy from the file. The thread that watches the file calls this."""
         self._policies.append(policy)
         os.eventfd_write(self.fd, 1)
 
     def finish(self) -> None:
-        """Log in whose token was found. Call it when `fd` is readable."""
+        """Log in the clients whose token the thread has recognized. Call it when `fd` is readable."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -155,10 +159,11 @@ class Logins:
         login.peer.session.logging_in = False
 
     def step(self, now: float) -> bool:
-        """Tell whose login has failed, and take the file's policy. -> whether another one is in force."""
+        """Answer failed logins that have waited for long enough, and apply a new policy. Return whether the policy has
+        changed."""
         while self._failed and now >= self._failed[0].began + FAILURE_S:
             login = self._failed.popleft()
-            found = self.policy.recognize(login.request.credentials)  # there may be another policy meanwhile
+            found = self.policy.recognize(login.request.credentials)  # the policy may have changed meanwhile
             if found is not None:
                 self._succeed(login, found)
             else:
@@ -176,27 +181,27 @@ class Logins:
     def _fail(self, login: _Login) -> None:
         peer = login.peer
         self._end(login)
-        if peer.outbox.closed:  # it did not wait to be told
+        if peer.outbox.closed:  # the client did not wait for the answer
             return
         self.failed += 1
         name = name_in(login.request.credentials)
         log.warning("client %s: a login failed, as principal %r", peer.address, name)
         self._audit.record("login_failed", address=peer.address, principal=name, client=peer.session.client)
-        peer.refuse(login.request.id, WireError(ErrorCode.NOT_AUTHORIZED, REFUSAL))
+        peer.refuse(login.request.id, WireError(ErrorCode.NOT_AUTHORIZED, LOGIN_REFUSAL))
 
     @property
     def policy(self) -> Policy:
-        """The policy in force."""
+        """Return the policy in force."""
         return self._file.policy
 
     def still_valid(self, peer: Peer) -> bool:
-        """Whether the policy in force gives a connection that has logged in the rights that it has."""
+        """Return whether the policy in force still gives a connection the rights with which it logged in."""
         session = peer.session
         return session.login is None or self._file.policy.rights_of(*session.login) == session.rights
 
 
 def _log_in(peer: Peer, found: Found) -> None:
-    """The connection is a principal's from now on, and has no namespace until its HELLO has been taken in."""
+    """Give the connection the rights of a principal. It has no namespace until its HELLO has been handled."""
     session = peer.session
     session.namespace = b""
     session.rights, session.login = found[0], (found[0].principal, found[1])

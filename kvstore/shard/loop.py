@@ -1,12 +1,12 @@
 """One shard: one process, one event loop, one index, one arena, one port.
 
-A level-triggered epoll loop over the listening socket and its connections. All work of the shard but that of the disk's
-threads is done between two polls, in this thread; bytes move inside system calls with the GIL released. The loop
-accepts, reads, flushes, enforces deadlines, gives the disk tier its turns, and drains. `answers` handles the requests.
+It is a level-triggered epoll loop over the listening socket and its connections. Its thread does all work of the shard
+between two polls, except for the work of the disk's threads. Bytes move inside system calls, with the GIL released. The
+loop accepts, reads, flushes, enforces deadlines, lets the disk tier work, and drains. `answers` handles the requests.
 
-Over 400 lines because all that happens in a turn, in its order, is in one place.
+Over 400 lines because everything that happens in a turn is in one place, in the order in which it happens.
 
-The supervisor starts it (`kvstore.shard.process`).
+The supervisor starts a shard (`kvstore.shard.process`).
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from kvstore.auth.policy import AuthFile
 from kvstore.auth.rights import ALL, NONE
 from kvstore.disk.tier import DiskTier
 from kvstore.networks import network_of
-from kvstore.shard.account import Share
-from kvstore.shard.answers import Answers
+from kvstore.shard.account import AddressBudget
 from kvstore.shard.client_files import ClientFiles, can_take_files
+from kvstore.shard.connection_limits import ConnectionLimits
+from kvstore.shard.handlers import RequestHandlers
 from kvstore.shard.leases import Holders, Leases
 from kvstore.shard.logins import LOGIN_S
 from kvstore.shard.neighbours import Neighbours
 from kvstore.shard.outbox import Outbox
-from kvstore.shard.peer import Peer, Place
-from kvstore.shard.places import Places
+from kvstore.shard.peer import ConnectionClass, Peer
 from kvstore.shard.reader import MessageReader
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.tenants import Tenants
-from kvstore.shard.turns import Line
-from kvstore.shard.waiting import Waiting
+from kvstore.shard.turns import SliceQueue
+from kvstore.shard.waiting import EventWait
 from kvstore.store.arena import Arena
-from kvstore.store.namespaces import Store
+from kvstore.store.namespaces import ShardStore
 from kvstore.tls.handing import Handed
 from kvstore.wire.remote_memory import DESCRIPTORS, UNMAPPED, Sharing, Touched, Transport
 from kvstore.wire.shared import peer_credentials
 
 log = logging.getLogger("kvstore.shard")
 
-IDLE_S: Final = 30.0  # a connection that was not used for so long gives way to a new one when all places are taken
-BACKED_UP_S: Final = 0.5  # for a client that does not take its replies to take them, and be read further
-STRANGER_S: Final = 2.0  # a connection that has not logged in gives way after so long
-ACCEPTS: Final = 64  # connections accepted in a turn
+IDLE_S: Final = 30.0  # when all places are taken, a connection that was idle for this long is closed
+BACKED_UP_S: Final = 0.5  # extra time for a message if its client does not read its replies
+STRANGER_S: Final = 2.0  # a connection that has not logged in by then is closed if its place is needed
+ACCEPTS: Final = 64  # the most connections accepted in a turn
 NOTHING_LEFT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-ACCEPT_PAUSE_S: Final = 1.0  # when there is no descriptor for another connection
+ACCEPT_PAUSE_S: Final = 1.0  # the pause in accepting when no descriptor was free for a connection
 HOUSEKEEPING_S: Final = 0.1
-PROGRESS_S: Final = 0.001  # how often clients without a network card of their own are helped to read
-DISK_TURN_S: Final = 0.02  # how often the loop wakes while the disk tier has work that is started by time
+PROGRESS_S: Final = 0.001  # how often the loop helps clients without a network card to read blocks
+DISK_TURN_S: Final = 0.02  # how often the loop wakes while the disk tier has work that is due later
 DISK_FINISH_S: Final = 300.0  # how long a clean stop may take to write the blocks that are only in memory
-QUIET_BYTES: Final = 1 << 20  # less payload than this does not count as traffic
+QUIET_BYTES: Final = 1 << 20  # a turn with less payload than this does not count as traffic
 DEAD_PEER_MS: Final = 30_000
 
 
@@ -73,13 +73,13 @@ class Shard:
         local: socket.socket | None = None,
         sharing: Sharing = DESCRIPTORS,
     ) -> None:
-        """local: the Unix socket on which it listens for clients on this host. sharing: how memory is shared there."""
+        """local: the Unix socket for clients on this host. sharing: how memory is shared with these clients."""
         self._config = config
         self._sharing = sharing
         auth = AuthFile(config.auth) if config.auth else None
         self._audit = Audit(config.audit, node=config.node, shard=config.shard)
         self._state = ShardState(time.monotonic(), ALL if auth is None else NONE)
-        self._store = Store(
+        self._store = ShardStore(
             config.memory_bytes,
             config.segment_bytes,
             config.policy,
@@ -90,25 +90,25 @@ class Shard:
         )
         log.info("%d bytes of block memory in %s", config.memory_bytes, self._store.arena.pages)
         self._readers: dict[int, MessageReader] = {}  # by descriptor
-        self._to_read: Line[MessageReader] = Line()  # connections that may have sent bytes
-        self._to_flush: Line[Outbox] = Line()  # connections that may have bytes to send
+        self._to_read: SliceQueue[MessageReader] = SliceQueue()  # connections that may have sent bytes
+        self._to_flush: SliceQueue[Outbox] = SliceQueue()  # connections that may have bytes to send
         self._listeners = {each.fileno(): each for each in (listener, local) if each is not None}
         self._poll = select.epoll()
         self._touched = Touched()
         self._holders = Holders(self._poll)
-        self._accepts_again = float("inf")  # when to poll the listener again, after a pause
-        self._places = Places(self._state.account, config.cookie, self._close_idle)
+        self._accepts_again = float("inf")  # when to poll the listeners again, after a pause
+        self._places = ConnectionLimits(self._state.account, config.cookie, self._close_idle)
         self._drain_until: float | None = None
-        self._behind = False  # the disk tier is behind with its writes, and clients that set must wait
+        self._behind = False  # the disk tier is behind with its writes, so clients that send SETs must wait
         self._finishing = False  # all clients are gone, and the disk tier writes the blocks that are only in memory
-        self._traffic = (0, 0.0)  # payload bytes at the last turn with traffic, and when that was
+        self._traffic = (0, 0.0)  # the payload bytes at the last turn with traffic, and the time of that turn
         self._disk: DiskTier | None = None
         if config.disk is not None:
             self._disk = DiskTier(self._store, config.disk, self._poll)
         self._transport = Transport.of(config.transport)
         if self._transport is not None:
             self._store.arena.withdraw = self._transport.sharing.withdraw
-        self._answers = Answers(
+        self._answers = RequestHandlers(
             config, self._store, self._disk, self._state, self._places, self._audit, auth, self._transport
         )
         self._logins = self._answers.logins
@@ -117,7 +117,7 @@ class Shard:
     # ---- the loop --------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until drained. Blocks; at the end closes connections, disk tier and arena."""
+        """Serve until drained. Blocks. At the end, close the connections, the disk tier and the arena."""
         poll, state, disk = self._poll, self._state, self._disk
         turns = state.turns
         for listener in self._listeners:
@@ -126,7 +126,7 @@ class Shard:
         for fd in (self._neighbours.fd, logins.fd if logins is not None else -1):
             if fd >= 0:
                 poll.register(fd, select.EPOLLIN)
-        housekeeping, waiting = 0.0, Waiting(poll)
+        housekeeping, waiting = 0.0, EventWait(poll)
         while self._drain_until is None or not self._drained():
             events = waiting.events(self._patience_s())
             state.now = now = time.monotonic()
@@ -138,7 +138,7 @@ class Shard:
                     turns.done("events")
                     continue
                 gone = event & (select.EPOLLHUP | select.EPOLLERR)
-                if gone and not self._may_read(reader):  # poll reports it whether we read or not
+                if gone and not self._may_read(reader):  # poll reports the end even of a connection that is not read
                     reader.peer.close("the client is gone")
                     continue
                 if gone or event & select.EPOLLIN:
@@ -173,30 +173,30 @@ class Shard:
         self._audit.close()
 
     def _keep_house(self, now: float) -> None:
-        """What is due by time, and need not be done in each turn."""
+        """Do the work that must be done from time to time, but not in each turn."""
         self._enforce_deadlines(now)
         self._store.expire(now, self._state.draining)
         if self._logins is not None and self._logins.step(now):
             self._take_policy()
         if self._transport is not None:
-            self._transport.sharing.progress()  # clients connect and leave
+            self._transport.sharing.progress()  # for clients that connect or leave
         if now >= self._accepts_again:
             self._accepts_again = float("inf")
             for listener in self._listeners:
                 self._poll.register(listener, select.EPOLLIN)
 
     def _take_policy(self) -> None:
-        """Another policy is in force: end connections whose token or rights it does not have."""
+        """Apply a new policy, and close the connections whose token or rights are not in it."""
         if self._answers.tenants is not None and self._logins is not None:
             self._answers.tenants.take_policy(self._logins.policy)
         for reader in list(self._readers.values()):
             peer = reader.peer
             if self._logins is not None and not self._logins.still_valid(peer):
-                log.info("client %s: principal %r has other rights now", peer.address, peer.session.rights.principal)
+                log.info("client %s: the rights of principal %r changed", peer.address, peer.session.rights.principal)
                 peer.close("its principal has other rights now")
 
     def _patience_s(self) -> float:
-        """How long the loop may sleep when no event comes, in seconds."""
+        """Return the number of seconds for which the loop may sleep if no event comes."""
         if self._to_read or self._to_flush or self._answers.background.pending or self._neighbours.pending:
             return 0.0
         if self._answers.lending.remote_blocks:
@@ -207,7 +207,7 @@ class Shard:
         return 0.0 if disk.restless else DISK_TURN_S
 
     def _on_event(self, fd: int, event: int, now: float) -> None:
-        """Something else than a client's connection."""
+        """Handle an event that does not belong to a client's connection."""
         if fd in self._listeners:
             self._accept(self._listeners[fd], now)
         elif fd == self._neighbours.fd:
@@ -237,7 +237,7 @@ class Shard:
             disk.fail_with(errno.EIO)
         if disk.behind != self._behind:
             self._behind = disk.behind
-            for reader in self._readers.values():  # so that `_flush` polls anew
+            for reader in self._readers.values():  # so that `_flush` polls them for other events
                 reader.peer.outbox.wake()
 
     def reload(self) -> None:
@@ -246,7 +246,8 @@ class Shard:
             self._logins.asked_to_reload = True
 
     def drain(self) -> None:
-        """Finish requests in progress, take no new connections or SETs, then end. Safe to call in a signal handler."""
+        """Finish requests in progress, accept no new connections or SETs, then end. Safe to call in a signal
+        handler."""
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._config.drain_s
             self._state.draining = True
@@ -274,9 +275,9 @@ class Shard:
                 sock, address = listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # the client left already, or no descriptor is free; other connections go on
+            except OSError as error:  # the client has left, or no descriptor is free; other connections continue
                 log.warning("accept failed: %s", error)
-                if error.errno in NOTHING_LEFT:  # poll would report the listener for ever
+                if error.errno in NOTHING_LEFT:  # otherwise poll would report the listener again and again
                     for each in self._listeners:
                         self._poll.unregister(each)
                     self._accepts_again = now + ACCEPT_PAUSE_S
@@ -285,7 +286,7 @@ class Shard:
                 sock.close()
                 continue
             sock.setblocking(False)
-            peer = self._remote_peer(sock, address) if address else self._local_peer(sock)  # at the Unix socket: none
+            peer = self._remote_peer(sock, address) if address else self._local_peer(sock)  # none at the Unix socket
             if peer is None:
                 sock.close()
                 continue
@@ -297,7 +298,7 @@ class Shard:
             peer.outbox.wake()
 
     def _remote_peer(self, sock: socket.socket, address: tuple[str, int]) -> Peer:
-        if sock.family != socket.AF_UNIX:  # else it was handed over, and another process has the client's socket
+        if sock.family != socket.AF_UNIX:  # otherwise it was handed over, and another process has the client's socket
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
@@ -306,11 +307,11 @@ class Shard:
         return Peer(self._state, sock, share, host, port, self._to_flush, self._forget)
 
     def _local_peer(self, sock: socket.socket) -> Peer | None:
-        """-> the peer at a Unix socket; None if its user is not one of those who may connect there."""
+        """Return the peer at a Unix socket, or None if its user may not connect there."""
         process, user = peer_credentials(sock)
         if user not in self._config.unix_users:
             log.warning(
-                "process %d of user %d connected to the Unix socket and was refused: only users %s may",
+                "process %d of user %d connected to the Unix socket and was refused: only users %s may connect",
                 process,
                 user,
                 ", ".join(map(str, self._config.unix_users)),
@@ -339,7 +340,7 @@ class Shard:
         )
 
     def _tell_retired(self, arena: Arena) -> None:
-        """Tell clients on this host which files have no memory any more, so that they unmap them."""
+        """Tell clients on this host which files were truncated, so that the clients unmap these files."""
         retired, arena.retired = arena.retired, []
         for reader in list(self._readers.values()):
             leases = reader.peer.leases
@@ -347,13 +348,14 @@ class Shard:
             if numbers:
                 reader.peer.outbox.reply(wire.Retired(0, numbers))
 
-    def _close_idle(self, share: Share | None) -> bool:
-        """Close the connection in a place of a client, at one address or any, that was idle for longest, if that is
-        long; before those, one that has not logged in. -> whether there was one."""
+    def _close_idle(self, share: AddressBudget | None) -> bool:
+        """Free a place of a client, either at one address or at any. Close the oldest connection that has not logged in
+        within `STRANGER_S`. If there is none, close the connection that was idle for longest, if it was idle for at
+        least `IDLE_S`. Return whether a connection was closed."""
         placed = [
             reader
             for reader in self._readers.values()
-            if reader.peer.place is Place.CLIENT and share in (None, reader.peer.share)
+            if reader.peer.place is ConnectionClass.CLIENT and share in (None, reader.peer.share)
         ]
         strangers = (reader for reader in placed if reader.peer.session.rights is NONE)
         stranger = min(strangers, key=lambda reader: reader.began, default=None)
@@ -374,7 +376,7 @@ class Shard:
         self._state.connections -= 1
         with contextlib.suppress(OSError):
             self._poll.unregister(peer.sock.fileno())
-        if peer.leases is not None and peer.leases.held_bytes:  # its process may still read what it was lent
+        if peer.leases is not None and peer.leases.held_bytes:  # the client's process may still read blocks lent to it
             sock = socket.socket(fileno=peer.sock.detach())
             self._holders.keep(sock, peer.leases, lambda: self._places.remove(peer))
         else:
@@ -382,13 +384,13 @@ class Shard:
 
     @staticmethod
     def _grace_s(reader: MessageReader) -> float:
-        """How much later than its deadline a message may be finished: what has arrived may wait for us."""
+        """Return how long after its deadline a message may still end, because received bytes may wait for this loop."""
         if not reader.paused:
             return 0.0
         return BACKED_UP_S if reader.peer.outbox.backed_up else float("inf")
 
     def _held_back(self, reader: MessageReader) -> bool:
-        """It sets, and must wait for the disk."""
+        """Return whether the client is not read now, because it sends SETs and the disk is behind."""
         return reader.writer and self._behind
 
     def _may_read(self, reader: MessageReader) -> bool:
@@ -403,7 +405,7 @@ class Shard:
                 self._read_on(reader)
 
     def _read_on(self, reader: MessageReader) -> None:
-        """Poll does not tell of messages that wait in a paused reader: put it in the line again."""
+        """Queue a paused reader again, because poll does not report the messages that wait in the reader."""
         if reader.paused and self._may_read(reader):
             self._to_read.add(reader, reader.pace)
 
@@ -442,7 +444,7 @@ class Shard:
                 self._pass_time(peer, now, held_back)
                 if peer.outbox.closed:
                     continue
-            if held_back:  # the delay is the server's: the client's deadline must not run
+            if held_back:  # the server causes the delay, so the client's deadline must not run
                 reader.deadline += HOUSEKEEPING_S
                 continue
             if now > reader.deadline + self._grace_s(reader):
@@ -450,14 +452,15 @@ class Shard:
                 peer.close("a message or handshake was not finished by its deadline")
                 continue
             if peer.outbox.stalled(now):
-                peer.close("the client takes nothing of its replies")
+                peer.close("the client does not read its replies")
                 continue
-            # Who is logging in has twice as long: one bad token after the other must not keep a place.
+            # A client that is logging in has twice as long, but no longer: a client that sends one bad token after the
+            # other must not keep a place.
             if peer.session.rights is NONE and now > reader.began + LOGIN_S * (2 if peer.session.logging_in else 1):
                 peer.close("it has not logged in")
                 continue
-            # The socket's low-water mark relies on the bytes that the client has still to send. If it sends fewer,
-            # epoll never reports them, so read what is there.
+            # The socket's low-water mark is based on the bytes that the client must still send. If the client sends
+            # fewer, epoll never reports them. So read the bytes that have arrived.
             if reader.write is not None:
                 self._to_read.add(reader, reader.pace)
             if peer.leases is not None and peer.leases.held_bytes:
@@ -468,7 +471,8 @@ class Shard:
 
     @staticmethod
     def _pass_time(peer: Peer, now: float, held_back: bool) -> None:
-        """Some of its streams may be due. While it is held back, nobody reads whether it has cancelled them."""
+        """Serve the streams of a connection that are due. While the connection is held back (`held_back`), its CANCELs
+        are not read."""
         outbox = peer.outbox
         for stream in list(outbox.streams.values()):
             if now > stream.deadline + 2.0 and not held_back:

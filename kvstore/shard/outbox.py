@@ -1,7 +1,7 @@
-"""What is sent to one client: replies first, then the streams of its GETs in turn, one part each.
+"""The data to send to one client: first replies, then the streams of its GETs, one part of each in turn.
 
 Blocks are queued only in the kernel's socket buffer. While a client does not read its replies, the shard reads nothing
-more from it. Used by the loop's thread only.
+more from that client. Used by the loop's thread only.
 """
 
 from __future__ import annotations
@@ -14,59 +14,64 @@ from typing import Final
 
 from kvstore import wire
 from kvstore._cext import Parts
-from kvstore.shard.account import GETS, REPLIES, REPLY_BYTES, STREAMS, LimitReached, Share
+from kvstore.shard.account import GETS, REPLIES, REPLY_BYTES, STREAMS, AddressBudget, LimitReached
 from kvstore.shard.session import Session
 from kvstore.shard.state import ShardState
-from kvstore.shard.stream import Outgoing, Stream
-from kvstore.shard.turns import Line, Pace
+from kvstore.shard.stream import Outgoing, ReplyStream
+from kvstore.shard.turns import SliceClass, SliceQueue
 from kvstore.wire import ErrorCode, WireError, zmtp
 from kvstore.wire.shared import send_with_descriptors
 
-WRITE_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one reader does not starve the others
-WRITE_BUDGET_S: Final = 0.005  # the same, for many streams that have little to send or, when woken, nothing
-MAX_QUEUED_REPLIES_BYTES: Final = 128 << 10  # beyond this nothing more is read from this client
+WRITE_BUDGET_BYTES: Final = 8 << 20  # for each turn of the loop, so that one reader does not starve the others
+WRITE_BUDGET_S: Final = 0.005  # also for each turn, because many streams may have little or nothing to send
+MAX_QUEUED_REPLIES_BYTES: Final = 128 << 10  # if more is queued, nothing more is read from this client
 MAX_HELD_REPLIES: Final = 64
 MAX_STREAMS: Final = 256
 SMALL_REPLIES_BYTES: Final = 4 << 10
 KEEP_ALIVE_S: Final = 1.0  # how often a client that must wait is sent a PING
-STALL_S: Final = 30.0
+READER_STALL_S: Final = 30.0
 _IOV: Final = 512
 
 
 class Outbox:
-    """The replies and streams of one connection. It adds itself to `to_flush`, the loop's line of those that may have
-    bytes to send."""
+    """The replies and streams of one connection. An outbox adds itself to `to_flush`, the loop's queue of outboxes that
+    may have bytes to send."""
 
     def __init__(
-        self, state: ShardState, sock: socket.socket, share: Share, session: Session, to_flush: Line[Outbox]
+        self,
+        state: ShardState,
+        sock: socket.socket,
+        share: AddressBudget,
+        session: Session,
+        to_flush: SliceQueue[Outbox],
     ) -> None:
         self.sock = sock
         self.share = share
         self.closed = False
-        self.closing = False  # close the connection when all is sent
-        self.streams: dict[int, Stream] = {}
-        self.next_due = float("inf")  # when one of its streams is due, at the earliest
+        self.closing = False  # the connection is closed when everything is sent
+        self.streams: dict[int, ReplyStream] = {}
+        self.next_due = float("inf")  # when the first of its streams is due
         self._state = state
         self._session = session
         self._to_flush = to_flush
         self._held_replies = 0  # replies that wait for the disk
-        self._progress = state.now  # when the kernel last took bytes for this client, or new ones came to be sent
+        self._progress = state.now  # when the kernel last took bytes for this client, or when new bytes were queued
         self._replies: deque[bytes] = deque([zmtp.greeting() + zmtp.ready(b"ROUTER")])
         self._replies_bytes = 0
-        self._sending_replies_bytes = 0  # of the replies in `_sending`
-        self._turn: deque[Stream] = deque()  # streams that may have parts to send
+        self._sending_replies_bytes = 0  # bytes of replies in `_sending`
+        self._turn: deque[ReplyStream] = deque()  # streams that may have parts to send
         self._sending: list[bytes | memoryview] = []
-        self._parts: Parts | None = None  # whose next part is being sent
+        self._parts: Parts | None = None  # the object that sends the next part
         self._sent: Outgoing | None = None
 
     # ---- replies ---------------------------------------------------------------------------------------------
 
     @property
-    def pace(self) -> Pace:
-        """When its replies are sent: small ones first, blocks last."""
+    def pace(self) -> SliceClass:
+        """The class in which the outbox waits for the loop: small replies go first, and blocks last."""
         if self.streams:
-            return Pace.SLOW
-        return Pace.CHEAP if self._replies_bytes <= SMALL_REPLIES_BYTES else Pace.QUICK
+            return SliceClass.SLOW
+        return SliceClass.CHEAP if self._replies_bytes <= SMALL_REPLIES_BYTES else SliceClass.QUICK
 
     def reply(self, reply: wire.Reply) -> None:
         """Queue a reply."""
@@ -82,7 +87,7 @@ class Outbox:
         self._to_flush.add(self, self.pace)
 
     def hold(self, reply: wire.Reply) -> Callable[[], None]:
-        """Hold a reply back that has to wait. -> a function to call once, when the reply may be sent."""
+        """Hold back a reply that must wait. Return a function that must be called once, when the reply may be sent."""
         self._held_replies += 1
 
         def send() -> None:
@@ -92,13 +97,15 @@ class Outbox:
         return send
 
     def wake(self) -> None:
-        """Have the loop look at it in this turn: it may have bytes to send, or be polled for something else."""
+        """Let the loop check this connection in this turn, because it may have bytes to send or must be polled for
+        other events."""
         self._to_flush.add(self, self.pace)
 
     # ---- streams ---------------------------------------------------------------------------------------------
 
-    def add_stream(self, stream: Stream) -> None:
-        """Start to send the parts of a GET. Raises `WireError` when the client or the shard has too many GETs."""
+    def add_stream(self, stream: ReplyStream) -> None:
+        """Start to send the parts of a GET. Raises `WireError` if the client or the shard has too many GETs in
+        progress."""
         if len(self.streams) >= MAX_STREAMS:
             raise LimitReached(GETS, f"{MAX_STREAMS} GETs are in progress on this connection; wait for one to end")
         if stream.id in self.streams:
@@ -112,13 +119,13 @@ class Outbox:
         self.next_due = min(self.next_due, stream.due)
         self.resume(stream)
 
-    def resume(self, stream: Stream) -> None:
-        """The stream may have parts to send (again)."""
+    def resume(self, stream: ReplyStream) -> None:
+        """Start or continue a stream that may have parts to send."""
         if stream not in self._turn:
             self._turn.append(stream)
         self._to_flush.add(self, self.pace)
 
-    def end_stream(self, stream: Stream) -> None:
+    def end_stream(self, stream: ReplyStream) -> None:
         """Send no more parts of a stream, and release its memory."""
         if self.streams.pop(stream.id, None) is not None:
             stream.close()
@@ -131,7 +138,8 @@ class Outbox:
 
     @property
     def backed_up(self) -> bool:
-        """The client does not read its replies, or too many wait for the disk: read no more from it."""
+        """True if nothing more is read from the client, because it does not read its replies, or because too many
+        replies wait for the disk."""
         if self._held_replies > MAX_HELD_REPLIES:
             return True
         queued = self._replies_bytes
@@ -139,33 +147,33 @@ class Outbox:
 
     @property
     def _busy(self) -> bool:
-        """Bytes wait for the kernel to take them."""
+        """True if bytes wait for the kernel to take them."""
         return bool(self._sending) or self._parts is not None
 
     @property
     def waits(self) -> bool:
-        """A reply waits for the disk."""
+        """True if a reply waits for the disk."""
         return self._held_replies > 0
 
     @property
     def empty(self) -> bool:
-        """There is nothing to send, now or later."""
+        """True if there is nothing to send, now or later."""
         return not (self._busy or self._replies or self.streams or self._held_replies)
 
     def stalled(self, now: float) -> bool:
-        """Bytes wait to be sent, and the client has taken none for `STALL_S`."""
-        return self._busy and now - self._progress > STALL_S
+        """Return whether bytes wait to be sent and the client has taken none for `READER_STALL_S`."""
+        return self._busy and now - self._progress > READER_STALL_S
 
     def keep_alive(self, now: float) -> None:
-        """Queue a PING if nothing was sent for `KEEP_ALIVE_S` and no bytes are waiting to be sent."""
+        """Queue a PING if nothing was sent for `KEEP_ALIVE_S` and no bytes wait to be sent."""
         if not self._busy and now - self._progress > KEEP_ALIVE_S:
             self.queue(zmtp.command(b"PING", bytes(2)))
 
     # ---- sending ---------------------------------------------------------------------------------------------
 
     def flush(self, now: float) -> bool:
-        """Send as much as the kernel takes, up to `WRITE_BUDGET_BYTES`, of what is found in `WRITE_BUDGET_S`. -> True
-        when more may be waiting to be sent. Raises `OSError` when the connection is lost."""
+        """Send as much as the kernel takes, up to about `WRITE_BUDGET_BYTES`. After `WRITE_BUDGET_S` seconds, no more
+        parts are collected. Return True if there may be more to send. Raises `OSError` if the connection is lost."""
         session = self._session
         budget, until = WRITE_BUDGET_BYTES, time.monotonic() + WRITE_BUDGET_S
         try:
@@ -174,7 +182,7 @@ class Outbox:
                     if not (self._replies or self._turn):
                         return False
                     if not self._next_outgoing(now, until):
-                        return bool(self._turn)  # else the time is up
+                        return bool(self._turn)  # if streams are left, the time is up
                 outgoing, parts = self._sent, self._parts
                 if parts is not None:
                     sent = parts.send(self.sock)
@@ -182,7 +190,7 @@ class Outbox:
                         self._parts = None
                 elif outgoing is not None and outgoing.descriptors and outgoing.release is not None:
                     sent = send_with_descriptors(self.sock, self._sending[:_IOV], outgoing.descriptors)
-                    outgoing.release(True)  # they have gone with the first byte
+                    outgoing.release(True)  # the descriptors were sent with the first byte
                 else:
                     sent = self.sock.sendmsg(self._sending[:_IOV])
                 self._state.bytes_out += sent
@@ -199,7 +207,8 @@ class Outbox:
         return True
 
     def _next_outgoing(self, now: float, until: float) -> bool:
-        """Find what to send next: replies, or a part of a stream that is found before `until`. -> False if none is."""
+        """Find what to send next: either replies, or a part of a stream if one is found before `until`. Return False if
+        nothing is found."""
         if self._replies:
             self._sending = [b"".join(self._replies)]
             self._replies.clear()
@@ -210,7 +219,7 @@ class Outbox:
             stream = self._turn.popleft()
             outgoing = stream.next_part(now)
             if outgoing is None:
-                continue  # until credit or a commit resumes it
+                continue  # the stream is resumed by credit or by a commit
             if stream.done:
                 self._state.timing.add(wire.Get, stream.began, stream.fetched)
                 self.end_stream(stream)
@@ -228,15 +237,15 @@ class Outbox:
         if sent is not None and sent.release is not None:
             sent.release(all_sent)
 
-    def count_for(self, share: Share) -> None:
-        """Count it for another share from now on, when it holds nothing but replies."""
+    def count_for(self, share: AddressBudget) -> None:
+        """Charge the connection to another budget from now on. At this time, it must hold nothing but replies."""
         held = self._replies_bytes + self._sending_replies_bytes
         self.share.give_back(REPLIES, held)
         share.take(REPLIES, held)
         self.share = share
 
     def close(self) -> None:
-        """The connection ends: let go of all that was to be sent."""
+        """Drop everything that has not been sent yet, because the connection ends."""
         self.closed = True
         self._release_sent(False)
         self.share.give_back(REPLIES, self._replies_bytes)

@@ -1,4 +1,4 @@
-"""One client's connection: its session, its outbox, and what else the shard holds for it.
+"""One client's connection: its session, its outbox, and everything else that the shard holds for it.
 
 `MessageReader` reads its messages. Used by the loop's thread only.
 """
@@ -11,20 +11,20 @@ import socket
 from collections.abc import Callable
 
 from kvstore import wire
-from kvstore.shard.account import CONNECTION_BYTES, CONNECTIONS, PROMISES, LimitReached, Share
+from kvstore.shard.account import CONNECTION_BYTES, CONNECTIONS, PROMISES, AddressBudget, LimitReached
 from kvstore.shard.client_files import ClientFiles
 from kvstore.shard.leases import Leases
 from kvstore.shard.outbox import Outbox
 from kvstore.shard.session import Session
 from kvstore.shard.state import ShardState
-from kvstore.shard.turns import Line
+from kvstore.shard.turns import SliceQueue
 from kvstore.store.expected import PROMISE_BYTES, Promises
 
 log = logging.getLogger(__name__)
 
 
-class Place(enum.Enum):
-    """What a connection may be used for: see `kvstore.shard.places`."""
+class ConnectionClass(enum.Enum):
+    """What a connection may be used for (see `kvstore.shard.connection_limits`)."""
 
     CLIENT = "client"
     MEMBER = "member"
@@ -32,33 +32,35 @@ class Place(enum.Enum):
 
 
 class Peer:
-    """A connection. `on_close`: called once, before the socket is closed."""
+    """A client's connection. `on_close`: called once, before the socket is closed."""
 
     def __init__(
         self,
         state: ShardState,
         sock: socket.socket,
-        share: Share,
+        share: AddressBudget,
         host: str,
         port: int,
-        to_flush: Line[Outbox],
+        to_flush: SliceQueue[Outbox],
         on_close: Callable[[Peer], None],
         leases: Leases | None = None,
         files: ClientFiles | None = None,
     ) -> None:
-        """host, port: its address. leases, files: of a client on this host, what it was lent and what it shares; None:
-        it is not at the Unix socket."""
+        """host, port: the client's address.
+        leases, files: the blocks lent to a client on this host, and the files that the client shares; None if the
+        client is not at the Unix socket.
+        """
         self.sock = sock
         self.leases = leases
         self.files = files
         self.share = share
-        self.place = Place.DOOR  # until it is given another one
+        self.place = ConnectionClass.DOOR  # until it gets a place of another class
         self.host = host
         self.address = f"{host}:{port}"
         self.session = Session(state.newcomer, state.account)
         self.outbox = Outbox(state, sock, share, self.session, to_flush)
-        self.jobs = 0  # of this client in the background
-        self.promising: set[Promises] = set()  # where it has promised blocks
+        self.jobs = 0  # this client's jobs in the background
+        self.promising: set[Promises] = set()  # the namespaces in which it has promised blocks
         self._promised_keys = 0
         self._refused = False
         self._state = state
@@ -67,35 +69,36 @@ class Peer:
 
     @property
     def member(self) -> bool:
-        """It is a member of the cluster, or the node itself."""
-        return self.place is Place.MEMBER
+        """True if the client is a member of the cluster, or the node itself."""
+        return self.place is ConnectionClass.MEMBER
 
     @property
     def idle(self) -> bool:
-        """There is nothing to send, now or later, and nobody relies on the connection."""
+        """True if nothing is to be sent, now or later, and nothing else depends on the connection."""
         relied_on = self._promised_keys or (self.leases is not None and self.leases.held_bytes)
         return self.outbox.empty and not (self.jobs or relied_on)
 
     def promises_in(self, promises: Promises) -> None:
-        """It may have promised blocks of another namespace; where it has none any more is forgotten."""
+        """Record that the client may have promised blocks of a namespace. Forget the namespaces in which it has no
+        promises any more."""
         if promises not in self.promising and promises.held_by(self):
             self.promising = {each for each in self.promising if each.held_by(self)} | {promises}
 
     def promised(self, keys: int) -> None:
-        """It has promised so many keys more; below 0: fewer."""
+        """Add `keys`, which may be negative, to the number of keys that the client has promised."""
         self._promised_keys += keys
         if keys > 0:
             self.share.take(PROMISES, keys * PROMISE_BYTES)
         else:
             self.share.give_back(PROMISES, -keys * PROMISE_BYTES)
 
-    def count_for(self, share: Share) -> None:
-        """Count it for another share from now on, when it holds nothing but replies."""
+    def count_for(self, share: AddressBudget) -> None:
+        """Charge the connection to another budget from now on. At this time, it must hold nothing but replies."""
         self.share = share
         self.outbox.count_for(share)
 
     def close(self, reason: str) -> None:
-        """Close the connection and release everything that it holds. Later calls do nothing."""
+        """Close the connection and release everything that the shard holds for it. Later calls do nothing."""
         if self.outbox.closed:
             return
         log.debug("client %s %r: closed: %s", self.address, self.session.client, reason)
@@ -103,20 +106,20 @@ class Peer:
         self._state.account.give_back(CONNECTIONS, CONNECTION_BYTES)
         for promises in self.promising:
             promises.withdraw_all(self)
-        self.session.forget()  # a promise that ends later may still know this connection
+        self.session.forget()  # because a promise that ends later may still refer to this connection
         if self.files is not None:
             self.files.close()
         self._on_close(self)
         self.sock.close()
 
     def refuse(self, request_id: int, error: wire.WireError) -> None:
-        """Answer a request with ERROR. Only the first refusal of a connection is logged above DEBUG."""
+        """Answer a request with ERROR. Only the first refusal of each connection is logged above DEBUG."""
         self._state.errors += 1
         if isinstance(error, LimitReached):
             self._state.refused[error.limit] += 1
         if self._refused:
             log.debug("client %s: refused again: %s", self.address, error)
-        elif isinstance(error, LimitReached):  # another kind of line: the operator can do something about it
+        elif isinstance(error, LimitReached):  # logged as a warning, because the operator can do something about it
             log.warning("client %s: refused at a limit: %s", self.address, error)
         else:
             log.info("client %s: refused: %s", self.address, error)

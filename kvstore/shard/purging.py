@@ -1,10 +1,10 @@
-"""What raises the generation of a namespace on this shard, and who is told of it.
+"""Raising the generation of a namespace on this shard, and informing the clients of the namespace.
 
-A PURGE, or a client that knows of one from another shard (HELLO, SET, RAISE), raises it. From that moment on no older
-block is found, and none is taken: SETs that were under way are refused, promises end, GETs in progress find nothing
-more. The blocks themselves are removed by `Background`, in steps; until all are, the whole namespace is hidden. Clients
-are told at once, before anything that is sent to them later, and those that hold copies answer when they have let go
-of them.
+A generation is raised by a PURGE, or by a client that knows of a purge from another shard (HELLO, SET, RAISE). From
+then on no older block is found or accepted: SETs in progress are refused, promises end, and GETs in progress find no
+more blocks. `Background` removes the blocks themselves in steps, and the whole namespace is hidden until all are
+removed. Clients are informed at once, before anything else is sent to them. Clients that hold copies reply when they
+have dropped the copies.
 
 Only the loop's thread uses this module.
 """
@@ -19,30 +19,32 @@ from kvstore import wire
 from kvstore.auth.rights import Rights
 from kvstore.shard.peer import Peer
 from kvstore.store.generations import Generations, check_generation, next_generation
-from kvstore.store.namespaces import Store
+from kvstore.store.namespaces import ShardStore
 from kvstore.wire import ADMIN, WRITE, decode_namespace, namespace_id
 
-KNOWS_GENERATIONS: Final = 4  # the oldest protocol version that has them
-MOST_SILENT: Final = 16  # addresses that a reply names
+KNOWS_GENERATIONS: Final = 4  # the oldest protocol version that has generations
+MOST_SILENT: Final = 16  # the most addresses that a reply names
 MOST_EARLY: Final = 256
 
 
 class Removal(Protocol):
-    """Blocks of earlier generations, which are being removed."""
+    """A removal of blocks of earlier generations."""
 
     canonical: bytes
-    blocks: int  # that were removed so far
+    blocks: int  # the number of blocks removed so far
     done: bool
 
 
 class Purging:
-    """The generations of the namespaces, and the connections that use each. `remove`: has the older blocks of a
-    namespace, given as canonical JSON, removed. `recovering`: whether the shard does not know
-    yet which blocks it has."""
+    """The generations of the namespaces, and the connections that use each namespace.
+
+    remove: a function that starts to remove the older blocks of a namespace, given as canonical JSON.
+    recovering: a function that returns whether the shard does not know yet which blocks it has.
+    """
 
     def __init__(
         self,
-        store: Store,
+        store: ShardStore,
         generations: Generations,
         remove: Callable[[bytes], Removal],
         recovering: Callable[[], bool],
@@ -52,12 +54,13 @@ class Purging:
         self._remove = remove
         self._recovering = recovering
         self._peers: dict[bytes, set[Peer]] = {}  # by namespace
-        self._early: dict[bytes, tuple[int, Removal]] = {}  # by namespace: what a client had removed, at a generation
+        self._early: dict[bytes, tuple[int, Removal]] = {}  # by namespace: removals that began before a PURGE
 
     # ---- connections -----------------------------------------------------------------------------------------
 
     def enter(self, peer: Peer, request: wire.Hello) -> int:
-        """A connection uses a namespace from now on. -> its generation. Raises `WireError`."""
+        """Record that a connection uses a namespace from now on. Return the generation of the namespace. Raises
+        `WireError`."""
         session = peer.session
         if not session.namespace:
             return 0
@@ -69,7 +72,7 @@ class Purging:
         return session.noted
 
     def leave(self, peer: Peer) -> None:
-        """The connection has ended, or uses another namespace."""
+        """Forget a connection that has ended, or that uses another namespace."""
         namespace = peer.session.namespace
         peers = self._peers.get(namespace)
         if peers is not None:
@@ -80,11 +83,12 @@ class Purging:
     # ---- raising ---------------------------------------------------------------------------------------------
 
     def learn(self, peer: Peer, generation: int) -> int:
-        """A client knows of this generation of its namespace. -> at which the namespace is now.
+        """Raise the generation of a client's namespace to the generation that the client knows. Return the namespace's
+        generation afterwards.
 
-        Where there is nothing to lose it is taken over from whoever may write; otherwise from whoever may purge. A
-        shard that lacks a purge stays behind until then, and its blocks are misses for clients that know of it. Raises
-        `WireError`.
+        If the namespace has no blocks to lose, any client that may write can raise its generation. Otherwise only a
+        client that may purge can do so. Until then, a shard that missed a purge keeps its generation, and its blocks
+        are misses for the clients that know of the purge. Raises `WireError`.
         """
         session = peer.session
         own = self.generations.of(session.namespace_id)
@@ -107,14 +111,14 @@ class Purging:
         return self.generations.of(session.namespace_id)
 
     def purge(self, request: wire.Purge, rights: Rights, canonical: bytes) -> list[bytes]:
-        """Raise the generations of the namespaces that a PURGE names, and begin to empty them. -> these, as canonical
-        JSON. Raises `WireError`."""
+        """Raise the generations of the namespaces that a PURGE names, and begin to empty them. Return these namespaces
+        as canonical JSON. Raises `WireError`."""
         check_generation(request.generation)
         chosen = list(self._chosen(request, rights, canonical))
         ids = list(map(namespace_id, chosen))
         own = max(map(self.generations.of, ids), default=0)
-        # At the one that it wants, a client that heard of this purge elsewhere was faster. At a higher one, another
-        # purge was, and blocks may have been set since.
+        # If the namespace already has the requested generation, a client has learned of this purge from another shard.
+        # If it has a higher generation, there was another purge, and blocks may have been set since.
         generation = request.generation if 0 < request.generation >= own else next_generation(own)
         if request.all and not (request.model or request.prefix) and rights.owns_all:
             self.generations.raise_all(generation)
@@ -127,13 +131,14 @@ class Purging:
         return chosen
 
     def early(self, canonical: bytes) -> Removal | None:
-        """-> what was removed of a namespace before the PURGE that raised its generation came: a client that heard of
-        it from another shard was faster. None: nothing; each is given once."""
+        """Return the removal that began before the PURGE arrived, because a client learned of the purge from another
+        shard first. Return None if there was no such removal. Each removal is returned only once."""
         generation, removal = self._early.pop(canonical, (0, None))
         return removal if generation == self.generations.of(namespace_id(canonical)) else None
 
     def _chosen(self, request: wire.Purge, rights: Rights, canonical: bytes) -> Iterator[bytes]:
-        """Those with blocks, and those of which engines hold copies, also of what the store has lost."""
+        """Yield the namespaces to purge: those that have blocks, and those whose clients hold copies of blocks, even if
+        the store has lost the blocks."""
         if not request.all:
             yield canonical
             return
@@ -148,7 +153,7 @@ class Purging:
                 yield each
 
     def _end_older(self, canonical: bytes) -> None:
-        """End what belongs to an earlier generation, and tell those who hold copies."""
+        """End the streams and promises of an earlier generation, and inform the clients of the namespace."""
         for peer in list(self._peers.get(canonical, ())):
             if peer.session.knows_generations:
                 peer.outbox.reply(wire.Raised(0, self.generations.of(peer.session.namespace_id)))
@@ -161,15 +166,15 @@ class Purging:
     # ---- answers ---------------------------------------------------------------------------------------------
 
     def noted(self, peer: Peer, generation: int) -> None:
-        """A client has let go of what it held of earlier generations."""
+        """Record that a client has dropped its copies of earlier generations."""
         peer.session.noted = max(peer.session.noted, generation)
 
     def holders(self, canonical: bytes) -> set[Peer]:
-        """-> the connections, in this namespace, of clients that hold copies."""
+        """Return the connections that use this namespace and whose clients hold copies."""
         return {peer for peer in self._peers.get(canonical, ()) if peer.session.holds}
 
     def silent(self, holders: set[Peer]) -> list[Peer]:
-        """-> those of these that are still there and have not let go of older copies."""
+        """Return the holders that are still connected but have not dropped their older copies."""
         return [
             peer
             for peer in holders

@@ -1,9 +1,10 @@
-"""Reads the messages of one connection as they arrive: ZMTP handshake, headers, keys, payload.
+"""Reads the messages of one connection as they arrive: the ZMTP handshake, headers, keys and payload.
 
-The header frame decides which frames follow. Keys are collected in a buffer (bounded). Payload goes from the kernel
-straight into the slots reserved for it; unwanted bytes (a block that exists, the rest of a refused message) go into a
-scratch buffer. A message that breaks a rule is answered with ERROR and its remaining frames are discarded. The
-connection is closed only when its messages cannot be told apart any more (no ZMTP, a frame over the limit).
+The header frame decides which frames follow. Keys are collected in a buffer of bounded size. Payload goes from the
+kernel straight into the slots that are reserved for it. Unwanted bytes, such as a block that exists or the rest of a
+refused message, go into a scratch buffer. A message that breaks a rule is answered with ERROR, and its remaining frames
+are discarded. The connection is closed only if its messages can no longer be told apart, because the client does not
+speak ZMTP or a frame exceeds the limit.
 """
 
 from __future__ import annotations
@@ -14,42 +15,42 @@ from typing import Final, NoReturn
 
 from kvstore import wire
 from kvstore._cext import Landing, Payload, Receiver
-from kvstore.shard.account import FRAMES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITE_BYTES, WRITES
-from kvstore.shard.answers import Answers
-from kvstore.shard.peer import Peer, Place
+from kvstore.shard.account import FRAMES, PENDING_WRITE_BYTES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITES
+from kvstore.shard.handlers import RequestHandlers
+from kvstore.shard.peer import ConnectionClass, Peer
 from kvstore.shard.sets import Write
 from kvstore.shard.state import ShardState
-from kvstore.shard.turns import NEW_SLICE_S, SLICE_S, Cost, Pace
+from kvstore.shard.turns import NEW_SLICE_S, SLICE_S, Cost, SliceClass
 from kvstore.wire import ErrorCode, WireError, zmtp
 from kvstore.wire.shared import STAGED, staged_blocks
 from kvstore.wire.zmtp import ZMTPError
 
 log = logging.getLogger(__name__)
 
-READ_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one writer does not starve the others
+SHARD_READ_BYTES: Final = 8 << 20  # for each turn of the loop, so that one writer does not starve the others
 HANDSHAKE_S: Final = 5.0
-PREFERRED_BYTES: Final = 4096  # as much of a new connection is read before what others have sent
-MESSAGE_S: Final = 30.0  # for a message whose header has not arrived yet
+PREFERRED_BYTES: Final = 4096  # a new connection goes before others until it has sent this many bytes
+MESSAGE_S: Final = 30.0  # the time limit for a message whose header has not arrived yet
 
 
 class OverlongFrame(WireError):
-    """A frame that is too large even to be read and discarded: the client gets ERROR, and the connection is closed."""
+    """The error for a frame that is too large even to be discarded. The client gets ERROR and is disconnected."""
 
 
 class MessageReader:
     """Reads and dispatches the messages of `peer`. Implements `zmtp.FrameSink`; used by the loop's thread only."""
 
-    def __init__(self, peer: Peer, answers: Answers, state: ShardState) -> None:
+    def __init__(self, peer: Peer, answers: RequestHandlers, state: ShardState) -> None:
         self.peer = peer
-        self.events = 0  # what the loop polls the socket for
+        self.events = 0  # the events for which the loop polls the socket
         self.began = state.now
-        self.last_heard = state.now  # when the client sent something
-        self._until = 0.0  # the end of its slice of the turn
+        self.last_heard = state.now  # when the client last sent something
+        self._until = 0.0  # the end of the connection's slice of the turn
         self._cost = Cost()
         self.writer = False  # the client has sent a SET
-        self.deadline = state.now + HANDSHAKE_S  # of the handshake or message that is arriving, monotonic
+        self.deadline = state.now + HANDSHAKE_S  # for the arriving handshake or message, in monotonic seconds
         self.write: Write | None = None  # the SET whose payload is arriving
-        self._write_bytes = 0  # what it holds
+        self._write_bytes = 0  # the memory that `write` holds
         self._answers = answers
         self._state = state
         self._receiver = Receiver(peer.sock, self, peer.files.take if peer.files is not None else None)
@@ -58,50 +59,51 @@ class MessageReader:
         self._speaks_ping = False
         self._frame = 0  # index of the next frame in the current message
         self._request: wire.KeyedRequest | None = None
-        self._request_id = 0  # of the message that is being read; 0: not known
+        self._request_id = 0  # of the message that is being read; 0 if unknown
         self._skipping = False
-        self._collecting = 0  # bytes of the frame that is being collected
+        self._collecting = 0  # the bytes of the frame that is being collected
 
     @property
     def paused(self) -> bool:
-        """Messages have arrived that wait for this connection's next slice, or for its client to take replies."""
+        """True if received messages wait for this connection's next slice, or for its client to read replies."""
         return self._receiver.paused
 
     @property
-    def pace(self) -> Pace:
-        """When it is read. First: it is new, or it has a place that is kept for members or operators."""
+    def pace(self) -> SliceClass:
+        """The class in which the connection waits to be read. A connection goes first if it is new, belongs to a
+        member, or waits for a place."""
         pace = self._cost.pace
-        kept = self.peer.place is not Place.CLIENT and pace < Pace.SLOW
-        return Pace.PREFERRED if kept or self._receiver.received < PREFERRED_BYTES else pace
+        kept = self.peer.place is not ConnectionClass.CLIENT and pace < SliceClass.SLOW
+        return SliceClass.PREFERRED if kept or self._receiver.received < PREFERRED_BYTES else pace
 
     @property
     def idle(self) -> bool:
-        """No message is partly received, and there is nothing to send."""
+        """True if no message is partly received, nothing is to be sent, and nothing else depends on the connection."""
         return self._frame == 0 and not self.paused and self.peer.idle
 
     def keep_alive(self, now: float, held_back: bool) -> None:
-        """Send a PING to a client that waits and whose own PING could not be answered now.
+        """Send a PING to a client that waits, if a PING from the client could not be answered now.
 
-        That is a client from which nothing is read (`held_back`), whose reply waits for the disk, or that is in the
-        middle of a SET.
+        This is the case if the connection is not read (`held_back`), if a reply waits for the disk, or if the client is
+        in the middle of a SET.
         """
         if self._speaks_ping and (held_back or self.peer.outbox.waits or self.write is not None):
             self.peer.outbox.keep_alive(now)
 
     def abandon(self) -> None:
-        """The connection ends: release the slots and buffers of a partly received message."""
+        """Release the slots and buffers of a partly received message, because the connection ends."""
         self.abort_write()
         self.peer.share.give_back(FRAMES, self._collecting)
         self._collecting = 0
 
     def on_readable(self, now: float) -> None:
-        """Handle what has arrived, for about `SLICE_S` and `READ_BUDGET_BYTES` at most."""
+        """Handle received bytes for about `SLICE_S`, up to `SHARD_READ_BYTES`."""
         self.last_heard = now
         cost, began = self._cost, time.monotonic()
         used = time.thread_time() if cost.measured else None
         new = self._receiver.received < PREFERRED_BYTES
         self._until = self._receiver.slice_end = began + (NEW_SLICE_S if new else SLICE_S)
-        self._read(1 if new else READ_BUDGET_BYTES)  # 1: what one system call brings
+        self._read(1 if new else SHARD_READ_BYTES)  # 1: read with one system call only
         if used is not None:
             cost.add(time.thread_time() - used)
         else:
@@ -141,7 +143,7 @@ class MessageReader:
             return False
         self._greeting += data
         if not self._greeting.startswith(zmtp.SIGNATURE[:1]):
-            raise ZMTPError(f"no ZMTP greeting: it begins with {self._greeting[:10].hex()}")
+            raise ZMTPError(f"no ZMTP greeting: the first bytes are {self._greeting[:10].hex()}")
         if len(self._greeting) < zmtp.GREETING_BYTES:
             return False
         zmtp.check_greeting(self._greeting)
@@ -150,7 +152,7 @@ class MessageReader:
 
     def command(self, name: bytes, body: bytes) -> None:
         if self._frame and name not in {b"PING", b"PONG"}:
-            raise ZMTPError(f"a command {name!r} inside a message")
+            raise ZMTPError(f"a command {name!r} came inside a message")
         if name == b"READY":
             if self._ready:
                 raise ZMTPError("a second READY")
@@ -166,7 +168,7 @@ class MessageReader:
 
     def begin_frame(self, size: int, more: bool) -> list[memoryview] | Payload | None:
         if not self._ready:
-            raise ZMTPError("a frame before READY")
+            raise ZMTPError("a frame came before READY")
         if size > wire.MAX_BLOCK_BYTES:
             raise OverlongFrame(ErrorCode.LIMIT, f"a frame of {size} bytes: expected at most {wire.MAX_BLOCK_BYTES}")
         if self._frame == 0:
@@ -182,7 +184,7 @@ class MessageReader:
         return views
 
     def _place(self, size: int) -> list[memoryview] | Payload | None:
-        """-> the memory for the next frame; None to have it collected in a buffer."""
+        """Return the memory for the next frame, or None if the frame is to be collected in a buffer."""
         if self._skipping:
             return zmtp.discard_views(size)
         if self._frame == 0:
@@ -207,8 +209,8 @@ class MessageReader:
         if size != expected:
             raise WireError(
                 ErrorCode.PROTOCOL,
-                f"a keys frame of {size} bytes: expected {request.count} keys of {request.key_bytes} bytes, "
-                f"{expected} bytes",
+                f"a keys frame of {size} bytes: expected {expected} bytes for {request.count} keys of "
+                f"{request.key_bytes} bytes",
             )
 
     def _place_payload(self, write: Write, size: int) -> list[memoryview] | Payload | None:
@@ -218,7 +220,7 @@ class MessageReader:
             if size % STAGED.itemsize or size > most * STAGED.itemsize:
                 raise WireError(
                     ErrorCode.PROTOCOL,
-                    f"a frame of {size} bytes of references: expected {STAGED.itemsize} a block, {most} blocks at most",
+                    f"{size} bytes of references: expected {STAGED.itemsize} bytes for each of at most {most} blocks",
                 )
             return None
         if not left:
@@ -226,7 +228,7 @@ class MessageReader:
             if size != expected:
                 raise WireError(
                     ErrorCode.PROTOCOL,
-                    f"a checksums frame of {size} bytes: expected {wire.CHECKSUM_BYTES} a block, {expected} bytes",
+                    f"a checksums frame of {size} bytes: expected {expected} bytes, {wire.CHECKSUM_BYTES} per block",
                 )
             return None
         namespace = write.namespace
@@ -235,8 +237,8 @@ class MessageReader:
         if size != count * block_bytes:
             raise WireError(
                 ErrorCode.BLOCK_SIZE,
-                f"a payload frame of {size} bytes: expected {count} block(s) of {block_bytes} bytes, "
-                f"{count * block_bytes} bytes",
+                f"a payload frame of {size} bytes: expected {count * block_bytes} bytes for {count} block(s) of "
+                f"{block_bytes} bytes",
             )
         if not write.placed and int(write.slots.min()) >= 0:
             memory, offsets = namespace.arena.memory, namespace.memory.offsets(write.slots)
@@ -269,9 +271,9 @@ class MessageReader:
         return (write.request.count - write.arrived) * write.namespace.block_bytes
 
     def message(self, header: bytes, keys: bytes | None) -> None:
-        """Handle a message that has come whole: see `zmtp.FrameSink`."""
+        """Handle a message that has arrived as a whole (see `zmtp.FrameSink`)."""
         if not self._ready:
-            raise ZMTPError("a frame before READY")
+            raise ZMTPError("a frame came before READY")
         try:
             self._check_header(len(header))
             self._take_header(header, keys is not None)
@@ -306,7 +308,7 @@ class MessageReader:
             self._end_message()
 
     def _take(self, data: bytes | bytearray | None, more: bool) -> None:
-        """Handle a complete frame."""
+        """Handle a frame that has arrived as a whole."""
         if self._frame == 0:
             assert data is not None
             self._take_header(data, more)
@@ -323,14 +325,14 @@ class MessageReader:
                     return
             elif data is not None:
                 if more:
-                    raise WireError(ErrorCode.PROTOCOL, "a frame after the checksums: expected the message's end")
+                    raise WireError(ErrorCode.PROTOCOL, "a frame after the checksums: expected the end of the message")
                 self._answers.sets.commit(self.peer, self._end_write(self.write), bytes(data))
                 return
             if not more:
                 raise WireError(
                     ErrorCode.PROTOCOL,
                     f"the message ends after {self.write.arrived} of {self.write.request.count} blocks: "
-                    "expected the rest and the checksums",
+                    "expected the other blocks and the checksums",
                 )
 
     def _take_header(self, header: bytes | bytearray, more: bool) -> None:
@@ -346,10 +348,10 @@ class MessageReader:
         if more != verb.keyed:
             wrong = "without its keys frame" if verb.keyed else "is one frame, but more frames follow it"
             raise WireError(ErrorCode.PROTOCOL, f"{verb.name.upper()} {wrong}")
-        if verb.large and peer.outbox.backed_up:  # the request is small, but its reply may be large
+        if verb.large and peer.outbox.backed_up:  # the request is small, but the reply may be large
             raise WireError(ErrorCode.LIMIT, "earlier replies were not read yet; read them first")
         if verb.namespace and not session.namespace:
-            raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first")
+            raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with a namespace first")
         if verb.place:
             answers.places.check(peer, self._state.now)
         if not verb.keyed:
@@ -361,8 +363,8 @@ class MessageReader:
         if isinstance(request, wire.Set):
             self.writer = True
             if not more:
-                raise WireError(ErrorCode.PROTOCOL, "SET without its payload and checksums frames")
-            size = WRITE_BYTES + len(keys) + request.count * WRITE_BLOCK_BYTES
+                raise WireError(ErrorCode.PROTOCOL, "SET came without its payload and checksums frames")
+            size = PENDING_WRITE_BYTES + len(keys) + request.count * WRITE_BLOCK_BYTES
             size += len(request.attributes) + len(request.offsets)
             self.peer.share.check(size)
             self.write = self._answers.sets.begin_write(self.peer, request, keys)
@@ -388,7 +390,7 @@ class MessageReader:
         return write
 
     def abort_write(self) -> None:
-        """Give back the slots of an unfinished SET."""
+        """Give back the slots of a SET that did not arrive completely."""
         if self.write is not None:
             write = self._end_write(self.write)
             write.namespace.abort(write.slots, write.keys)

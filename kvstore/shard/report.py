@@ -1,7 +1,7 @@
-"""What a shard says of itself in INFO: values that its parts keep, found by the rows of `ShardInfo`'s fields.
+"""A shard's answer to INFO. The parts of the shard keep its values, and the fields of `ShardInfo` say where they are.
 
-A row names a value by its way from `Report`: "state.sets". Only what is counted for the question is computed here. Used
-by the loop's thread only.
+Each field gives the path from `Report` to its value, such as "state.sets". Only values that are not kept but counted
+for each request are computed here. Used by the loop's thread only.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from kvstore import __version__, wire
 from kvstore.auth.rights import EVERY_TENANT, Rights
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import MAX_HELD_BYTES
-from kvstore.shard.leases import Lending
+from kvstore.shard.leases import LeaseTotals
 from kvstore.shard.logins import Logins
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.tenants import Tenants
 from kvstore.store.generations import Generations
-from kvstore.store.namespaces import Store
+from kvstore.store.namespaces import ShardStore
 from kvstore.wire.status import report
 
 
 @dataclass(frozen=True)
 class Report:
-    """The parts of a shard that INFO tells of."""
+    """The parts of a shard that INFO describes."""
 
     config: ShardConfig
     state: ShardState
-    store: Store
+    store: ShardStore
     disk: DiskTier | None
-    lending: Lending
+    lending: LeaseTotals
     generations: Generations
     logins: Logins | None
     tenants: Tenants | None
 
     def info(self, rights: Rights) -> wire.ShardInfo:
-        """The state and the counters of this shard, with the namespaces that somebody with these rights may use."""
+        """Return the state and the counters of this shard, with those namespaces that a principal with these rights may
+        use."""
         config, state, store, arena = self.config, self.state, self.store, self.store.arena
         self.lending.collect()
         with open("/proc/self/statm") as statm:

@@ -1,9 +1,9 @@
-"""What a GET asks for: which of its blocks are there, and which it waits for.
+"""The search for the blocks of a GET: which of them are there, and which ones the GET waits for.
 
-When another client is writing a block, or a thread is reading it from disk, the search waits for it until the block is
-there, the write is given up, or the deadline passes; so it does when the block was promised, if the GET asked for that.
-It waits for a few blocks at a time, and looks no further before some of them are decided. A block that is not there
-when its turn comes is a miss.
+If another client is writing a block, or a thread is reading it from disk, the search waits for the block. The wait ends
+when the block is there, when the write is given up, or when the deadline passes. The search also waits for a promised
+block if the GET requests that. It waits for a few blocks at a time. Before it looks up others, some of these must have
+come or been given up. A block that is not there when its turn comes is a miss.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from kvstore._index import BlockIndex
 from kvstore.disk.tier import DiskTier
 from kvstore.store.expected import WAITER_BYTES
 from kvstore.store.namespace import NamespaceStore
-from kvstore.store.namespaces import Store
+from kvstore.store.namespaces import ShardStore
 from kvstore.store.tier import Slots
 from kvstore.wire import Get
 
-READ_AHEAD_BYTES: Final = 32 << 20  # how far ahead of its next part a GET has blocks read from disk
+READ_AHEAD_BYTES: Final = 32 << 20  # how far ahead of its next part a GET starts to read from disk
 MAX_WAITING: Final = 8  # blocks that a GET waits for at a time
-LATE_BYTES: Final = 16 << 10  # what a search takes whose use is counted late: until then nobody's account has it
+LATE_BYTES: Final = 16 << 10  # a larger search counts the use at once, because its memory is later in no account
 
 Positions = npt.NDArray[np.uint32]
 
 
 class Search:
-    """The blocks of one GET. Used by the loop's thread only. `stop_waiting` must be called at the end."""
+    """The blocks of one GET. Used by the loop's thread only. At the end, `stop_waiting` must be called."""
 
     __slots__ = (
         "_again",
@@ -54,7 +54,7 @@ class Search:
 
     def __init__(
         self,
-        store: Store,
+        store: ShardStore,
         disk: DiskTier | None,
         namespace: NamespaceStore,
         request: Get,
@@ -63,7 +63,7 @@ class Search:
         pin_until: float,
         wake: Callable[[], None],
     ) -> None:
-        """wake: called when there is news of a block that it waits for."""
+        """wake: a function that is called when the state of a block for which the search waits has changed."""
         self._store = store
         self._disk = disk
         self._namespace = namespace
@@ -71,15 +71,15 @@ class Search:
         self._key_bytes = request.key_bytes
         self._wake = wake
         self._next = 0
-        self._ahead = 0  # blocks before this position were looked up on disk
-        self._at_once = request.count  # blocks to look for at a time
+        self._ahead = 0  # blocks before this position have been looked up on disk
+        self._at_once = request.count  # the number of blocks to look up at a time
         self._waiting: list[int] = []  # positions of blocks that are not there yet
-        self._again = array("I")  # positions to look at again: there was no room for them
+        self._again = array("I")  # positions to look up again, because there was no room for them
         self.count = request.count
         self.misses = 0
         self.fetched = False  # at least one block was read from disk
-        self.wait_until = now + request.wait_ms / 1000 if request.wait_ms else 0.0  # for blocks that were promised
-        self.untouched = False  # the use of its blocks is to be counted, and is not yet
+        self.wait_until = now + request.wait_ms / 1000 if request.wait_ms else 0.0  # for promised blocks
+        self.untouched = False  # a use of the blocks must still be counted
         if request.prefix:
             self._cut_to_prefix(keys, now, request.refresh, store.ticks(request.count), pin_until)
         elif request.references and disk is None and self.nbytes <= LATE_BYTES:
@@ -88,9 +88,10 @@ class Search:
             namespace.contains(keys, now, request.refresh, store.ticks(request.count))
 
     def _cut_to_prefix(self, keys: bytes, now: float, used: bool, ticks: int, pin_until: float) -> None:
-        """Reduce the request to the leading run of blocks that are there or will be.
+        """Reduce the request to the blocks before the first one that is neither there nor expected.
 
-        The run is touched and, until `pin_until`, pinned: an evicted block would make all blocks after it useless.
+        These blocks are touched, and pinned until `pin_until`, because all blocks after an evicted one would be
+        useless.
         """
         namespace = self._namespace
         length = namespace.match_prefix(keys, now, used, ticks, pin_until)
@@ -104,45 +105,47 @@ class Search:
 
     @property
     def nbytes(self) -> int:
-        """The most bytes of the server's memory that it takes."""
+        """The most memory that the search takes, in bytes."""
         waiters = min(self.count, MAX_WAITING) * WAITER_BYTES
         return len(self._keys) + self.count * self._again.itemsize + waiters
 
     @property
     def undecided(self) -> int:
-        """Blocks that it has to look at, or look at again."""
+        """The number of blocks that must still be looked up, whether for the first time or again."""
         return self.count - self._next + len(self._waiting) + len(self._again)
 
     def touch(self, now: float) -> None:
-        """Count a use of the chain as a whole, so that its tail is evicted first, in whatever order parts are sent."""
+        """Count a use of the chain as a whole, so that its tail is evicted first even if parts are sent in another
+        order."""
         self.untouched = False
         self._namespace.in_memory(bytes(self._keys), now, True, self._store.ticks(self.count))
 
     def give_up(self) -> None:
-        """Count all blocks that are not decided as misses."""
+        """Count all undecided blocks as misses."""
         self.misses += self.undecided
         self.stop_waiting()
         del self._again[:]
         self._next = self._ahead = self.count
 
     def stop_waiting(self) -> None:
-        """Be woken for no block any more."""
+        """Cancel all waits, so that no block wakes this search any more."""
         waiting, self._waiting = self._waiting, []
         for position in waiting:
             self._namespace.waiters.discard(self._key(position), self._wake)
 
     def put_back(self, positions: Positions) -> None:
-        """There is no room for these blocks: look at them again. Their slots are the caller's to release."""
+        """Look up these blocks again later, because there is no room for them now. The caller must release their
+        slots."""
         self._again.extend(positions.tolist())
 
     def take(self, room: int, now: float) -> tuple[Positions, Slots]:
-        """Reference up to `room` blocks that are in memory, those that were waited for first. -> none, if it has to
-        wait, or if there is none."""
+        """Reference up to `room` blocks that are in memory, beginning with those for which the search waited. Return no
+        blocks if the search must wait or no blocks are left."""
         while True:
             self.read_ahead(now)
             positions, slots = self._acquire(room, now)
             if len(positions) or self._waiting or not self.undecided:
-                return positions, slots  # otherwise all blocks looked up so far are misses: look up more
+                return positions, slots  # otherwise all blocks looked up so far are misses, so more must be looked up
 
     def read_ahead(self, now: float) -> None:
         """Start to read the next blocks from disk, so that they are in memory when their turn comes."""
@@ -154,7 +157,7 @@ class Search:
         window = max(1, min(READ_AHEAD_BYTES, self._store.limit_bytes // 4) // namespace.block_bytes)
         end = min(self.count, self._next - len(self._waiting) - len(self._again) + window)
         if end - self._ahead < min(self.count - self._ahead, max(1, window // 4)):
-            return  # wait until the look-up is worth its cost: many blocks at a time
+            return  # wait until there are enough blocks to make a look-up worth its cost
         keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[self._ahead : end]
         self._ahead = end
         present = namespace.in_memory(keys.reshape(-1), now, False, 0)
@@ -166,7 +169,8 @@ class Search:
         return bytes(self._keys[position * self._key_bytes : (position + 1) * self._key_bytes])
 
     def _fetch(self, keys: npt.NDArray[np.uint8], now: float) -> npt.NDArray[np.bool_]:
-        """Start to read blocks from disk that are not in memory. -> for each key, whether to wait for it."""
+        """Start to read from disk those blocks that are not in memory. Return for each key whether to wait for its
+        block."""
         assert self._disk is not None
         expected: npt.NDArray[np.bool_] = self._disk.fetch(self._namespace, keys.tobytes(), now) != BlockIndex.ABSENT
         self.fetched = self.fetched or bool(expected.any())
@@ -191,7 +195,8 @@ class Search:
             named = self._keys[self._next * self._key_bytes : end * self._key_bytes]
             positions, slots, rest = self._find(np.arange(self._next, end, dtype=np.uint32), named, now)
             self._next = end - len(rest)
-            # The rest was looked for in vain, and so it would be whenever one of those that it waits for is decided.
+            # The look-up of the rest was useless. It would be useless again each time that one of the awaited blocks
+            # comes or is given up.
             self._at_once = 2 * MAX_WAITING if len(rest) else min(2 * self._at_once, self.count)
             found.append((positions, slots))
             room -= len(positions)
@@ -203,9 +208,9 @@ class Search:
         return positions, slots
 
     def _find(self, positions: Positions, named: bytes | memoryview, now: float) -> tuple[Positions, Slots, Positions]:
-        """Reference the blocks that are in memory; wait for the others, or count them as misses. `named`: their keys.
-        -> positions and slots of those that are there, and the positions at the end that were not looked at, because it
-        waits for enough."""
+        """Reference the blocks that are in memory. Wait for the others, or count them as misses. `named`: the keys of
+        the blocks. Return the positions and slots of the blocks that are there. Also return the positions at the end
+        that were skipped, because the search already waited for enough blocks."""
         namespace = self._namespace
         slots = namespace.acquire(named, now, 0, False, True)
         there = slots >= 0
@@ -223,7 +228,7 @@ class Search:
                 if keys[row].tobytes() in namespace.promises:
                     expected[row] = True
                     promised += 1
-                    if promised > most:  # those behind are looked at when one of these is there
+                    if promised > most:  # the blocks behind it are looked up later
                         break
         waits = np.flatnonzero(expected)
         end = len(positions)

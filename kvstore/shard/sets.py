@@ -1,7 +1,7 @@
-"""What a SET does: reserves slots for its blocks, and makes them readable when all of them are there.
+"""The work of a SET: it reserves slots for the blocks, and makes the blocks readable when all of them are there.
 
-The payload goes straight from the connection to the slots, or from memory that a client on this host shares. A request
-that breaks a rule raises `WireError`; the reader sends it to the client as ERROR.
+The payload goes straight to the slots, either from the connection or from memory that a client on this host shares. If
+a request breaks a rule, `WireError` is raised, and the reader sends it to the client as ERROR.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ from kvstore._cext import Payload, outcomes_of
 from kvstore._index import BlockIndex
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import REMOVALS
-from kvstore.shard.leases import Lending
+from kvstore.shard.leases import LeaseTotals
 from kvstore.shard.peer import Peer
 from kvstore.shard.purging import Purging
 from kvstore.shard.state import ShardState
 from kvstore.store.chains import part_of
 from kvstore.store.expected import split
 from kvstore.store.namespace import NamespaceStore, find_parent
-from kvstore.store.namespaces import Priorities, Store
+from kvstore.store.namespaces import Priorities, ShardStore
 from kvstore.store.tier import Slots
 from kvstore.wire import WRITE, ErrorCode, Outcome, WireError
 from kvstore.wire.attributes import TTL_STEP_S, Attributes, attributes_of
 from kvstore.wire.shared import STAGED
 
-# By the negative of a verdict of `BlockIndex.reserve`; 0 stands for a slot:
+# The key is the negated verdict of `BlockIndex.reserve`, or 0 if it returned a slot.
 _OUTCOME_OF: Final = {
     0: Outcome.CREATED,
     -BlockIndex.EXISTED: Outcome.EXISTED,
     -BlockIndex.DUPLICATE: Outcome.DUPLICATED,
     -BlockIndex.NO_SPACE: Outcome.ERROR,
 }
-_OUTCOMES: Final = bytes(_OUTCOME_OF[verdict] for verdict in range(len(_OUTCOME_OF)))
+_OUTCOME_OF_VERDICT: Final = bytes(_OUTCOME_OF[verdict] for verdict in range(len(_OUTCOME_OF)))
 _EXISTED, _DUPLICATED, _ERROR = (bytes([each]) for each in (Outcome.EXISTED, Outcome.DUPLICATED, Outcome.ERROR))
 
 
 @dataclass
 class Write:
-    """A SET whose payload is arriving. `slots[i]` < 0: block i is not wanted and is discarded."""
+    """A SET whose payload is arriving. If `slots[i]` is negative, block i is not wanted and is discarded."""
 
     request: wire.Set
     namespace: NamespaceStore
     slots: Slots
     keys: bytes
-    existed: npt.NDArray[np.bool_] | None  # of a SET with `force`: which keys were there before
-    before: bytes  # the last key here of the chain that they continue; empty: it begins with them
-    parent: bytes  # that key, or what was asked for before the first one: a hint; empty: not known
+    existed: npt.NDArray[np.bool_] | None  # for a SET with `force`: which keys existed before
+    before: bytes  # the key to which the blocks are linked (see `Chains.find`); empty if they begin a chain
+    parent: bytes  # a hint: `before`, or the key before the first one in the last request; empty if unknown
     ends_chain: bool
-    began: float  # when its keys had arrived, monotonic
-    generation: int = 0  # of the namespace, when it began
-    stale: bool = False  # the blocks were made in another generation, and are refused
-    attributes: Attributes | None = None  # of blocks copied from another shard
-    evicted: int = 0  # blocks that made room for these
-    placed: int = 0  # blocks for whose bytes there is, or was, a place; unless `payload` knows
-    payload: Payload | None = None  # where all blocks go; None: they are placed frame by frame
-    sums: bytes = b""  # of a SET by references: the checksums so far
+    began: float  # when the keys had arrived, in monotonic seconds
+    generation: int = 0  # the generation of the namespace when the SET began
+    stale: bool = False  # the blocks were made in another generation and are refused
+    attributes: Attributes | None = None  # for blocks copied from another shard
+    evicted: int = 0  # the number of blocks that were evicted for these
+    placed: int = 0  # the number of blocks for which memory was provided; not used with `payload`
+    payload: Payload | None = None  # the memory for all blocks; None: each frame gets its own memory
+    sums: bytes = b""  # for a SET by references: the checksums so far
 
     @property
     def arrived(self) -> int:
-        """Blocks that are there, or are arriving."""
+        """The number of blocks that have arrived or are arriving."""
         return self.placed if self.payload is None else self.payload.arrived
 
 
@@ -72,7 +72,7 @@ class Sets:
     """Stores the blocks of SETs. Used by the loop's thread only."""
 
     def __init__(
-        self, store: Store, disk: DiskTier | None, state: ShardState, lending: Lending, purging: Purging
+        self, store: ShardStore, disk: DiskTier | None, state: ShardState, lending: LeaseTotals, purging: Purging
     ) -> None:
         self._store = store
         self._purging = purging
@@ -81,7 +81,7 @@ class Sets:
         self._lending = lending
 
     def note_replicas(self, peer: Peer, namespace: NamespaceStore | None) -> None:
-        """Note the largest number of copies that a client keeps: nodes that move blocks make as many copies."""
+        """Note the largest number of copies that a client keeps of each block. Nodes that move blocks keep as many."""
         session = peer.session
         if namespace is not None and namespace.replicas < session.replicas and session.rights.verbs & WRITE:
             namespace.replicas = session.replicas
@@ -89,11 +89,11 @@ class Sets:
                 self._disk.keep_replicas(namespace.disk, session.replicas)
 
     def begin_write(self, peer: Peer, request: wire.Set, keys: bytes) -> Write:
-        """Reserve a slot for every block of a SET that is to be stored. Raises `WireError`."""
+        """Reserve a slot for every block of a SET that must be stored. Raises `WireError`."""
         self._state.sets += 1
         if self._state.draining:
             raise WireError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
-        self._lending.collect()  # blocks that were given back may go; those still lent are passed over
+        self._lending.collect()  # so that blocks that clients have given back may be evicted
         generation = self._purging.learn(peer, request.generation)
         namespace = self._store.open(peer.session.namespace, request.key_bytes)
         self.note_replicas(peer, namespace)
@@ -106,7 +106,7 @@ class Sets:
             if self._disk is not None:
                 self._disk.disown(namespace, keys)
         store, now = self._store, self._state.now
-        # What it asked for may be no chain.
+        # The keys of the last request do not always form a chain, so `parent` is only a hint.
         parent, ends_chain = find_parent(peer.session.chain, keys, request.key_bytes)
         before: bytes | None = b""
         priority: int | Priorities = request.priority
@@ -114,13 +114,13 @@ class Sets:
         if request.attributes:
             attributes = attributes_of(request.attributes, request.key_bytes)
             if attributes["reads"].any():
-                raise WireError(ErrorCode.PROTOCOL, "a copy of a transient block: expected ordinary blocks only")
+                raise WireError(ErrorCode.PROTOCOL, "a copy of a transient block: expected copies of ordinary blocks")
             priority = np.minimum(attributes["priority"], wire.MAX_PRIORITY)
-        elif request.chained:  # it ends here, as far as is known, unless its last key went to another shard
+        elif request.chained:  # assume that the chain ends here, unless its last key went to another shard
             before, ends_chain = store.chains.find(namespace, request.parent), not request.end
         cut = request.chained and attributes is None and store.chains.is_cut(namespace, request.parent, now)
         if not request.force and (cut or (before is None and store.is_full(namespace, request.count))):
-            # Blocks behind others that were refused are of no use, so they take nobody's place.
+            # The blocks after refused ones are useless, so no other blocks are evicted for them.
             slots = store.refuse(namespace, keys, now)
             return Write(request, namespace, slots, keys, existed, b"", b"", ends_chain, now, generation)
         before = before or b""
@@ -143,8 +143,8 @@ class Sets:
         )
 
     def copy_staged(self, peer: Peer, write: Write, frame: bytes, more: bool) -> None:
-        """Copy the blocks that a frame of a SET by references names, which are in the client's memory. `more`: frames
-        follow. Raises `WireError`."""
+        """Copy from the client's memory the blocks that one frame of a SET by references names. `more`: whether more
+        frames follow. Raises `WireError`."""
         if peer.files is None:
             raise WireError(ErrorCode.PROTOCOL, "a SET by references is possible on the Unix socket only")
         count = len(frame) // STAGED.itemsize
@@ -156,7 +156,7 @@ class Sets:
             peer.outbox.reply(wire.Taken(write.request.id, write.arrived))
 
     def commit(self, peer: Peer, write: Write, sums: bytes) -> None:
-        """All blocks of a SET are in their slots: make them readable, and reply."""
+        """Make the blocks of a SET readable, and reply. All blocks must be in their slots."""
         request, namespace, slots = write.request, write.namespace, write.slots
         generation = self._purging.generations.of(namespace.id)
         if write.stale or write.generation != generation:
@@ -183,16 +183,16 @@ class Sets:
             self._store.chains.place(namespace, write.keys, attributes["before"].tobytes(), slots)
         elif request.chained and request.count:
             told = slots
-            if write.existed is not None:  # what was not replaced is there
+            if write.existed is not None:  # blocks that existed and were not replaced are still there
                 told = np.where(write.existed & (slots == BlockIndex.NO_SPACE), BlockIndex.EXISTED, slots)
             part = part_of(request, write.keys)
             self._store.chains.join(namespace, write.keys, told, write.before, part, self._state.now)
         replaced = None if write.existed is None else write.existed & (slots >= 0)
         forced = 0 if replaced is None else int(np.count_nonzero(replaced))
         namespace.created += placed
-        outcomes = outcomes_of(slots, _OUTCOMES)
+        outcomes = outcomes_of(slots, _OUTCOME_OF_VERDICT)
         existed = outcomes.count(_EXISTED)
-        if existed:  # touch the blocks that existed, so that the chain's head is not evicted before its new tail
+        if existed:  # touch existing blocks, so that the chain's head is not evicted before its new tail
             namespace.contains(write.keys, self._state.now, True, self._store.ticks(request.count))
             if request.reads:
                 namespace.renew(write.keys, request.reads, self._state.now, self._state.now + ttl_s)
@@ -221,7 +221,7 @@ class Sets:
         self._state.timing.add(wire.Set, write.began)
 
     def _refuse_stale(self, peer: Peer, write: Write, generation: int) -> None:
-        """The blocks belong to a generation that has ended, perhaps while they were arriving."""
+        """Refuse blocks whose generation has ended, perhaps while they were arriving."""
         request, namespace = write.request, write.namespace
         namespace.abort(write.slots, write.keys)
         count = request.count
@@ -231,7 +231,7 @@ class Sets:
         self._state.timing.add(wire.Set, write.began)
 
     def _outcomes(self, write: Write, by_slot: bytes, replaced: npt.NDArray[np.bool_] | None) -> bytes:
-        """-> one `Outcome` a block. `by_slot`: as far as the slots tell."""
+        """Return one `Outcome` per block. `by_slot`: the outcomes as far as the slots alone show them."""
         if replaced is None and _EXISTED not in by_slot:
             return by_slot
         outcomes = np.frombuffer(bytearray(by_slot), dtype=np.uint8)
@@ -239,7 +239,7 @@ class Sets:
             outcomes[replaced] = Outcome.FORCED
         namespace, now = write.namespace, self._state.now
         existed = np.flatnonzero(outcomes == Outcome.EXISTED)
-        if len(existed):  # when this SET began; who was writing one may still be, or have given up
+        if len(existed):  # another client may have been writing one of them, and may still do so or have given up
             keys = np.frombuffer(write.keys, dtype=np.uint8).reshape(-1, namespace.key_bytes)[existed]
             outcomes[existed[namespace.pending(keys.tobytes(), now)]] = Outcome.PENDING
         return bytes(outcomes)
@@ -252,9 +252,10 @@ class Sets:
         request: type[wire.Request] | None = None,
         began: float = 0.0,
     ) -> None:
-        """Send a reply once no removed block can come back from disk, even if the server dies.
+        """Send a reply when no removed block can come back from disk any more, even if the server dies.
 
-        held: bytes that the removal holds until then. request, began: what is counted then, and when it began.
+        held: the bytes that the removal holds until the reply is sent.
+        request, began: the kind of request that `timing` then counts, and the time when this request began.
         """
         if self._disk is None:
             peer.outbox.reply(reply)

@@ -24,16 +24,16 @@ class ShardConfig(msgspec.Struct, frozen=True):
     policy: str
     rules: list[NamespaceRule]
     disk: DiskConfig | None
-    transient_bytes: int = 0  # the most that transient blocks may take
-    handed: bool = False  # `listen_fd` is where other processes of the node hand it connections (`kvstore.tls.handing`)
-    heard_fd: int = -1  # the pipe on which other shards of the node tell this one something; -1: there are no others
-    told_fds: list[int] = msgspec.field(default_factory=list)  # theirs
+    transient_bytes: int = 0  # the most memory for transient blocks
+    handed: bool = False  # `listen_fd` receives connections from other processes of the node (`kvstore.tls.handing`)
+    heard_fd: int = -1  # the pipe on which the node's other shards send to this shard; -1: there are no others
+    told_fds: list[int] = msgspec.field(default_factory=list)  # the pipes on which the other shards receive
     zone: str = ""
-    unix_fd: int = -1  # the Unix socket on which it listens for clients on this host; -1: there is none
+    unix_fd: int = -1  # the Unix socket for clients on this host; -1: none
     unix_path: str = ""
-    unix_users: list[int] = msgspec.field(default_factory=list)  # ids of the users who may connect there
-    transport: str = ""  # how clients on other hosts may read its memory; empty: they may not
+    unix_users: list[int] = msgspec.field(default_factory=list)  # ids of the users that may connect to `unix_fd`
+    transport: str = ""  # how clients on other hosts may read the shard's memory; empty: they may not
     log_format: str = "text"
-    auth: str = ""  # the file of principals; empty: everybody may do everything
-    audit: str = ""  # where administrative acts are recorded: a file, "stderr", "syslog"; empty: nowhere
-    cookie: str = ""  # what members of the cluster show in HELLO; empty: nobody is one
+    auth: str = ""  # the file of principals; empty: every client may do everything
+    audit: str = ""  # where administrative acts are recorded (a file, "stderr" or "syslog"); empty: nowhere
+    cookie: str = ""  # the secret that members of the cluster show in HELLO; empty: there are no members

@@ -1,6 +1,7 @@
-"""State that all connections of one shard share: the time of this turn, counters, and the account of memory.
+"""The state that all connections of one shard share: the time of the turn, counters, and the account of memory.
 
-The loop creates it and sets the time; connections and answers update the counters. Used by the loop's thread only.
+The loop creates it and sets the time. Connections and request handlers update the counters. Used by the loop's thread
+only.
 """
 
 from __future__ import annotations
@@ -10,24 +11,24 @@ import secrets
 from kvstore.auth.rights import ALL, Rights
 from kvstore.shard.account import LIMITS, Account
 from kvstore.shard.timing import Timing
-from kvstore.shard.turns import Turns
+from kvstore.shard.turns import LoopWatchdog
 
 
 class ShardState:
     """Time and counters of a shard. Plain fields, because every message reads and changes them."""
 
     def __init__(self, now: float, newcomer: Rights = ALL) -> None:
-        """newcomer: what a connection may do before its HELLO."""
+        """newcomer: the rights of a connection before its HELLO."""
         self.newcomer = newcomer
         self.started = now
-        self.instance = secrets.token_hex(16)  # of this process: who finds it at a Unix socket is on the same host
-        self.now = now  # monotonic seconds, read once a turn of the loop
+        self.instance = secrets.token_hex(16)  # random; a client that finds it at a Unix socket is on this host
+        self.now = now  # monotonic seconds, read once per turn of the loop
         self.draining = False  # new SETs are refused
-        self.turns = Turns()
+        self.turns = LoopWatchdog()
         self.timing = Timing()
         self.account = Account()
         self.connections = self.streams = 0  # open now
         self.bytes_in = self.bytes_out = self.errors = 0
-        self.refused = dict.fromkeys(LIMITS, 0)  # requests, by the limit that was reached
+        self.refused = dict.fromkeys(LIMITS, 0)  # refused requests, by the limit that was reached
         self.sets = self.gets = self.lookups = 0
-        self.unauthorized = 0  # requests refused, because the connection may not
+        self.unauthorized = 0  # requests refused because the connection lacked the right

@@ -1,17 +1,18 @@
-"""A GET in progress: the parts of its reply, made one at a time as the connection can take them.
+"""A GET in progress. The parts of its reply are made one at a time, as the connection can take them.
 
-A stream never holds all slots of its request: it makes a group of a few parts ready at a time, and each part references
-its slots until the kernel has taken its bytes. So a client that stops reading holds the slots of one group. A part says
-how many bytes of its group are still to come; these bytes are certain to follow, so the client can sleep until they
-are there. Which blocks are there, and which it waits for, is the search's business.
+A stream never holds all slots of its request. It makes a group of a few parts ready at a time, and each part references
+its slots until the kernel has taken its bytes. So a client that stops reading holds only the slots of one group. Each
+part says how many bytes of its group are still to come. These bytes are certain to follow, so the client can sleep
+until they have arrived. `Search` finds which blocks are there and for which ones to wait.
 
-Credit: a client that uses credit is sent no more payload than it granted, so that other replies on its connection never
-queue behind blocks that the client does not read. The deadline of such a stream starts anew with every grant: a slow
-client does not fail, a client that vanished does.
+Credit: a client that uses credit gets only as much payload as it has granted. So other replies on its connection never
+wait behind blocks that the client does not read. With credit, the deadline of the stream starts anew with every grant.
+So the GET of a slow client does not fail, but the GET of a client that has vanished does.
 
-References: on a Unix socket a client may ask where in shared memory the blocks are, see `kvstore.shard.leases`. What a
-part lends keeps its slots until the client gives it back, and what may be lent has a limit: the stream waits a moment
-for the client to read what it was lent before. If it gives nothing back, or others hold all, it is sent the blocks.
+References: on a Unix socket, a client may request references to blocks in shared memory (see `kvstore.shard.leases`).
+Blocks that a part lends keep their slots until the client gives the blocks back, and the number of lent blocks is
+limited. At the limit the stream waits a moment for the client to give back earlier loans. If the client gives nothing
+back, or if other clients hold everything, the blocks are sent through the socket.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from kvstore.shard.account import STREAM_BYTES
 from kvstore.shard.leases import Leases, References
 from kvstore.shard.search import Positions, Search
 from kvstore.store.namespace import NamespaceStore
-from kvstore.store.namespaces import Store
+from kvstore.store.namespaces import ShardStore
 from kvstore.store.tier import Slots
-from kvstore.wire import GROUP_BYTES, Get, Part, encode
+from kvstore.wire import REPLY_GROUP_BYTES, Get, Part, encode
 from kvstore.wire.zmtp import frame
 
-PATIENCE_S: Final = 0.1  # for a client to give back what it was lent, before blocks are sent to it instead
+LOAN_WAIT_S: Final = 0.1  # the wait for a client to give back earlier loans, before blocks are sent instead
 
 
 @dataclass(eq=False)
 class Outgoing:
-    """Bytes to send, and a call to make when the kernel has taken them or the connection ends; it is told whether all
-    were taken. `parts`: its next part is to be sent, instead of `views`."""
+    """Bytes to send, and a function that is called when the kernel has taken them or the connection ends. The argument
+    of the function says whether all bytes were taken. `parts`: an object whose next part is sent instead of `views`."""
 
     views: list[bytes | memoryview]
     parts: Parts | None = None
     release: Callable[[bool], object] | None = None
-    descriptors: Sequence[int] = ()  # that go with the first byte
+    descriptors: Sequence[int] = ()  # sent with the first byte
 
 
-class Stream:
-    """The reply to one GET. Used by the loop's thread only. Its peer must call `close` at the end."""
+class ReplyStream:
+    """The reply to one GET. Used by the loop's thread only. At the end, the connection's peer must call `close`."""
 
     __slots__ = (
         "_attributes",
@@ -75,17 +76,17 @@ class Stream:
 
     def __init__(
         self,
-        store: Store,
+        store: ShardStore,
         disk: DiskTier | None,
         namespace: NamespaceStore | None,
         request: Get,
         keys: bytes,
         now: float,
-        resume: Callable[[Stream], None],
+        resume: Callable[[ReplyStream], None],
         pin_until: float,
         leases: Leases | None,
     ) -> None:
-        """leases: what the connection was lent; None: it takes no references."""
+        """leases: the connection's leases, or None if the connection takes no references."""
         self.id = request.id
         self.namespace = namespace
         self.began = now
@@ -95,16 +96,16 @@ class Stream:
         self._resume = resume  # called when there may be parts to send again
         self._attributes = request.attributes
         self._leases = leases if request.references else None
-        self._places: References | None = None  # of the blocks of the part that is ready, if it is lent
-        self._lent_at = 0.0  # when it was last lent something, or gave something back
+        self._places: References | None = None  # where the blocks of the next part are, if they are lent
+        self._lent_at = 0.0  # when blocks were last lent to the stream or given back
         self._used = request.refresh  # whether this GET counts as a use of its blocks
-        self._group: deque[tuple[Positions, Slots]] = deque()  # parts that are ready, not yet sent
-        self._parts: Parts | None = None  # what sends them, unless they are lent or empty
-        self._ends = False  # the last of them ends the reply
+        self._group: deque[tuple[Positions, Slots]] = deque()  # parts that are ready but have not been sent
+        self._parts: Parts | None = None  # the object that sends the parts; None if they are lent or empty
+        self._ends = False  # the last part in the group ends the reply
         self._hit, self._miss = 0, request.count if namespace is None else 0
         self._limit_s = request.deadline_ms / 1000
         self.deadline = now + self._limit_s
-        self._search: Search | None = None  # of a namespace that is there
+        self._search: Search | None = None  # None if the namespace does not exist
         if namespace is not None:
             self._search = Search(store, disk, namespace, request, keys, now, pin_until, self.wake)
 
@@ -115,38 +116,38 @@ class Stream:
 
     @property
     def nbytes(self) -> int:
-        """The most bytes of the server's memory that this stream takes."""
+        """The most memory that this stream takes, in bytes."""
         return STREAM_BYTES + (self._search.nbytes if self._search is not None else 0)
 
     def grant(self, credit: int, now: float) -> None:
-        """The client grants `credit` more bytes of payload: the deadline starts anew."""
+        """Add `credit` bytes of payload that the client has granted. The deadline starts anew."""
         if self.credit is not None:
             self.credit += credit
             self.deadline = now + self._limit_s
 
     def released(self, now: float) -> None:
-        """The client gives back what it was lent: the deadline starts anew."""
+        """Note that the client has given back lent blocks. The deadline starts anew."""
         if self._leases is not None:
             self.deadline = now + self._limit_s
             self._lent_at = now
 
     def impatient(self, now: float) -> bool:
-        """Whether it has waited for long enough for its client to give back what it was lent."""
-        return self._leases is not None and self._leases.holds(self.id) and now - self._lent_at >= PATIENCE_S
+        """Return whether the stream has waited long enough for its client to give back lent blocks."""
+        return self._leases is not None and self._leases.holds(self.id) and now - self._lent_at >= LOAN_WAIT_S
 
     def wake(self) -> None:
-        """There is news of a block that it waits for: look again."""
+        """Search again, because the state of a block for which the stream waits has changed."""
         self._resume(self)
 
     @property
     def due(self) -> float:
-        """When to call `time_passed`."""
+        """The time at which to call `time_passed`."""
         wait_until = self._search.wait_until if self._search is not None else 0.0
         return min(self.deadline, wait_until) if wait_until else self.deadline
 
     def time_passed(self, now: float) -> None:
-        """It has waited for long enough: for blocks that were promised, which are misses now if they are not there; or,
-        if the deadline has passed, for anything."""
+        """End the waits whose time is over. Promised blocks that are not there by now are misses. After the deadline
+        the stream waits for no block."""
         if self._search is not None:
             self._search.wait_until = 0.0
             if now > self.deadline:
@@ -154,13 +155,14 @@ class Stream:
         self._resume(self)
 
     def give_up(self) -> None:
-        """The namespace is at another generation: all blocks that are not on their way yet are misses."""
+        """Count all blocks that are not being sent yet as misses, because the namespace is at another generation."""
         if self._search is not None:
             self._search.give_up()
         self._resume(self)
 
     def next_part(self, now: float) -> Outgoing | None:
-        """-> the next part; None when none can be sent now (no credit, or all blocks left are still to come)."""
+        """Return the next part, or None if no part can be sent now: because there is no credit, or because none of the
+        remaining blocks has come yet."""
         namespace, search = self.namespace, self._search
         if namespace is None or search is None:
             self.done = True
@@ -171,9 +173,9 @@ class Stream:
         return self._part(namespace, search, *self._group.popleft(), now)
 
     def _make_group(self, namespace: NamespaceStore, search: Search, now: float) -> bool:
-        """Make the next parts ready. -> False when no part can be sent now."""
+        """Make the next parts ready. Return False if no part can be sent now."""
         block_bytes, per_frame = namespace.block_bytes, namespace.frame_blocks
-        room = group = per_frame * max(1, GROUP_BYTES // (per_frame * block_bytes))
+        room = group = per_frame * max(1, REPLY_GROUP_BYTES // (per_frame * block_bytes))
         if self.credit is not None:
             room = min(room, self.credit // block_bytes)
         leases, lends = self._leases, False
@@ -181,9 +183,9 @@ class Stream:
             lent = leases.room(namespace)
             if lent:
                 room, lends, self._lent_at = lent, True, now
-            elif leases.holds(self.id) and now - self._lent_at < PATIENCE_S:
+            elif leases.holds(self.id) and now - self._lent_at < LOAN_WAIT_S:
                 search.read_ahead(now)
-                return False  # its client reads what it was lent, and gives it back; one that borrows does not
+                return False  # a client that only reads lent blocks returns them soon; a client that borrows does not
         if room < 1 and search.undecided:
             search.read_ahead(now)
             return False
@@ -197,7 +199,7 @@ class Stream:
             self._places = leases.references(namespace, slots)
             if self._places is not None:
                 per_frame = len(positions)
-            elif len(positions) > group:  # as payload, fewer blocks are made ready at a time
+            elif len(positions) > group:  # the blocks are sent as payload, of which less is made ready at a time
                 namespace.release(slots[group:])
                 search.put_back(positions[group:])
                 positions, slots = positions[:group], slots[:group]
@@ -225,12 +227,12 @@ class Stream:
         return True
 
     def count_use(self, now: float) -> None:
-        """Count the use of its blocks now: it waits, and others may be evicted meanwhile."""
+        """Count the use of the blocks now, because the stream waits and the blocks might be evicted meanwhile."""
         if self._search is not None and self._search.untouched:
             self._search.touch(now)
 
     def close(self) -> None:
-        """The stream is over, complete or not: release the slots of parts that were ready and not sent."""
+        """End the stream, whether complete or not. Release the slots of parts that were ready but not sent."""
         namespace = self.namespace
         if namespace is not None and self._search is not None:
             self._search.stop_waiting()
@@ -241,7 +243,7 @@ class Stream:
     def _part(
         self, namespace: NamespaceStore, search: Search, positions: Positions, slots: Slots, now: float
     ) -> Outgoing:
-        """-> the next part of the group."""
+        """Return the next part of the group."""
         self._hit += len(positions)
         self.done = self._ends and not self._group
         if self.done and self._used:
@@ -283,8 +285,8 @@ class Stream:
 
 
 def _release_and_touch(release: Callable[[bool], object] | None, search: Search, now: float, all_sent: bool) -> None:
-    """Called when the last part of a reply is sent: only then is the use of its blocks counted, while the client reads
-    them."""
+    """Release the last part of a reply when it has been sent. The use of the blocks is counted only then, while the
+    client reads them."""
     if release is not None:
         release(all_sent)
     if search.untouched:

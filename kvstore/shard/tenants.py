@@ -1,9 +1,10 @@
-"""What each tenant takes of a shard, against the limits that the file of ``--auth`` gives it.
+"""Each tenant's use of a shard, and the limits that the file of ``--auth`` gives it.
 
-Limits are of the node: a shard enforces its part of them, but for connections, of which each client has one to every
-shard. Memory and disk are segments, which `kvstore/store/quotas.py` shares out; here are the other limits, all refused
-at once, with an error that says which and how much. Requests and bytes are counted in buckets that hold a second's
-worth: a request is refused while the bucket is empty, and one that was let through may overdraw it.
+A limit applies to the node, and each shard enforces its part of the limit. The limit of connections applies to each
+shard, because each client has a connection to every shard. `kvstore/store/quotas.py` limits memory and disk. The
+other limits are applied here. A request beyond a limit is refused at once, with an error that names the limit and its
+value. Requests and bytes are counted in buckets that hold the amount for one second. A request is refused while a
+bucket is empty. A request that is accepted may overdraw its bucket.
 
 Used by the loop's thread only.
 """
@@ -19,12 +20,12 @@ from kvstore.auth.policy import Policy
 from kvstore.auth.rights import EVERY_TENANT, Rights
 from kvstore.shard.account import TENANT, LimitReached
 from kvstore.shard.peer import Peer
-from kvstore.shard.tenant import CONNECTIONS, PINNED, Tenant
+from kvstore.shard.tenant import CONNECTION_COUNT, PINNED, Tenant
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.quotas import Quota
 from kvstore.wire import ErrorCode, TenantInfo
 
-COUNT_PINS_S: Final = 0.1  # pins of a namespace are counted so often at most
+COUNT_PINS_S: Final = 0.1  # the shortest time between two counts of a namespace's pins
 
 
 class Tenants:
@@ -39,13 +40,14 @@ class Tenants:
         self._tenants: dict[str, Tenant] = {}
 
     def take_policy(self, policy: Policy) -> None:
-        """Another policy is in force."""
+        """Apply a new policy."""
         self._policy = policy
         for tenant in self._tenants.values():
             tenant.set_limits(policy.limits_of(tenant.name), self._shards)
 
     def enter(self, peer: Peer, now: float) -> None:
-        """Count a connection that has logged in. Raises `LimitReached` when its tenant has as many as it may."""
+        """Count a connection that has logged in. Raises `LimitReached` if its tenant already has its maximum of
+        connections."""
         name = peer.session.rights.tenant
         if peer.session.tenant is not None and peer.session.tenant.name == name:
             return
@@ -58,31 +60,31 @@ class Tenants:
             tenant.set_limits(self._policy.limits_of(name), self._shards)
         most = tenant.limits.connections
         if most is not None and tenant.connections >= most:
-            raise self.refusal(tenant, CONNECTIONS, peer, ErrorCode.NO_PLACE)
+            raise self.refusal(tenant, CONNECTION_COUNT, peer, ErrorCode.NO_PLACE)
         tenant.connections += 1
         peer.session.tenant = tenant
 
     @staticmethod
     def leave(peer: Peer) -> None:
-        """A connection has ended, or logs in as somebody else."""
+        """Stop counting a connection that has ended or that logs in as another principal."""
         if peer.session.tenant is not None:
             peer.session.tenant.connections -= 1
             peer.session.tenant = None
 
     def check_request(self, tenant: Tenant, peer: Peer, now: float) -> None:
-        """Count a request. Raises `LimitReached` when its tenant has no more of them, or of bytes."""
+        """Count a request. Raises `LimitReached` if its tenant has no requests or bytes left."""
         limit = tenant.check_request(now)
         if limit:
             raise self.refusal(tenant, limit, peer)
 
     def refusal(self, tenant: Tenant, limit: str, peer: Peer, code: ErrorCode = ErrorCode.LIMIT) -> LimitReached:
-        """Count what a limit refuses. -> the error that says so."""
+        """Count a refusal by a limit, and return the error to raise."""
         tenant.refused[limit] = tenant.refused.get(limit, 0) + 1
         self._audit.record(
             "quota", tenant=tenant.name, limit=limit, principal=peer.session.rights.principal, address=peer.address
         )
         given = getattr(self._policy.limits_of(tenant.name), limit)
-        per = "a node, and this shard has its part of them" if limit != CONNECTIONS else "a shard"
+        per = "a node, and this shard has its part of them" if limit != CONNECTION_COUNT else "a shard"
         return LimitReached(
             TENANT,
             f"tenant {tenant.name!r} is at its limit of {limit} = {given} for {per}; ask its operator, or try again "
@@ -93,7 +95,7 @@ class Tenants:
     def may_pin(
         self, peer: Peer, namespace: NamespaceStore, count: int, namespaces: Iterable[NamespaceStore], now: float
     ) -> bool:
-        """Whether a connection's tenant may pin so many blocks more; what it may not is counted."""
+        """Return whether a connection's tenant may pin `count` more blocks. A refusal is counted."""
         tenant = peer.session.tenant
         if tenant is None or tenant.limits.pinned is None:
             return True
@@ -105,11 +107,11 @@ class Tenants:
                 pinned += each.pins * each.block_bytes
         if pinned + count * namespace.block_bytes <= tenant.limits.pinned:
             return True
-        self.refusal(tenant, PINNED, peer)  # the client is told by blocks that go
+        self.refusal(tenant, PINNED, peer)  # the client gets no error: it only sees unpinned blocks being evicted
         return False
 
     def memory_quota(self, name: str) -> Quota:
-        """-> a tenant's quota of this shard's memory."""
+        """Return a tenant's quota of this shard's memory."""
         limits = self._policy.limits_of(name)
         return Quota(
             guaranteed=limits.memory_guaranteed // self._shards // self._segment_bytes,
@@ -118,14 +120,14 @@ class Tenants:
         )
 
     def disk_quota(self, name: str) -> Quota:
-        """-> a tenant's quota of this shard's part of the disk."""
+        """Return a tenant's quota of this shard's part of the disk."""
         return Quota(most=self._segments(self._policy.limits_of(name).disk, self._disk_segment_bytes))
 
     def _segments(self, nbytes: int | None, segment_bytes: int) -> int | None:
         return None if nbytes is None else nbytes // self._shards // segment_bytes
 
     def info(self, namespaces: Iterable[NamespaceStore], rights: Rights) -> list[TenantInfo]:
-        """-> what the tenants whose namespaces somebody may use take now."""
+        """Return the current use of the tenants whose namespaces a principal with these rights may use."""
         memory, disk = Counter[str](), Counter[str]()
         for namespace in namespaces:
             memory[namespace.tenant] += namespace.memory.nbytes

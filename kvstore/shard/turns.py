@@ -1,10 +1,11 @@
-"""One turn of a shard's loop: who gets it, how long its parts may take, and a watchdog for turns that took too long.
+"""One turn of a shard's loop: the order of connections, the time of each part, and a watchdog for slow turns.
 
-A shard has one thread, so whatever takes long delays every client. In each turn new connections go first, so that an
-operator or a health check gets in and is answered whatever others send. Then come the others by what their requests
-cost, the cheapest first; each `Pace` has a few milliseconds of a turn, and who finds none waits for the next turn. So a
-client that sends without end slows down others like it, and hardly anybody else. One message and one step of background
-work are never interrupted: they must be short by themselves, and the watchdog tells which are not.
+A shard has one thread, so anything that takes long delays every client. In each turn, new connections go first, so that
+an operator or a health check is accepted and answered, whatever other clients send. The other connections are ordered
+by the cost of their requests, the cheapest first. Each `SliceClass` has a few milliseconds of a turn. Connections for
+which no time is left wait for the next turn. So a client that sends without end slows down clients that do the same,
+but hardly any other client. A message and a step of background work are never interrupted. So each of them must be
+short, and the watchdog reports those that are not.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final, Generic, Literal, TypeVar, get_args
 
-SLICE_S: Final = 0.0015  # for which one connection is read at a time
-NEW_SLICE_S: Final = 0.00015  # a new one, so that a thousand of them do not delay each other
+SLICE_S: Final = 0.0015  # how long one connection is read at a time, in seconds
+NEW_SLICE_S: Final = 0.00015  # the same for a new connection, so that a thousand of them do not delay each other
 SLOW_TURN_S: Final = 0.05
 Stage = Literal["events", "requests", "background", "disk", "replies", "transport", "housekeeping"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
@@ -24,27 +25,29 @@ STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 T = TypeVar("T")
 
 
-class Pace(enum.IntEnum):
-    """What a connection's slices cost; the lowest goes first."""
+class SliceClass(enum.IntEnum):
+    """The classes of connections by the cost of their slices. The lowest class goes first."""
 
-    PREFERRED = 0  # whatever they cost
+    PREFERRED = 0  # regardless of the cost
     CHEAP = 1
     QUICK = 2
     SLOW = 3
 
 
-LIMITS_S: Final = (0.005, 0.005, 0.002, 0.001)  # of a turn, by pace
-_CHEAP_S: Final = 0.0002  # the most that a slice of a cheap connection costs, and of a quick one
+LIMITS_S: Final = (0.005, 0.005, 0.002, 0.001)  # the time per turn for each class
+_CHEAP_S: Final = 0.0002  # the highest average cost of a slice in the class CHEAP; the next line: in QUICK
 _QUICK_S: Final = 0.001
-_MOST_S: Final = 0.002  # what one slice counts at most: it may have had to pay for a collection of garbage
-_WEIGHT: Final = 0.2  # of a slice in the average: of the slices of a large request few cost much
+_MOST_S: Final = 0.002  # the most that one slice counts, because its time may include a garbage collection
+_WEIGHT: Final = 0.2  # weight of a slice in the average; only a few of a large request's slices are expensive
 
 
 class Cost:
-    """What the slices of one connection cost on average, in processor time: others may have the processor during a
-    slice, so the clock does not tell, but for a slice that it says was cheap. A connection must prove that it is cheap.
+    """The average cost of one connection's slices, in processor time. The time by the clock is not enough, because
+    other processes may use the processor during a slice. But a slice that was short by the clock was certainly cheap. A
+    connection counts as slow until it proves to be cheap.
 
-    measured: the processor time of the next slice must be measured, which takes as long as a tenth of a small request.
+    measured: whether the processor time of the next slice must be measured. This takes a tenth of the time of a small
+    request.
     """
 
     __slots__ = ("_cost_s", "measured")
@@ -54,41 +57,48 @@ class Cost:
         self.measured = True
 
     def add(self, used_s: float) -> None:
-        """A slice has used so much processor time."""
+        """Count a slice that has used `used_s` seconds of processor time."""
         self._cost_s += _WEIGHT * (min(used_s, _MOST_S) - self._cost_s)
         self.measured = self._cost_s > _CHEAP_S
 
     def took(self, took_s: float) -> None:
-        """A slice that was not measured has taken so long by the clock."""
+        """Count a slice whose processor time was not measured and that took `took_s` seconds by the clock."""
         if took_s <= _CHEAP_S:
             self._cost_s += _WEIGHT * (took_s - self._cost_s)
         else:
             self.measured = True
 
     @property
-    def pace(self) -> Pace:
-        """Who waits with whom."""
-        return Pace.CHEAP if self._cost_s <= _CHEAP_S else Pace.QUICK if self._cost_s <= _QUICK_S else Pace.SLOW
+    def pace(self) -> SliceClass:
+        """The class in which the connection waits."""
+        return (
+            SliceClass.CHEAP
+            if self._cost_s <= _CHEAP_S
+            else SliceClass.QUICK
+            if self._cost_s <= _QUICK_S
+            else SliceClass.SLOW
+        )
 
 
-class Line(Generic[T]):
-    """Who waits for a part of a turn, by pace; first come first served among those of one pace."""
+class SliceQueue(Generic[T]):
+    """Items that wait for a part of a turn, in one queue for each class. Within a queue, the oldest item goes first."""
 
     def __init__(self) -> None:
-        self._lines: list[deque[T]] = [deque() for _ in Pace]
-        self._waiting: set[T] = set()  # in any of them
+        self._lines: list[deque[T]] = [deque() for _ in SliceClass]
+        self._waiting: set[T] = set()  # items that wait in any of the queues
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, item: T, pace: Pace) -> None:
-        """Let an item wait, unless it does."""
+    def add(self, item: T, pace: SliceClass) -> None:
+        """Let an item wait, unless it waits already."""
         if item not in self._waiting:
             self._waiting.add(item)
             self._lines[pace].append(item)
 
     def turn(self) -> Iterator[T]:
-        """Take those whose turn it is now: at least one of each pace, and no more than there is time for.
+        """Yield the items that are served in this turn: at least one of each class, and more while the class has time
+        left.
 
         Items that are added meanwhile wait for the next turn.
         """
@@ -109,10 +119,11 @@ class Line(Generic[T]):
                     break
 
 
-class Turns:
-    """The watchdog: counts of the slow turns. Used by the loop's thread only.
+class LoopWatchdog:
+    """The watchdog, which counts slow turns. Used by the loop's thread only.
 
-    slow: turns that took more than `SLOW_TURN_S`, by the stage that took most of their time. longest_s: of all turns.
+    slow: for each stage, the number of turns over `SLOW_TURN_S` in which this stage took longest.
+    longest_s: the length of the longest turn, in seconds.
     """
 
     def __init__(self) -> None:
@@ -122,12 +133,12 @@ class Turns:
         self._longest_stage = STAGES[0]
 
     def begin(self, now: float) -> None:
-        """A turn begins; `now` is the time."""
+        """Begin a turn at the time `now`."""
         self._began = self._stage_began = now
         self._longest_stage_s = 0.0
 
     def done(self, stage: Stage) -> None:
-        """A stage of the turn has ended; the next one begins."""
+        """End a stage of the turn. The next stage begins."""
         now = time.monotonic()
         took_s = now - self._stage_began
         if took_s > self._longest_stage_s:
@@ -135,7 +146,7 @@ class Turns:
         self._stage_began = now
 
     def end(self) -> None:
-        """The turn has ended with the stage that was `done` last."""
+        """End the turn, after the last call of `done`."""
         took_s = self._stage_began - self._began
         self.longest_s = max(self.longest_s, took_s)
         if took_s > SLOW_TURN_S:

@@ -1,8 +1,8 @@
-"""How a shard waits for events: it looks for a moment before it sleeps, as long as that pays.
+"""How a shard waits for events: it polls for a moment before it sleeps, as long as this saves time.
 
-To be woken takes longer than to serve a small request. So while requests follow one another closely, a shard looks for
-the next one rather than sleep; it gives its core to whoever else wants it between two looks. When they come more
-rarely, it sleeps at once. Used by the loop's thread only.
+Waking up takes longer than serving a small request. So while requests follow closely on one another, a shard polls for
+the next request rather than sleeping. Between two polls it yields its core to any other process that wants it. When
+requests come more rarely, the shard sleeps at once. Used by the loop's thread only.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ LOOKING_S: Final = 100e-6
 MOST_PAYS: Final = 8
 
 
-class Waiting:
+class EventWait:
     """Waits for the events of `poll`."""
 
     def __init__(self, poll: select.epoll) -> None:
         self._poll = poll
-        self._pays = 0  # above 0: of late, events came while one looks rather than sleeps
+        self._pays = 0  # above 0 if recent events came soon enough for polling to save time
 
     def events(self, patience_s: float) -> list[tuple[int, int]]:
-        """-> what has come; after `patience_s`, perhaps nothing."""
+        """Return the events that have come. After `patience_s` seconds, there may be none."""
         poll = self._poll.poll
         if not patience_s:
             return poll(0)
@@ -35,7 +35,7 @@ class Waiting:
             events = poll(0)
             os.sched_yield()
         events = events or poll(patience_s)
-        # Who slept was woken later than it would have seen the event.
+        # If the shard slept, it woke up later than it would have seen the event by polling.
         soon = time.monotonic() - began < (LOOKING_S if looks else 2 * LOOKING_S)
         self._pays = min(MOST_PAYS, self._pays + 1) if soon else max(-MOST_PAYS, self._pays - 1)
         return events

@@ -1,31 +1,32 @@
 """The arena: one shard's block memory.
 
-The arena is one range of addresses of the shard's whole limit, cut into segments of equal size. A segment is free or
-belongs to one namespace, which cuts it into slots of its block size. Address space is reserved at once. A thread
-touches memory ahead of need, so that a transfer never waits for page faults, and a server that is half empty uses half
-its memory.
+The arena is one range of addresses, as large as the shard's limit and cut into segments of equal size. Each segment is
+either free or belongs to one namespace, which cuts the segment into slots of its own block size. The addresses are
+reserved at the start, but a page takes memory only after it was touched. So a server that is half full uses half of its
+memory. A thread touches pages before they are needed, so that a transfer never waits for page faults.
 
-A *shared* arena can hand its segments to clients on its host: each segment is a memfd of its own, mapped at its place,
-so that a client maps the segments of its own namespace and nothing else. A client is given a descriptor that only
-reads, of memory that is sealed: nobody can map it to write to it from then on. When a segment that a client was given
-leaves its namespace, its file is cut to nothing and the segment gets a new one. So its memory is free at once, whoever
-still maps the old file. What must hold: no client reads a segment that may be given back, see `kvstore.shard.leases`.
+A *shared* arena can hand its segments to clients on its host. For that, each segment is a memfd of its own, mapped at
+the segment's place in the range. So a client maps only the segments of its own namespace. The client gets a read-only
+descriptor, and the memory is sealed: from then on no process can map it for writing. When a segment that was handed to
+a client leaves its namespace, the segment's file is truncated to length 0 and the segment gets a new file. So the
+memory of the old file is freed at once, even if a client still maps that file. Invariant: a segment that a client may
+still read is not given back (see `kvstore.shard.leases`).
 
-A segment that had blocks of another namespace is never given to a client, because their bytes are still there: it
-gets a new file first. As long as no client on this host has come (`lending`), nothing is given to anybody, and segments
-change their namespace without that.
+A segment that held blocks of another namespace still has their bytes. So it gets a new file before it is handed to a
+client. Until the first client on this host connects (`lending`), no segment is shared, and segments change their
+namespace without a new file.
 
-Where the kernel cannot give a segment a memfd, or there is no descriptor for it, the segment stays memory of this
-process, and its blocks are sent through the socket.
+If the kernel cannot make a memfd for a segment, or no descriptor is left, the segment stays in private memory. Its
+blocks are then sent through the socket.
 
-Pages: huge pages make reads through the server about 5 % faster. Shared memory gets them from the system's reserve if
-that is large enough, or by the system's setting for shared memory; private memory where the system allows them.
-MADV_COLLAPSE would need no setting, but it keeps this process from mapping anything until every processor has done some
-work for it: where one is busy, the loop stood still for seconds.
+Huge pages make reads through the server about 5 % faster. Shared memory gets them from the system's reserve if that is
+large enough, or through the system's setting for shared memory. Private memory gets them if the system allows it.
+MADV_COLLAPSE would need no setting. But during that call, this process cannot map memory until every processor has done
+some work for the call. With one busy processor, the loop stood still for seconds.
 
 Invariant: the range never grows, so the blocks of a shard can never take more than its limit.
 Threads: only the shard's loop calls `take`, `give_back`, `allow` and `export`. The pre-faulting thread only touches
-pages of free segments; populating a page of a segment that was taken meanwhile does not change its content.
+pages of free segments. If one of these segments is taken meanwhile, touching its pages does not change their content.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.pages import HUGE_PAGE_BYTES, Range, advise, map_at, populate
+from kvstore.huge_pages import HUGE_PAGE_BYTES, Range, advise, map_at, populate
 
 log = logging.getLogger(__name__)
 
 _AHEAD_SEGMENTS: Final = 4
-_OTHER_FILES: Final = 2048 + 1024  # descriptors for connections, and for files of the disk tier and what else there is
+_OTHER_FILES: Final = 2048 + 1024  # descriptors: 2048 for connections, 1024 for the disk tier's files and the rest
 _POPULATE_STEP_BYTES: Final = 4 << 20
 _MFD_HUGETLB: Final = 4
-# Nobody can map it to write from now on, make it longer, or add a seal; this process can cut it to nothing.
-_SEALS: Final = 0x10 | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # 0x10: F_SEAL_FUTURE_WRITE
+# A file with these seals cannot be mapped for writing again, extended, or sealed further. This process can truncate it.
+_ARENA_SEALS: Final = 0x10 | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # 0x10: F_SEAL_FUTURE_WRITE
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
-_READ_ONLY: Final = 0o400  # of the file: a client of another user cannot open it anew to write
+_READ_ONLY: Final = 0o400  # mode of the file: a client of another user cannot reopen it for writing
 
 
 def _free_huge_pages_bytes() -> int:
@@ -67,9 +68,9 @@ def _free_huge_pages_bytes() -> int:
 
 
 def _transparent_huge_pages(setting: str) -> bool:
-    """Whether the kernel gives transparent huge pages on request.
+    """Return whether the kernel gives transparent huge pages on request.
 
-    setting: `enabled` for private memory, `shmem_enabled` for shared memory.
+    setting: the kernel's setting to read, `enabled` for private memory or `shmem_enabled` for shared memory.
     """
     try:
         with open(f"/sys/kernel/mm/transparent_hugepage/{setting}") as file:
@@ -80,18 +81,18 @@ def _transparent_huge_pages(setting: str) -> bool:
 
 
 class Arena:
-    """`limit_bytes // segment_bytes` segments of memory. `shared`: clients may be given them."""
+    """A memory of `limit_bytes // segment_bytes` segments. `shared`: segments may be handed to clients."""
 
     def __init__(self, limit_bytes: int, segment_bytes: int, shared: bool = False) -> None:
         count = limit_bytes // segment_bytes
         if count < 1:
-            raise ValueError(f"{limit_bytes} bytes hold no segment of {segment_bytes} bytes")
+            raise ValueError(f"{limit_bytes} bytes have no room for a segment of {segment_bytes} bytes")
         self.segment_bytes = segment_bytes
         self.segments = count
-        self.retired: list[int] = []  # numbers of exported files that were cut to nothing, for the loop to tell clients
+        self.retired: list[int] = []  # numbers of exported files that were truncated; the loop reports them to clients
         self._shared = shared
-        self.lending = False  # a client that reads in this memory has come
-        self.withdraw: Callable[[memoryview], None] | None = None  # called with exported memory that will be replaced
+        self.lending = False  # True once a client that reads this memory has connected
+        self.withdraw: Callable[[memoryview], None] | None = None  # called before exported memory is replaced
         self._files: dict[int, int] = {}  # segment -> descriptor of its memfd
         self._most_files = 0
         if shared:
@@ -100,7 +101,7 @@ class Arena:
             if self._most_files < count:
                 log.warning(
                     "%d of %d segments can be shared with clients on this host: each takes a descriptor, and %d of %d "
-                    "are kept for other use; raise the limit of open files (ulimit -n), or choose a larger --segment",
+                    "descriptors are reserved. Raise the limit of open files (ulimit -n), or choose a larger --segment",
                     self._most_files,
                     count,
                     min(limit, _OTHER_FILES),
@@ -125,10 +126,10 @@ class Arena:
         self._address, self.memory = self._range.address, self._range.memory
         if "transparent" in self.pages and not shared:
             advise(self._address, size, mmap.MADV_HUGEPAGE)
-        self.numbers = np.zeros(count, dtype=np.uint64)  # by segment: of its file, once a client was given it; else 0
-        self._free = list(range(count - 1, -1, -1))  # a stack: the lowest segment first
+        self.numbers = np.zeros(count, dtype=np.uint64)  # by segment: the number of its exported file, else 0
+        self._free = list(range(count - 1, -1, -1))  # a stack: at first the lowest segment is on top
         self._populated = bytearray(count)
-        self._left = bytearray(count)  # segments with bytes of a namespace that they have left
+        self._left = bytearray(count)  # 1: the segment has bytes of a namespace that no longer holds it
         self._allowed = count
         self._share_ahead()
         self._wake = threading.Event()
@@ -139,11 +140,11 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """How many segments belong to no namespace."""
+        """The number of segments that belong to no namespace."""
         return len(self._free)
 
     def take(self) -> int | None:
-        """Take a free segment. -> its number, or None."""
+        """Take a free segment. Return its number, or None if there is none."""
         if not self._free:
             return None
         segment = self._free.pop()
@@ -154,15 +155,16 @@ class Arena:
         return segment
 
     def give_back(self, segment: int) -> None:
-        """Return a segment. No read or write of it may be in progress, here or in a client."""
+        """Give back a segment. Neither this process nor a client may be reading or writing it."""
         self._left[segment] = 1
         if not self.numbers[segment] or self._renew(segment):
             self._free.append(segment)
 
     def allow(self, segments: int) -> None:
-        """Keep pages of so many segments at most, those of namespaces included, as far as these are not more already.
+        """Let at most `segments` segments keep their pages in memory. This number includes the segments of namespaces,
+        which always keep their pages.
 
-        The memory of other free segments goes back to the system; their pages fault again when they are used.
+        The memory of the other free segments goes back to the system. Their pages fault again when they are used.
         """
         self._allowed = segments
         spare = max(0, segments - (self.segments - self.free))
@@ -173,22 +175,22 @@ class Arena:
                 advise(self._address + segment * self.segment_bytes, self.segment_bytes, advice)
 
     def view(self, segment: int) -> memoryview:
-        """The segment's bytes."""
+        """Return a view of the segment's bytes."""
         start = segment * self.segment_bytes
         return self.memory[start : start + self.segment_bytes]
 
     # ---- sharing ---------------------------------------------------------------------------------------------------
 
     def export(self, segment: int) -> int:
-        """Make a segment that belongs to a namespace ready to be given to that namespace's clients. -> the number of
-        its file, which no other file ever has; 0: it cannot be given."""
+        """Prepare a segment of a namespace for sharing with that namespace's clients. Return the number of its file, or
+        0 if the segment cannot be shared. No other file ever gets the same number."""
         number = int(self.numbers[segment])
         if number or segment not in self._files or self._left[segment]:
             return number
         file = self._files[segment]
         try:
             os.fchmod(file, _READ_ONLY)
-            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _ARENA_SEALS)
         except OSError as error:  # this kind of memory cannot be sealed
             log.warning("segment %d cannot be shared with clients on this host: %s", segment, error)
             return 0
@@ -197,21 +199,22 @@ class Arena:
         return number
 
     def open_to_read(self, segment: int) -> int:
-        """-> a new descriptor of an exported segment's file, with which nobody can write. Raises `OSError`."""
+        """Return a new read-only descriptor of an exported segment's file. Raises `OSError`."""
         return os.open(f"/proc/self/fd/{self._files[segment]}", os.O_RDONLY | os.O_CLOEXEC)
 
     def _share_ahead(self) -> None:
-        """Give the segments that are taken next a file each: `take` must not wait for it, and pages are touched only
-        then."""
+        """Give a file to each of the next few segments, because `take` must not wait for that. A segment's pages must
+        not be touched before the segment has its file."""
         if self._shared:
             for segment in self._free[: -2 - _AHEAD_SEGMENTS : -1]:
                 if segment not in self._files and len(self._files) < self._most_files and not self._populated[segment]:
                     self._share(segment)
 
     def _renew(self, segment: int) -> bool:
-        """Give a segment new memory, and cut its old file to nothing: it is free at once, whoever still maps it.
+        """Give a segment a new file and truncate the old one. The old memory is freed at once, even if a client still
+        maps it.
 
-        -> False if the kernel has no new mapping for it: then nobody may use the segment again.
+        Return False if the kernel cannot map new memory. The segment must then not be used again.
         """
         file = self._files.pop(segment, -1)
         if file < 0:
@@ -219,7 +222,7 @@ class Arena:
         if self.numbers[segment] and self.withdraw is not None:
             self.withdraw(self.view(segment))
         try:
-            self._share(segment)  # first: no address of the range may ever be without memory
+            self._share(segment)  # before the truncation, because no address of the range may ever be without memory
         except OSError as error:
             log.error("segment %d is out of use until the server is restarted: %s", segment, error)
             return False
@@ -232,8 +235,8 @@ class Arena:
         return True
 
     def _share(self, segment: int) -> None:
-        """Map a new memfd at a segment's place. If that fails, the segment is private memory. Raises `OSError` if there
-        is none either."""
+        """Map a new memfd at a segment's place, or private memory if no memfd can be made. Raises `OSError` if private
+        memory cannot be mapped either."""
         place = self._address + segment * self.segment_bytes
         file = -1
         try:
@@ -253,7 +256,7 @@ class Arena:
     # ---- touching pages ahead --------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the pre-faulting thread; blocks until it has ended. The mapping stays until the process ends."""
+        """Stop the pre-faulting thread, and wait until it has ended. The memory stays mapped until the process ends."""
         self._closing = True
         self._wake.set()
         self._thread.join()
@@ -270,7 +273,8 @@ class Arena:
                     self._populated[segment] = 1
 
     def _populate(self, segment: int) -> bool:
-        """Touch every page of a segment. -> False when the kernel cannot (before Linux 5.14): pages fault when used."""
+        """Touch every page of a segment. Return False if the kernel has no call for this (before Linux 5.14). The pages
+        then fault when they are used."""
         start = self._address + segment * self.segment_bytes
         for offset in range(0, self.segment_bytes, _POPULATE_STEP_BYTES):
             step = min(_POPULATE_STEP_BYTES, self.segment_bytes - offset)

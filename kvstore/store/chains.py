@@ -1,16 +1,18 @@
-"""What a shard remembers of chains while they are being set: how their parts join, and where other shards cut them.
+"""Chains while they are being set: how their parts join, and where other shards have cut them.
 
-A prompt's blocks are set in several calls, perhaps by several clients, and a shard gets only some of each call. The
-index links the blocks that it has. To find the block to which a part is to be linked, the shard remembers how calls
-ended: a call's last key, which the next call names as its parent, may be at another shard, or may have been refused; or
-the next call may come first.
+A prompt's blocks are set in several calls, perhaps by several clients, and a shard gets only some of the blocks of each
+call. The index links the blocks that it has. Each call names the last key of the call before it as its parent. The
+block of that key may be at another shard, it may have been refused, or it may arrive later than the call that names its
+key. So the shard remembers how calls ended, in order to find the block to which a part must be linked.
 
-The shards of a node also agree where a chain ends: when one of them evicts or refuses a block, the others evict what
-comes after it, which nobody can use any more. They know a call by the number that its client gave it, and a block by
-its place in the call. They do so for blocks that exist once, and in memory only: a copy on another node, or on disk, is
-still of use. When a mover has listed the blocks of a namespace, other nodes may have copies, too.
+The shards of a node also agree where a chain ends. When one of them evicts or refuses a block, the others evict the
+blocks after it, because no client can use these any more. To say where a chain ends, the shards use the number that a
+client gave to its call, and the block's position in that call. They evict only blocks whose single copy is in memory,
+because a copy on another node or on disk is still of use. Once a mover has listed the blocks of a namespace, other
+nodes may have copies of them, too.
 
-All of it is bounded, and forgetting costs only a link: without it the order of use decides what is evicted.
+The number of these records is bounded. If a record is forgotten, only a link is lost, and the order of use then decides
+which blocks are evicted.
 
 Only the thread of the shard's loop uses this module.
 """
@@ -28,21 +30,21 @@ from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
 from kvstore.wire import Set
 
-MOST_ENDS: Final = 8192  # of each kind, for all namespaces together; about 12 MB in all
-# How long a cut keeps blocks behind it out: so long the next calls of the same prompt may be under way. Who has to
-# compute a lost block again takes longer.
+MOST_ENDS: Final = 8192  # the most records of each kind, for all namespaces together; about 12 MB for all kinds
+# How long a shard refuses the blocks after a cut, in seconds. The next calls of the same prompt may take this long to
+# arrive. A client that computes a lost block again takes longer.
 CUT_S: Final = 0.25
-CUT_BLOCKS: Final = 1024  # evicted at a time; about 0.2 ms
+CUT_BLOCKS: Final = 1024  # the most blocks evicted at a time, in about 0.2 ms
 
-Offsets = npt.NDArray[np.uint32]
+CallOffsets = npt.NDArray[np.uint32]
 
 
-class Part(NamedTuple):
-    """What a SET says of the place of its keys."""
+class SetCall(NamedTuple):
+    """What a SET says about the place of its keys in a call."""
 
     end: bytes  # the last key of its call
-    call: int  # the number of the call; 0: not known
-    offsets: Offsets  # the place of each key in the call
+    call: int  # the number of the call; 0: unknown
+    offsets: CallOffsets  # the place of each key in the call
 
 
 _Key = tuple[bytes, bytes]  # namespace id, key
@@ -51,14 +53,14 @@ _Name = TypeVar("_Name", _Key, _Call)
 _Value = TypeVar("_Value")
 
 
-def part_of(request: Set, keys: bytes) -> Part:
-    """-> what a SET of at least one key says."""
+def part_of(request: Set, keys: bytes) -> SetCall:
+    """Return what a SET of at least one key says about its place in a call."""
     offsets = np.frombuffer(request.offsets, dtype="<u4") if request.offsets else np.arange(request.count)
-    return Part(request.end or keys[-request.key_bytes :], request.call, offsets.astype(np.uint32))
+    return SetCall(request.end or keys[-request.key_bytes :], request.call, offsets.astype(np.uint32))
 
 
 class Cut(NamedTuple):
-    """A shard has no block at `offset` of a call any more, nor any after it."""
+    """A shard no longer has the block at `offset` of a call, nor any block after it."""
 
     namespace: bytes  # its id
     call: int
@@ -66,34 +68,37 @@ class Cut(NamedTuple):
 
 
 class Chains:
-    """Joins the parts of chains. `shared`: other shards get parts of them, too."""
+    """Joins the parts of chains. `shared`: whether other shards get parts of the same chains."""
 
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
-        self.cuts: dict[_Call, int] = {}  # to be told to the other shards: the offset in each call
-        self.heard: deque[Cut] = deque(maxlen=MOST_ENDS)  # what others have told, to be cut here
-        self._ends: OrderedDict[_Key, bytes | None] = OrderedDict()  # a call's last key -> its last key here
-        self._expected: OrderedDict[_Key, bytes] = OrderedDict()  # a parent that is not here -> who named it
+        self.cuts: dict[_Call, int] = {}  # cuts to send to the other shards: the offset in each call
+        self.heard: deque[Cut] = deque(maxlen=MOST_ENDS)  # received from other shards, to be carried out here
+        self._ends: OrderedDict[_Key, bytes | None] = OrderedDict()  # a call's last key -> its last key that is here
+        self._expected: OrderedDict[_Key, bytes] = OrderedDict()  # a missing parent -> the first key that follows it
         self._calls: OrderedDict[_Call, bytes] = OrderedDict()  # a call -> the last of its blocks that is here
         self._call_of: OrderedDict[_Key, int] = OrderedDict()  # a call's last key -> the call
-        self._cut: OrderedDict[_Call, tuple[int, float]] = OrderedDict()  # by others: the offset, until when it counts
+        self._cut: OrderedDict[_Call, tuple[int, float]] = OrderedDict()  # other shards' cuts: offset and end time
 
     def find(self, namespace: NamespaceStore, parent: bytes) -> bytes | None:
-        """-> the key here that a part continues whose parent is `parent`: itself, if it is here or nothing is known of
-        it; the last key here of the call that ended with it; None if that call was refused."""
+        """Return the key of the block on this shard to which a part with this parent is linked. That is `parent` itself
+        if its block is here, or if the shard does not know it. Otherwise it is the last key on this shard of the call
+        that ended with `parent`, or None if that call was refused."""
         if not parent or namespace.memory.index.state_of(parent) != BlockIndex.FREE:
             return parent
         return self._ends.get((namespace.id, parent), parent)
 
     def is_cut(self, namespace: NamespaceStore, parent: bytes, now: float) -> bool:
-        """Whether another shard has just lost blocks of the call that ended with `parent`."""
+        """Return whether another shard has just lost blocks of the call that ended with `parent`."""
         if not self._cut:
             return False
         return self._cut_at(namespace, self._call_of.get((namespace.id, parent), 0), now) is not None
 
-    def join(self, namespace: NamespaceStore, keys: bytes, slots: Slots, before: bytes, part: Part, now: float) -> None:
-        """A part of a chain has been set: link its blocks with each other, with the part before it and with one that
-        came too early. `before`: what `find` has found."""
+    def join(
+        self, namespace: NamespaceStore, keys: bytes, slots: Slots, before: bytes, part: SetCall, now: float
+    ) -> None:
+        """Link the blocks of a part that has been set to each other and to the part before it. If the part after it
+        came first, link that part to these blocks. `before`: the result of `find`."""
         index, size = namespace.memory.index, namespace.key_bytes
         last, refused = keys[-size:], slots == BlockIndex.NO_SPACE
         if part.call and self._agrees(namespace):
@@ -114,9 +119,10 @@ class Chains:
                 index.link(follower, last)
 
     def place(self, namespace: NamespaceStore, keys: bytes, before: bytes, slots: Slots) -> None:
-        """Copies of another shard's blocks have been set: link each with the one that it follows, which may come later.
+        """Link copies of another shard's blocks that have been set. Each copy is linked to the block that it follows,
+        even if that block comes later.
 
-        before: a key for each of `keys`; its own for a block that follows none.
+        before: for each of `keys`, the key of the block that its block follows, or the key itself if there is none.
         """
         index, size = namespace.memory.index, namespace.key_bytes
         index.link(keys, before, slots)
@@ -131,11 +137,11 @@ class Chains:
     # ---- where chains are cut --------------------------------------------------------------------------------
 
     def _agrees(self, namespace: NamespaceStore) -> bool:
-        """Whether the node's shards cut this namespace's chains at one place."""
+        """Return whether the node's shards end this namespace's chains at the same block."""
         return self.shared and namespace.disk is None and namespace.replicas == 1 and not namespace.listed
 
     def _remember(
-        self, namespace: NamespaceStore, keys: bytes, refused: npt.NDArray[np.bool_], part: Part, now: float
+        self, namespace: NamespaceStore, keys: bytes, refused: npt.NDArray[np.bool_], part: SetCall, now: float
     ) -> None:
         size = namespace.key_bytes
         _put(self._call_of, (namespace.id, part.end), part.call)
@@ -154,7 +160,7 @@ class Chains:
         return offset if now < until else None
 
     def evicted(self, namespace: NamespaceStore) -> None:
-        """Blocks of a namespace may have been evicted: note what the other shards have to know."""
+        """Note which cuts the other shards must learn, because blocks of a namespace may have been evicted."""
         cuts = namespace.memory.cuts
         if not cuts:
             return
@@ -176,8 +182,8 @@ class Chains:
                 del self._calls[name]
 
     def cut(self, namespace: NamespaceStore, cut: Cut, now: float) -> bool:
-        """Another shard has cut a chain: evict what comes after that here, up to `CUT_BLOCKS` blocks. -> whether that
-        is done; if not, call it again."""
+        """Evict up to `CUT_BLOCKS` of the blocks that come after a cut by another shard. Return whether all of those
+        blocks are evicted. If not, call this method again."""
         if not self._agrees(namespace):
             return True
         name = namespace.id, cut.call

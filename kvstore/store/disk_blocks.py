@@ -1,7 +1,7 @@
-"""One namespace's blocks on disk: the index of them that is in memory.
+"""One namespace's blocks on disk: their index in memory.
 
-A `NamespaceTier` that also reports every key that leaves it, because the disk tier must remove the key from the
-persistent index, too. Nothing here touches the disk. Only the thread of the shard's loop uses this module.
+`DiskBlocks` is a `NamespaceTier` that also reports every key that leaves it, because the disk tier must then remove the
+key from the persistent index. Nothing here touches the disk. Only the thread of the shard's loop uses this module.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from kvstore.wire import decode_namespace, namespace_id
 class DiskBlocks(NamespaceTier):
     """A namespace's tier whose slots are slots of segment files.
 
-    slot_bytes: what a block takes in its file, which may be more than its bytes. on_removed: called with the keys of
-    all blocks that leave this index, concatenated; some of the keys may not have been in it.
+    slot_bytes: the space of a block in its file, which may be more than the block's bytes.
+    on_removed: called with the concatenated keys of all blocks that leave this index. Some of these keys may not have
+    been in the index.
     """
 
     def __init__(
@@ -36,21 +37,21 @@ class DiskBlocks(NamespaceTier):
         self._on_removed = on_removed
         self.slot_bytes = slot_bytes
         self.canonical = canonical
-        self.replicas = 1  # copies of each block in the cluster, as `NamespaceStore.replicas`, kept over a restart
+        self.replicas = 1  # copies of each block in the cluster, as in `NamespaceStore.replicas`; survives a restart
         self.recovering = False  # recovery may still add blocks
 
     @property
     def name(self) -> str:
-        """The namespace's name for the log."""
+        """The namespace's name in the log."""
         return f"namespace {namespace_id(self.canonical).hex()[:12]}"
 
     @property
     def empty(self) -> bool:
-        """It has no block, no read or write of one is in progress, and recovery cannot add one."""
+        """True if there is no block, no read or write of a block is in progress, and recovery cannot add a block."""
         return super().empty and not self.recovering
 
     def contains(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
-        """-> one byte a key: 1 when the block is on disk; 0 also while it is being written there."""
+        """Return one byte per key: 1 if the block is on disk, and 0 if it is absent or still being written."""
         index = self.index
         if not index.writing:
             return index.contains(keys, now, refresh, tick, pin_until)
@@ -61,7 +62,7 @@ class DiskBlocks(NamespaceTier):
         return (slots >= 0).astype(np.uint8).tobytes()
 
     def file_offsets(self, slots: Slots) -> Offsets:
-        """-> the offset of each slot in its segment's file, in bytes."""
+        """Return the offset of each slot in the file of its segment, in bytes."""
         return (slots % self.index.slots_per_segment).astype(np.int64) * self.slot_bytes
 
     def by_segment(self, slots: Slots) -> Iterator[tuple[int, Slots]]:
@@ -80,11 +81,11 @@ class DiskBlocks(NamespaceTier):
         return evicted
 
     def remove_lapsed(self) -> None:
-        """Report blocks that were found expired since the last call."""
+        """Report the blocks that have been found expired since the last call."""
         self._on_removed(self, self.index.take_lapsed())
 
     def expire(self, now: float, limit: int) -> None:
-        """Free expired blocks among the next `limit` slots, and report all blocks that were found expired."""
+        """Free the expired blocks among the next `limit` slots, and report all blocks that have been found expired."""
         self.index.expire(now, limit)
         self.remove_lapsed()
 
@@ -98,7 +99,7 @@ class DiskBlocks(NamespaceTier):
         return super().drop(slots)
 
     def delete(self, keys: bytes) -> int:
-        """Delete blocks. -> how many existed."""
+        """Delete blocks. Return how many existed."""
         deleted = self.index.delete(keys)
         self._on_removed(self, keys)
         return deleted

@@ -1,15 +1,17 @@
-"""The generation of each namespace on one shard: a number that a purge raises, and that makes all older blocks misses.
+"""The generation of each namespace on one shard. A purge raises this number, and all older blocks are then misses.
 
-Engines hold copies of what the store has: in their GPUs, in host memory, on their way. So it is not enough to remove
-blocks: what was made before the purge must not be set again. A SET says in which generation its blocks were made, and
-a shard at a higher one refuses them.
+Engines hold copies of blocks in their GPUs, in host memory and in transfers. So it is not enough to remove the blocks
+from the store: engines must not set older blocks again either. A SET says in which generation its blocks were made, and
+a shard at a higher generation refuses them.
 
-A generation is chosen by who purges: more than all that he knows, and at least the time in nanoseconds since 1970. So
-none is used twice, not even by a store that has lost its memory, unless a clock is put back. 0: nobody has purged the
-namespace, as far as the shard knows. It outlives the namespace's blocks, and with a disk tier the process: a file in
-the shard's folder has it, written before a block is removed, and says which removals were not complete.
+The client that purges chooses the new generation. It is higher than every generation that the client knows, and at
+least the time in nanoseconds since 1970. So no generation is used twice, not even by a store that has lost its memory,
+unless a clock is put back. Generation 0 means that the shard knows of no purge of the namespace. A generation outlives
+the namespace's blocks and, with a disk tier, the process. A file in the shard's folder records the generation before
+any block is removed. The file also says which removals are not complete.
 
-Only the thread of the shard's loop uses this module. Writing the file blocks it, for some milliseconds a purge.
+Only the thread of the shard's loop uses this module. Writing the file blocks that thread for some milliseconds per
+purge.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ import xxhash
 from kvstore.wire import ErrorCode, WireError
 
 FILE: Final = "generations"
-MOST: Final = 65536  # namespaces with a generation of their own
-LATEST_S: Final = 86400.0  # how far in the future one may be: clocks differ
+MAX_GENERATIONS: Final = 65536  # the most namespaces with a generation of their own
+LATEST_S: Final = 86400.0  # how far in the future a generation may be, in seconds, because clocks differ
 _SUM_BYTES: Final = 8
 
 log = logging.getLogger("kvstore.shard")
@@ -40,55 +42,57 @@ class _Saved(msgspec.Struct, array_like=True):
 
 
 class Generations:
-    """By the namespaces' ids."""
+    """The generations of namespaces, by the namespaces' ids."""
 
     def __init__(self) -> None:
-        self._least = 0  # of every namespace
+        self._least = 0  # the lowest generation of any namespace
         self._known: dict[bytes, int] = {}
-        self._emptying: dict[bytes, int] = {}  # how many removals of its older blocks are under way
+        self._emptying: dict[bytes, int] = {}  # by namespace: how many removals of older blocks are in progress
         self._path: Path | None = None
         self._failing = False
 
     def of(self, namespace_id: bytes) -> int:
-        """-> the generation of a namespace."""
+        """Return the generation of a namespace."""
         return max(self._least, self._known.get(namespace_id, 0))
 
     @property
     def highest(self) -> int:
-        """Of all namespaces."""
+        """The highest generation of all namespaces."""
         return max(self._least, *self._known.values()) if self._known else self._least
 
     def raise_to(self, namespace_id: bytes, generation: int) -> None:
-        """The namespace is at this generation now, unless it is at a higher one."""
+        """Raise a namespace to this generation, unless it is at a higher one."""
         if generation <= self.of(namespace_id):
             return
-        self._known.pop(namespace_id, None)  # so that the dict is in the order of the last changes
+        self._known.pop(namespace_id, None)  # so that the namespace moves to the end of the dict
         self._known[namespace_id] = generation
-        while len(self._known) > MOST:  # what is forgotten counts for all: too many blocks are misses, never too few
+        while len(self._known) > MAX_GENERATIONS:
+            # The forgotten generation then applies to all namespaces. So too many blocks are misses, but never too few.
             self._least = max(self._least, self._known.pop(next(iter(self._known))))
 
     def raise_all(self, generation: int) -> None:
-        """Every namespace, also one that is not there now, is at this generation or a higher one."""
+        """Raise every namespace to at least this generation, including namespaces that do not exist yet."""
         self._least = max(self._least, generation)
         self._known = {each: known for each, known in self._known.items() if known > self._least}
 
     # ---- removals --------------------------------------------------------------------------------------------
 
     def is_emptying(self, namespace_id: bytes) -> bool:
-        """Whether blocks of an earlier generation may still be there: none of the namespace's is to be found."""
+        """Return whether blocks of an earlier generation may still be there. Until they are removed, no block of the
+        namespace may be found."""
         return namespace_id in self._emptying
 
     @property
     def emptying(self) -> list[bytes]:
-        """The namespaces of which blocks of an earlier generation are being removed."""
+        """The namespaces whose blocks of an earlier generation are being removed."""
         return list(self._emptying)
 
     def begin_emptying(self, namespace_id: bytes) -> None:
-        """The removal of older blocks begins."""
+        """Record that a removal of older blocks begins."""
         self._emptying[namespace_id] = self._emptying.get(namespace_id, 0) + 1
 
     def end_emptying(self, namespace_id: bytes) -> None:
-        """They are removed."""
+        """Record that a removal has ended."""
         left = self._emptying.get(namespace_id, 0) - 1
         if left > 0:
             self._emptying[namespace_id] = left
@@ -98,8 +102,8 @@ class Generations:
     # ---- the file --------------------------------------------------------------------------------------------
 
     def keep_in(self, directory: Path) -> None:
-        """Read what an earlier process has written there, and write to it from now on. A damaged file is logged: then
-        clients that know better tell the shard."""
+        """Read the file that an earlier process has written in this folder, and save to it from now on. A damaged file
+        is logged. Clients that know of later purges then report them to the shard."""
         self._path = path = directory / FILE
         try:
             data = path.read_bytes()
@@ -114,13 +118,14 @@ class Generations:
                 raise ValueError("its checksum does not match")
             saved = msgspec.msgpack.decode(body, type=_Saved)
         except (ValueError, msgspec.DecodeError) as error:
-            log.error("disk: %s is damaged (%s): a purge from before this start may be unknown here", path, error)
+            log.error("disk: %s is damaged (%s): this shard may not know of purges before its start", path, error)
             return
         self._least, self._known = saved.least, saved.known
         self._emptying = dict.fromkeys(saved.emptying, 1)
 
     def save(self) -> None:
-        """Write all to the file, if there is one. A failure is logged: the shard goes on with what it knows."""
+        """Write all generations to the file, if there is one. A failure is logged, and the generations in memory stay
+        valid."""
         if self._path is None:
             return
         body = msgspec.msgpack.encode(_Saved(self._least, self._known, list(self._emptying)))
@@ -144,16 +149,17 @@ class Generations:
 
 
 def next_generation(known: int) -> int:
-    """-> one that is higher than `known`, and that nobody has used."""
+    """Return an unused generation that is higher than `known`."""
     return max(known + 1, time.time_ns())
 
 
 def check_generation(generation: int) -> None:
-    """Raise `WireError` for one that lies in the future: whoever came after it would have to wait for its time."""
+    """Raise `WireError` if a generation is too far in the future, because no later purge would be possible until that
+    time."""
     latest = time.time_ns() + int(LATEST_S * 1e9)
     if generation > latest:
         raise WireError(
             ErrorCode.LIMIT,
-            f"generation {generation}: expected nanoseconds since 1970, at most a day ahead of this server's clock "
-            f"({latest}); set the clocks",
+            f"generation {generation}: expected nanoseconds since 1970, at most a day ahead of this server's clock, so "
+            f"at most {latest}; set the clocks",
         )

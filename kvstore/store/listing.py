@@ -1,12 +1,12 @@
-"""All blocks of a namespace in both tiers, the most recently used first: made in steps, read in parts.
+"""All blocks of a namespace in both tiers, the most recently used first. The list is made in steps and read in parts.
 
-A block that others follow in their chain counts as used when they were: it comes before them, so who copies blocks in
-this order copies heads first.
+When a block is used, the blocks before it in its chain count as used, too. So they come before it in the list, and a
+client that copies blocks in this order copies the heads of chains first.
 
-A million blocks take about 0.2 s, in steps of some milliseconds; sorting is done on a thread of its own. It is a list
-of slots: `BLOCK_BYTES` a block while it is made, 8 afterwards.
+Listing a million blocks takes about 0.2 s, in steps of some milliseconds. The sorting is done on a separate thread. A
+list holds slots. It takes `LISTED_BLOCK_BYTES` per block while it is made, and 8 bytes per block afterwards.
 
-Only the loop's thread uses this module, but for the sorting.
+Only the loop's thread uses this module, except for the sorting.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import NamespaceTier, Slots, keys_before
 
 STEP_SLOTS: Final = 16384
-SORT_AT_ONCE: Final = 8192  # blocks: in some milliseconds
-BLOCK_BYTES: Final = 32  # what making the list takes for a block: slot, tick, the block before it, and sorting
-CHAIN_BITS: Final = 16  # ticks are so far apart that a chain of 65536 blocks fits between two
+SORT_AT_ONCE: Final = 8192  # up to this many blocks are sorted without a thread, in some milliseconds
+LISTED_BLOCK_BYTES: Final = 32  # memory per block while the list is made: slot, tick, the block before it, and sorting
+CHAIN_BITS: Final = 16  # ticks are multiplied by 65536, so that a chain of that many blocks fits between two of them
 
 Ticks = npt.NDArray[np.uint64]
-KeyRows = npt.NDArray[np.uint8]  # (n, key_bytes)
+KeyRows = npt.NDArray[np.uint8]  # of shape (n, key_bytes)
 
 
 class Listing:
-    """The blocks of one namespace by their last use. Use it once `steps` has come to its end."""
+    """The blocks of one namespace in the order of their last use. Exhaust `steps` before you use anything else."""
 
-    _sorting: ClassVar[threading.Thread | None] = None  # there is never more than one
+    _sorting: ClassVar[threading.Thread | None] = None  # there is never more than one such thread
 
     def __init__(self, namespace: NamespaceStore, now: float) -> None:
         memory, disk = namespace.memory, namespace.disk
         self.namespace = namespace
-        self.complete = False  # `steps` has come to its end
+        self.complete = False  # `steps` is exhausted
         self._now = now
         self._capacity = memory.index.ready + (disk.index.ready if disk is not None else 0)
-        self._slots: Slots = np.zeros(0, dtype=np.int32)  # of memory first, then of blocks that are on disk only
-        self._in_memory = 0  # how many are of memory
+        self._slots: Slots = np.zeros(0, dtype=np.int32)  # slots in memory, then slots of blocks that are only on disk
+        self._in_memory = 0  # how many of them are slots in memory
         self._order: npt.NDArray[np.uint32] = np.zeros(0, dtype=np.uint32)
 
     @property
     def nbytes(self) -> int:
-        """The most memory that making it takes."""
-        return self._capacity * BLOCK_BYTES
+        """The most memory that the list takes while it is made, in bytes."""
+        return self._capacity * LISTED_BLOCK_BYTES
 
     @property
     def total(self) -> int:
-        """How many blocks it lists."""
+        """The number of blocks in the list."""
         return len(self._order)
 
     def steps(self) -> Iterator[bool]:
-        """Make it: yields after each step True, or False when there is nothing to do until the sorting ends."""
+        """Make the list. Yields after each step: True, or False if there is nothing to do until the sorting ends."""
         memory, disk = self.namespace.memory, self.namespace.disk
         self._slots = np.empty(self._capacity, dtype=np.int32)
         ticks = np.empty(self._capacity, dtype=np.uint64)
@@ -67,7 +67,7 @@ class Listing:
         for slots in _ready(memory, self._now):
             used = memory.index.ticks_of(slots)
             if disk is not None and not disk.empty:
-                # The older use of the two counts: copying a block to the other tier was no use by a client.
+                # Of the two times of use, the earlier one counts: a copy to the other tier is not a use by a client.
                 there = disk.index.acquire(memory.index.keys_of(slots), self._now, 0, False)
                 disk.index.release(there)
                 both = there >= 0
@@ -86,8 +86,8 @@ class Listing:
         self.complete = True
 
     def _put(self, ticks: Ticks, before: Slots, at: int, slots: Slots, used: Ticks, index: BlockIndex) -> int:
-        """Add slots, their ticks and those before them in their chains. -> where the next ones go. Blocks set since the
-        beginning may be left out."""
+        """Add slots, their ticks, and the slots before them in their chains, beginning at row `at`. Return the next
+        free row. Blocks that were set after the start may be left out."""
         end = min(self._capacity, at + len(slots))
         slots = slots[: end - at]
         self._slots[at:end], ticks[at:end], before[at:end] = slots, used[: end - at], index.before_of(slots)
@@ -105,7 +105,7 @@ class Listing:
         if len(ticks) <= SORT_AT_ONCE:
             sort()
             return
-        while Listing._sorting is not None and Listing._sorting.is_alive():  # for a client that is gone
+        while Listing._sorting is not None and Listing._sorting.is_alive():  # it still sorts for a client that is gone
             yield False
         thread = Listing._sorting = threading.Thread(target=sort, name="kvstore-sort", daemon=True)
         thread.start()
@@ -113,10 +113,11 @@ class Listing:
             yield False
 
     def keys(self, skip: int, limit: int) -> tuple[bytes, bytes]:
-        """-> the keys of up to `limit` blocks after the first `skip`, none only at the end; and for each the key of the
-        block that it follows in its chain, its own key if it follows none.
+        """Return the keys of up to `limit` blocks after the first `skip` blocks. The result is empty only at the end of
+        the list. For each block, return also the key of the block that it follows in its chain, or its own key if it
+        follows none.
 
-        Blocks that left since are taken out of the list.
+        Blocks that were removed meanwhile are taken out of the list.
         """
         keys = before = b""
         while not keys and skip < len(self._order) and limit > 0:
@@ -146,8 +147,8 @@ class Listing:
 
 
 def _ready(tier: NamespaceTier, now: float) -> Iterator[Slots]:
-    """-> the READY slots of a tier, ascending, some or none at a time, without blocks that have expired or that are
-    transient."""
+    """Yield the READY slots of a tier in ascending order, in arrays that may be empty. Expired and transient blocks are
+    left out."""
     index = tier.index
     per_segment = index.slots_per_segment
     for ordinal in sorted(tier.segments.keys() - tier.transient):
@@ -161,7 +162,7 @@ def _ready(tier: NamespaceTier, now: float) -> Iterator[Slots]:
 
 
 def _among(slots: Slots, known: Slots) -> npt.NDArray[np.bool_]:
-    """Which of the slots are in `known`, which is sorted."""
+    """Return for each of the slots whether it is in `known`, which is sorted."""
     if not len(known):
         return np.zeros(len(slots), dtype=np.bool_)
     at = np.minimum(np.searchsorted(known, slots), len(known) - 1)

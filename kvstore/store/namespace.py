@@ -1,11 +1,12 @@
-"""One namespace on a shard: its blocks in memory and, where the shard has a disk tier, on disk.
+"""One namespace on a shard: its blocks in memory and, if the shard has a disk tier, on disk.
 
 A block is in one tier or in both. One look-up covers both tiers and never touches the disk, because the index of the
-disk tier is in memory, too. Clients write to memory and read from memory: a block that is only on disk is first fetched
-into memory (`kvstore.disk`).
+disk tier is in memory, too. Clients write to memory and read from memory, so a block that is only on disk is first
+fetched into memory (`kvstore.disk`).
 
-Who uses a namespace does not reach for the index of its blocks in memory. What is one call of the index is that method,
-bound once, since the data path calls it; what takes more is a method here.
+Other modules do not directly use the index of a namespace's blocks in memory. If one call of the index is enough, an
+attribute of `NamespaceStore` is the index's bound method, because the data path calls it. Otherwise, `NamespaceStore`
+has a method of its own.
 
 Only the thread of the shard's loop uses this module.
 """
@@ -29,20 +30,20 @@ from kvstore.wire import NamespaceInfo, Presence
 from kvstore.wire.attributes import TTL_STEP_S, attributes_dtype
 from kvstore.wire.status import report
 
-MAX_PINNED_SHARE: Final = 0.5  # of the slots of ordinary blocks that a namespace has, or could have
+MAX_PINNED_SHARE: Final = 0.5  # of the slots that a namespace has or could have for ordinary blocks
 COUNT_PINS_S: Final = 0.1
 COUNT_PINS_AT_LIMIT_S: Final = 0.01
 
 
 def find_parent(chain: bytes, keys: bytes, key_bytes: int) -> tuple[bytes, bool]:
-    """Find `keys` in a chain that a client asked for before.
+    """Find `keys` in a chain that a client looked up before.
 
-    -> the key before the first of them, b"" if it is not known, and whether they reach the chain's end.
+    Return the key before the first of `keys` (b"" if it is unknown), and whether `keys` reach the chain's end.
     """
-    if not keys or not chain or len(chain) % key_bytes:  # nothing was asked for, or keys of another length
+    if not keys or not chain or len(chain) % key_bytes:  # no chain is known, or its keys have another length
         return b"", False
     at = chain.find(keys[:key_bytes])
-    if at % key_bytes:  # made of the ends of two keys; to search on could find such a place at every key
+    if at % key_bytes:  # the match begins within a key, and so might each further one, so compare whole keys
         key = np.dtype(f"V{key_bytes}")
         places = np.frombuffer(chain, dtype=key) == np.frombuffer(keys[:key_bytes], dtype=key)
         at = int(places.argmax()) * key_bytes if places.any() else 0
@@ -65,21 +66,21 @@ class NamespaceStore:
     model: str = ""
     ttl_s: int = 0  # 0: blocks do not expire
     priority: int = 0  # the lowest priority that a block gets
-    listed: bool = False  # for a mover: other nodes may have copies of its blocks
+    listed: bool = False  # a mover has listed the blocks, so other nodes may have copies of them
     replicas: int = 1  # the largest number of copies that a client keeps of each block
-    opaque_sums: bool = False  # the checksums are MACs: only clients can check them
-    waiters: Waiters = field(default_factory=Waiters)  # for blocks that are written, or were promised
+    opaque_sums: bool = False  # the checksums are MACs, so only clients can check them
+    waiters: Waiters = field(default_factory=Waiters)  # clients that wait for blocks being written or promised
     promises: Promises = field(init=False)
     hits: int = 0
     misses: int = 0
     created: int = 0
-    pins: int = 0  # pinned blocks in memory, at most
+    pins: int = 0  # an upper bound of the number of pinned blocks in memory
     pins_counted_at: float = float("-inf")  # monotonic seconds
-    empty_since: float | None = None  # monotonic seconds, set by `Store.expire`
+    empty_since: float | None = None  # monotonic seconds, set by `ShardStore.expire`
 
     def __post_init__(self) -> None:
         self.promises = Promises(self.waiters)
-        # The blocks in memory, of which `BlockIndex` says more.
+        # Methods of the index of the blocks in memory; `BlockIndex` describes them.
         index = self.memory.index
         self.in_memory, self.states_of, self.victims = index.contains, index.states_of, index.victims
         self.acquire, self.hold, self.release = index.acquire, index.acquire_slot, index.release
@@ -88,13 +89,14 @@ class NamespaceStore:
 
     @property
     def free_slots(self) -> int:
-        """How many blocks fit into memory before one is evicted, if the free segments all go to this namespace."""
+        """The number of blocks that fit into memory before one is evicted, if all free segments go to this
+        namespace."""
         index = self.memory.index
         return index.free + self.arena.free * index.slots_per_segment
 
     @property
     def empty(self) -> bool:
-        """It has no block, and no client is reading, writing or promising one."""
+        """True if the namespace has no block, and no client is reading, writing or promising one."""
         if not self.memory.empty:
             return False
         return not (self.waiters or self.promises) and (self.disk is None or self.disk.empty)
@@ -104,10 +106,10 @@ class NamespaceStore:
         self.pins, self.pins_counted_at = self.memory.index.pinned(now), now
 
     def may_pin(self, count: int, now: float) -> bool:
-        """Whether `count` more blocks may be pinned: pins must leave the namespace room for new blocks.
+        """Return whether `count` more blocks may be pinned. Pinned blocks must leave the namespace room for new blocks.
 
-        Counting the pins of a million blocks takes milliseconds, so it is not done for each request: between two counts
-        each pin adds to the number, also one of a block that is pinned already.
+        Counting the pins of a million blocks takes milliseconds, so they are not counted for each request. Between two
+        counts, each pin is added to the number, even if its block is pinned already.
         """
         index = self.memory.index
         slots = index.slots - index.transient_slots + self.arena.free * index.slots_per_segment
@@ -118,23 +120,24 @@ class NamespaceStore:
         return self.pins <= room
 
     def abort(self, slots: Slots, keys: bytes) -> None:
-        """A write of these blocks is given up: free its slots, and wake who waits for one of them."""
+        """Give up a write of these blocks. Free their slots, and wake the clients that wait for one of the blocks."""
         self.memory.index.abort(slots)
         self.tell(keys)
 
     def unreserve(self, slots: Slots) -> None:
-        """Free slots that were to be written, also those whose blocks were deleted meanwhile."""
+        """Free slots that were reserved for a write, including those whose blocks were deleted meanwhile."""
         ours = self.states_of(slots) == BlockIndex.WRITING
         self.memory.index.abort(slots[ours])
         self.release(slots[~ours])
 
     def tell(self, keys: bytes) -> None:
-        """A write of these blocks has ended, or was given up: wake who waits for one of them."""
+        """Wake the clients that wait for one of these blocks, because a write of the blocks has ended or was given
+        up."""
         if self.waiters:
             self.waiters.tell(split(keys, self.key_bytes))
 
     def views(self, slots: Slots) -> list[memoryview]:
-        """-> the memory of `slots`, in order, with adjacent slots merged into one view."""
+        """Return the memory of `slots`, in order, with adjacent slots merged into one view."""
         memory, block_bytes = self.arena.memory, self.block_bytes
         result: list[memoryview] = []
         start = end = -1
@@ -150,12 +153,12 @@ class NamespaceStore:
         return result
 
     def coldest_first(self) -> Slots:
-        """-> the slots of all blocks in memory that can be read, the one that was used last at the end."""
+        """Return the slots of all readable blocks in memory, the most recently used last."""
         slots = self.memory.index.ready_slots()
         return slots[np.argsort(self.memory.index.ticks_of(slots), kind="stable")]
 
     def ordinary(self, slots: Slots) -> Slots:
-        """-> those slots whose blocks are not transient."""
+        """Return the slots whose blocks are not transient."""
         return slots[self.memory.index.reads_of(slots) == 0] if self.memory.transient else slots
 
     def all_keys(self, count: int) -> Iterator[bytes]:
@@ -166,7 +169,8 @@ class NamespaceStore:
                 yield tier.index.keys_of(slots[np.equal(tier.index.states_of(slots), BlockIndex.READY)])
 
     def damaged(self, keys: bytes, now: float) -> bytes:
-        """-> the keys of those blocks in memory that do not match their checksum. Hashes them."""
+        """Return the keys of the blocks in memory that do not match their checksum. This hashes all blocks of `keys`
+        that are in memory."""
         size, slots = self.key_bytes, self.acquire(keys, now, 0, False)
         there = np.flatnonzero(slots >= 0)
         sums = np.array([checksum(self.views(slots[i : i + 1])[0]) for i in there], dtype=np.uint64)
@@ -177,12 +181,13 @@ class NamespaceStore:
     def record_of(
         self, slots: Slots
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64], tuple[bytes, bytes], npt.NDArray[np.uint8]]:
-        """-> what the disk records of blocks: checksums, when they expire, links, and the keys that they follow."""
+        """Return the data that the disk records with blocks: their checksums, their expiry times, their links, and the
+        keys of the blocks that they follow."""
         index = self.memory.index
         return index.checksums(slots), index.expires_of(slots), index.links_of(slots), keys_before(self.memory, slots)
 
     def attributes_of(self, slots: Slots, now: float) -> bytes:
-        """-> what goes with the blocks in `slots`, as PART carries it."""
+        """Return the attributes of the blocks in `slots`, in the form that a PART has."""
         index = self.memory.index
         attributes = np.zeros(len(slots), dtype=attributes_dtype(self.key_bytes))
         expires = index.expires_of(slots)
@@ -196,7 +201,7 @@ class NamespaceStore:
     # ---- look-ups in both tiers ------------------------------------------------------------------------------
 
     def contains(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
-        """-> one byte a key: 1 when the block is in a tier or is being written."""
+        """Return one byte per key: 1 if the block is in a tier or is being written, otherwise 0."""
         present = self.memory.index.contains(keys, now, refresh, tick, pin_until)
         if self.disk is None or self.disk.empty or not (refresh or pin_until > now or 0 in present):
             return present
@@ -204,9 +209,9 @@ class NamespaceStore:
         return (np.frombuffer(present, dtype=np.uint8) | np.frombuffer(on_disk, dtype=np.uint8)).tobytes()
 
     def match_prefix(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> int:
-        """-> the length of the leading run of blocks that are in a tier or are being written.
+        """Return the number of keys at the beginning of `keys` whose blocks are in a tier or are being written.
 
-        Only that run is touched (`refresh`) and pinned (until `pin_until`, monotonic seconds).
+        Only these blocks are touched (`refresh`) and pinned (until `pin_until`, in monotonic seconds).
         """
         if self.disk is None or self.disk.empty:
             return self.memory.index.match_prefix(keys, now, refresh, tick, pin_until)
@@ -220,7 +225,7 @@ class NamespaceStore:
         return length
 
     def expected(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
-        """-> one byte a key, a `Presence`."""
+        """Return one byte per key: the value of a `Presence`."""
         present = self.contains(keys, now, refresh, tick, pin_until)
         if not self.promises or 0 not in present:
             return present
@@ -231,14 +236,14 @@ class NamespaceStore:
         return bytes(promised)
 
     def on_disk(self, keys: bytes, now: float) -> bytes:
-        """-> one byte a key: 1 when the block is on disk."""
+        """Return one byte per key: 1 if the block is on disk, otherwise 0."""
         if self.disk is None or self.disk.empty:
             return bytes(len(keys) // self.key_bytes)
         return self.disk.contains(keys, now, False, 0)
 
     def expire(self, keys: bytes, now: float, expires: float) -> bytes:
-        """Have blocks expire at that time; 0: never. Transient blocks keep theirs. -> one byte a key: 1 when the block
-        was in a tier."""
+        """Let blocks expire at the time `expires`, or never if it is 0. Transient blocks keep their expiry time. Return
+        one byte per key: 1 if the block was in a tier, otherwise 0."""
         there = self.memory.index.set_expiry(keys, now, expires)
         if self.disk is None or self.disk.empty:
             return there
@@ -246,17 +251,17 @@ class NamespaceStore:
         return (np.frombuffer(there, dtype=np.uint8) | np.frombuffer(on_disk, dtype=np.uint8)).tobytes()
 
     def only_in_memory(self, slots: Slots, now: float) -> Slots:
-        """-> those slots whose blocks are not on disk."""
+        """Return the slots whose blocks are not on disk."""
         on_disk = np.frombuffer(self.on_disk(self.keys_of(slots), now), dtype=np.bool_)
         return slots[~on_disk]
 
     def delete_on_disk(self, slots: Slots) -> None:
-        """Delete what the disk has of the blocks in these slots of memory: it is outdated."""
+        """Delete the copies on disk of the blocks in these slots of memory, because those copies are outdated."""
         if self.disk is not None:
             self.disk.delete(self.keys_of(slots))
 
     def pending(self, keys: bytes, now: float) -> npt.NDArray[np.bool_]:
-        """-> which blocks can be read in no tier, although they are being written."""
+        """Return for each key whether its block is being written and cannot be read in any tier yet."""
         slots = self.acquire(keys, now, 0, False)
         self.release(slots)
         absent = slots < 0
@@ -266,19 +271,19 @@ class NamespaceStore:
         return absent
 
     def delete(self, keys: bytes, now: float) -> int:
-        """Delete blocks from both tiers. -> how many blocks existed."""
+        """Delete blocks from both tiers. Return how many blocks existed."""
         if self.disk is None or self.disk.empty:
             return self.memory.index.delete(keys, now)
         size, both = self.key_bytes, 0
         distinct = dict.fromkeys(keys[at : at + size] for at in range(0, len(keys), size))
         joined = b"".join(distinct)
         in_memory, on_disk = (tier.contains(joined, now, False, 0) for tier in (self.memory.index, self.disk))
-        for key, memory, disk in zip(distinct, in_memory, on_disk, strict=True):  # `memory`: or it is being written
+        for key, memory, disk in zip(distinct, in_memory, on_disk, strict=True):  # `memory`: in memory or being written
             both += bool(memory and disk) and self.memory.index.state_of(key) == BlockIndex.READY
         return self.memory.index.delete(keys, now) + self.disk.delete(keys) - both
 
     def info(self, now: float, generation: int = 0) -> NamespaceInfo:
-        """The state and the counters of the namespace."""
+        """Return the state and the counters of the namespace."""
         return report(
             NamespaceInfo,
             self,

@@ -1,7 +1,7 @@
-"""All namespaces of one shard, and the accounting of its memory: blocks, and the indexes of both tiers.
+"""All namespaces of one shard, and the account of the memory that their blocks and the indexes of both tiers take.
 
-The first SET makes a namespace; it is forgotten when it has been empty for `EMPTY_S`. `Disk` is the store's only
-interface to a disk tier.
+The first SET creates a namespace. A namespace is forgotten when it has been empty for `EMPTY_S`. The store uses a disk
+tier only through `Disk`.
 
 Only the thread of the shard's loop uses this module.
 """
@@ -28,12 +28,12 @@ from kvstore.wire import ErrorCode, WireError, decode_namespace, frame_blocks, n
 from kvstore.wire.status import segment_slots
 
 MAX_NAMESPACES: Final = 1024
-FREE_TIMES: Final = 3  # as in `kvstore.shard.account`
+FREE_TIMES: Final = 3  # for the same rule as in `kvstore.shard.account`
 INDEX_OVERHEAD_BYTES: Final = 96 << 20  # index memory beyond this counts against the shard's limit
-EXPIRE_STEP: Final = 16384  # slots looked at a time
-EMPTY_S: Final = 5.0  # a namespace that has been empty for so long is forgotten
-SLOT_BYTES: Final = 152  # the most that an index takes for a slot, beside the key
-MAX_INDEX_SHARE: Final = 0.5  # of the limit: the disk is filled only until its index would take more
+EXPIRE_STEP: Final = 16384  # the number of slots checked at a time
+EMPTY_S: Final = 5.0  # a namespace that has been empty for this long is forgotten
+SLOT_BYTES: Final = 152  # the most memory that an index takes for a slot, in addition to the key
+MAX_INDEX_SHARE: Final = 0.5  # of the limit; the disk tier stops growing when the indexes would take more than this
 
 Priorities = npt.NDArray[np.uint8]
 
@@ -42,15 +42,15 @@ Priorities = npt.NDArray[np.uint8]
 class Disk:
     """The store's interface to a disk tier."""
 
-    blocks: Tier[DiskBlocks]  # of all namespaces
+    blocks: Tier[DiskBlocks]  # the blocks of all namespaces
     open: Callable[[bytes, int, int], DiskBlocks | None]
     """Make a new namespace's blocks on disk, from its canonical JSON, the bytes of a key and the bytes of a block.
-    -> None when a block does not fit a segment."""
+    Return None if a block does not fit a segment."""
     forget: Callable[[DiskBlocks], None]
     """Drop a namespace that is gone, and its blocks on disk."""
 
 
-class Store:
+class ShardStore:
     """All namespaces of one shard."""
 
     def __init__(
@@ -63,9 +63,11 @@ class Store:
         lends: bool = False,
         transient_bytes: int = 0,
     ) -> None:
-        """shared: the node has other shards, which get parts of the same chains. lends: clients on this host may read
-        its memory. transient_bytes: the most that transient blocks may take, rounded up to whole segments; one segment
-        at least stays for ordinary blocks."""
+        """shared: whether the node has other shards, which get parts of the same chains.
+        lends: whether clients on this host may read the shard's memory.
+        transient_bytes: the most memory for transient blocks, rounded up to whole segments. At least one segment stays
+        for ordinary blocks.
+        """
         self.arena = Arena(limit_bytes, segment_bytes, lends)
         self.limit_bytes = limit_bytes
         self.transient_segments = min(-(-transient_bytes // segment_bytes), self.arena.segments - 1)
@@ -82,43 +84,43 @@ class Store:
         return iter(self._namespaces.values())
 
     def use_quotas(self, memory: Quotas, disk: Quotas) -> None:
-        """Have tenants make room as these say, in memory and, where there is a disk tier, on disk."""
+        """Apply these quotas of tenants to memory and, if there is a disk tier, to the disk."""
         self.memory.quotas = memory
         if self.disk is not None:
             self.disk.blocks.quotas = disk
 
     def ticks(self, count: int) -> int:
-        """Reserve `count` recency ticks. -> the lowest one."""
+        """Reserve `count` recency ticks. Return the lowest one."""
         tick = self._tick
         self._tick += max(count, 1)
         return tick
 
     def skip_ticks(self, past: int) -> None:
-        """Never return a tick up to `past`: blocks of an earlier run have them."""
+        """Return only ticks above `past` from now on, because blocks of an earlier run have the lower ones."""
         self._tick = max(self._tick, past + 1)
 
     @property
     def index_bytes(self) -> int:
-        """Memory of all indexes of both tiers, in bytes."""
+        """The memory of all indexes of both tiers, in bytes."""
         return self.memory.index_bytes + (self.disk.blocks.index_bytes if self.disk else 0)
 
     @property
     def hits(self) -> int:
-        """Blocks that clients asked for and were sent, since the start."""
+        """The number of requested blocks that were sent since the start."""
         return self._hits_forgotten + sum(namespace.hits for namespace in self)
 
     @property
     def misses(self) -> int:
-        """Blocks that clients asked for and that were not there, since the start."""
+        """The number of requested blocks since the start that were not there."""
         return self._misses_forgotten + sum(namespace.misses for namespace in self)
 
     @property
     def created(self) -> int:
-        """Blocks stored, since the start."""
+        """The number of blocks stored since the start."""
         return self._created_forgotten + sum(namespace.created for namespace in self)
 
     def check_namespace(self, canonical: bytes) -> int:
-        """-> `block_bytes` of a namespace. Raises `WireError` when this shard cannot hold the namespace."""
+        """Return `block_bytes` of a namespace. Raises `WireError` when this shard cannot hold the namespace."""
         block_bytes = decode_namespace(canonical).block_bytes
         if block_bytes > self.arena.segment_bytes:
             raise WireError(
@@ -129,11 +131,12 @@ class Store:
         return block_bytes
 
     def get(self, canonical: bytes) -> NamespaceStore | None:
-        """-> the namespace, if this shard has it."""
+        """Return the namespace, or None if this shard does not have it."""
         return self._namespaces.get(canonical)
 
     def find(self, canonical: bytes, key_bytes: int) -> NamespaceStore | None:
-        """-> the namespace, if it is not empty. Raises `WireError` when its keys have another length."""
+        """Return the namespace, or None if it does not exist or is empty. Raises `WireError` if the length of the
+        namespace's keys is not `key_bytes`."""
         found = self._namespaces.get(canonical)
         if found is None or found.empty:
             return None
@@ -145,9 +148,10 @@ class Store:
         return found
 
     def open(self, canonical: bytes, key_bytes: int) -> NamespaceStore:
-        """-> the namespace, made if it is new. Raises `WireError` when it cannot be made.
+        """Return the namespace, and create it if it is new. Raises `WireError` if it cannot be created.
 
-        The first block that is set decides the key length; an empty namespace takes another one.
+        The first block that is set decides the length of the namespace's keys. While the namespace is empty, it accepts
+        another length.
         """
         found = self.find(canonical, key_bytes) or self._namespaces.get(canonical)
         if found is not None:
@@ -192,15 +196,15 @@ class Store:
         self._created_forgotten += namespace.created
 
     def _check_room_of(self, tenant: str) -> None:
-        """Raise `WireError` when a tenant has its share of namespaces: where there are tenants, one has at most
-        `FREE_TIMES` as many as are left for the others."""
+        """Raise `WireError` if a tenant has its full share of namespaces. If there are tenants, each may have at most
+        `FREE_TIMES` times as many namespaces as are left for all."""
         free = MAX_NAMESPACES - len(self._namespaces)
         if self.memory.quotas is None or sum(each.tenant == tenant for each in self) < FREE_TIMES * free:
             return
         raise WireError(
             ErrorCode.LIMIT,
-            f"tenant {tenant!r} has {FREE_TIMES} times as many namespaces here as the {free} that are left for all: "
-            "delete all blocks of some first",
+            f"tenant {tenant!r} has {FREE_TIMES} times as many namespaces on this shard as the {free} that are left "
+            "for all tenants: delete all blocks of some namespaces first",
         )
 
     def _forget_an_empty_one(self) -> None:
@@ -210,7 +214,7 @@ class Store:
                 return
         raise WireError(
             ErrorCode.LIMIT,
-            f"this shard holds blocks of {MAX_NAMESPACES} namespaces, its limit: delete all blocks of one first",
+            f"this shard holds blocks of {MAX_NAMESPACES} namespaces, its limit: delete all blocks of one of them",
         )
 
     def reserve(
@@ -223,13 +227,15 @@ class Store:
         before: bytes = b"",
         reads: int = 0,
     ) -> Slots:
-        """Reserve a memory slot for every block that is in neither tier; with `force`, for every block.
+        """Reserve a memory slot for every block that is in neither tier or, with `force`, for every block.
 
-        priority: of the blocks, one for all or one for each; at least the namespace's rule applies.
-        before: the key of a block that makes no room for these, and so nothing before it in its chain; empty: none.
-        reads: how often transient blocks may be read; 0: ordinary blocks, which replace transient ones.
+        priority: the priority of the blocks, either one for all or one for each. The namespace's rule sets the minimum.
+        before: the key of a block that must not be evicted for the new ones; empty if there is none. The blocks before
+        it in its chain are not evicted either.
+        reads: how often the blocks may be read if they are transient, or 0 for ordinary blocks. Ordinary blocks replace
+        transient ones.
 
-        -> a slot or a negative verdict of `BlockIndex.reserve` for each key.
+        Return a slot or a negative verdict of `BlockIndex.reserve` for each key.
         """
         index, count = namespace.memory.index, len(keys) // namespace.key_bytes
         if isinstance(priority, int):
@@ -246,9 +252,9 @@ class Store:
         if force:
             wanted = keys
         room = count if force else missing
-        # Blocks of this SET that are there already must not be evicted to make room for its other blocks.
+        # Blocks of this SET that exist already must not be evicted to make room for its other blocks.
         held = None
-        if namespace.disk is not None:  # what makes room is on disk: a chain may be longer than memory
+        if namespace.disk is not None:  # evicted blocks remain on disk, so a chain may be larger than memory
             before = b""
         if reads:
             self.memory.make_transient_room(namespace.memory, room, self.transient_segments, now)
@@ -269,17 +275,18 @@ class Store:
         return slots
 
     def reserve_to_fetch(self, namespace: NamespaceStore, keys: bytes, priorities: Priorities, now: float) -> Slots:
-        """Reserve memory slots for blocks that are read from disk. -> as `reserve`."""
+        """Reserve memory slots for blocks that are read from disk. Return the same as `reserve`."""
         index = namespace.memory.index
         self.memory.make_room(namespace.memory, index.missing(keys), now)
         return index.reserve(keys, False, self.ticks(len(priorities)), priorities)
 
     def is_full(self, namespace: NamespaceStore, count: int) -> bool:
-        """Whether `count` more blocks of a namespace in memory must take the place of others."""
+        """Return whether `count` more blocks of a namespace fit in memory only if other blocks are evicted."""
         return namespace.memory.index.free < count and not self.room_bytes
 
     def refuse(self, namespace: NamespaceStore, keys: bytes, now: float) -> Slots:
-        """-> the verdicts on keys that are not to be stored: they exist, or there is no room for them."""
+        """Return the verdicts on keys whose blocks will not be stored: either they exist, or there is no room for
+        them."""
         present = np.frombuffer(namespace.contains(keys, now, False, 0), dtype=np.bool_)
         index = namespace.memory.index
         if index.transient:
@@ -289,10 +296,10 @@ class Store:
         return np.where(present, BlockIndex.EXISTED, BlockIndex.NO_SPACE).astype(np.int32)
 
     def expire(self, now: float, ending: bool = False) -> None:
-        """Free expired blocks, looking at some slots a call; end promises whose time is over, or all of them if the
-        shard is `ending`; forget namespaces that have been empty for `EMPTY_S`.
+        """Free expired blocks, checking some of the slots in each call. End the promises whose time is over, or all
+        promises if the shard is `ending`. Forget namespaces that have been empty for `EMPTY_S`.
 
-        The loop calls it every fraction of a second.
+        The loop calls this method every fraction of a second.
         """
         for namespace in list(self):
             if namespace.promises:
@@ -311,7 +318,8 @@ class Store:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes of whole segments that can still be filled before a block is evicted; a large index reduces them."""
+        """The number of bytes, in whole segments, that can be filled before a block is evicted. A large index lowers
+        this number."""
         used = (self.arena.segments - self.arena.free) * self.arena.segment_bytes
         allowed = max(0, self.limit_bytes - used - self._index_excess()) // self.arena.segment_bytes
         return min(allowed, self.arena.free) * self.arena.segment_bytes
@@ -319,9 +327,11 @@ class Store:
     # ---- memory of the indexes ---------------------------------------------------------------------------------
 
     def _memory_may_grow(self, growing: NamespaceTier, now: float) -> bool:
-        """Whether the shard stays within its limit with one more segment and its index (small blocks need large ones).
+        """Return whether one more segment and its index, which is large for small blocks, stay within the shard's
+        limit.
 
-        A namespace's first segment is no exception: what does not fit takes the place of older blocks, or is refused.
+        This applies to a namespace's first segment, too: if it does not fit, the blocks replace older ones or are
+        refused.
         """
         excess = self._index_excess(growing.index.slots_per_segment * (growing.index.key_bytes + SLOT_BYTES))
         if excess:
@@ -330,7 +340,8 @@ class Store:
         return (in_use + 1) * self.arena.segment_bytes + excess <= self.limit_bytes
 
     def disk_may_grow(self, slots: int, key_bytes: int, now: float) -> bool:
-        """Whether memory may hold the index of `slots` more slots on disk. Gives back memory segments to make room."""
+        """Return whether memory may hold the index of `slots` more slots on disk. Gives back segments of memory if that
+        makes room."""
         excess = self._index_excess(slots * (key_bytes + SLOT_BYTES))
         if excess > self.limit_bytes * MAX_INDEX_SHARE:
             return False
@@ -347,8 +358,8 @@ class Store:
 
 
 def _give_up_unused(tier: NamespaceTier, now: float) -> None:
-    """Give back a segment for transient blocks when one has been empty for `EMPTY_S`: not earlier, because a namespace
-    that needs one again would have other blocks evicted for it."""
+    """Give back a segment for transient blocks if one has been empty for `EMPTY_S`. It is not given back earlier,
+    because other blocks would be evicted if the namespace soon needed a segment again."""
     if tier.index.unused_transient() < 0:
         tier.unused_since = None
     elif tier.unused_since is None:

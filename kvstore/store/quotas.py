@@ -1,10 +1,10 @@
 """Quotas of tenants: whose namespaces give up room when a tier is full.
 
-A tenant is *entitled* to what it is guaranteed, and to an equal part of what nobody is guaranteed. While there is room,
-everybody may take it, up to the tenant's maximum. When there is none, a tenant beyond its entitlement makes room among
-its own blocks, so that one that floods the store evicts itself; a tenant within it takes the room of those that are
-beyond theirs. Among the namespaces that may have to give up room, the least recently used segment goes, as without
-quotas.
+A tenant is *entitled* to its guaranteed segments and to an equal part of the segments that are guaranteed to no tenant.
+While there is room, each tenant may take it, up to its maximum. When there is no room, a tenant beyond its entitlement
+evicts its own blocks, so a tenant that floods the store harms only itself. A tenant within its entitlement takes the
+room of tenants that are beyond their entitlement. Among the namespaces that may have to give up room, the least
+recently used segment is given back, as without quotas.
 
 All amounts are segments of one tier of one shard. Only the thread of the shard's loop uses this module.
 """
@@ -19,15 +19,15 @@ from typing import Protocol, TypeVar
 
 @dataclass(frozen=True)
 class Quota:
-    """What one tenant may take of a tier."""
+    """The segments that one tenant may take of a tier."""
 
     guaranteed: int = 0
     most: int | None = None
-    transient: int | None = None  # the most for transient blocks
+    transient: int | None = None  # the most segments for transient blocks
 
 
 class Held(Protocol):
-    """What a namespace has of a tier."""
+    """The part of a tier that a namespace holds."""
 
     tenant: str
     segments: dict[int, int]
@@ -38,13 +38,13 @@ HeldT = TypeVar("HeldT", bound=Held)
 
 
 class Quotas:
-    """The quotas of one tier. `quota_of`: of a tenant."""
+    """The quotas of one tier. `quota_of`: a function that returns the quota of a tenant."""
 
     def __init__(self, quota_of: Callable[[str], Quota]) -> None:
         self._quota_of = quota_of
 
     def may_take(self, growing: Held, members: Iterable[Held], transient: bool = False) -> bool:
-        """Whether a namespace's tenant may have one segment more, if there is one."""
+        """Return whether a namespace's tenant may have one more segment, if one is free."""
         tenant = growing.tenant
         quota = self._quota_of(tenant)
         if quota.most is not None and _used(members)[tenant] >= quota.most:
@@ -54,8 +54,9 @@ class Quotas:
         return sum(len(member.transient) for member in members if member.tenant == tenant) < quota.transient
 
     def victims(self, growing: HeldT, members: Sequence[HeldT], total: int) -> tuple[list[HeldT], bool]:
-        """-> the namespaces that may have to give up a segment for `growing`, and whether they do so only for what they
-        used less recently than `growing` its own. `total`: the segments of the tier."""
+        """Return the namespaces that may have to give up a segment for `growing`, and whether recency decides. If
+        recency decides, a namespace gives up only blocks that were used less recently than the blocks of `growing`.
+        `total`: the number of segments in the tier."""
         used = _used(members)
         tenant = growing.tenant
         quotas = {each: self._quota_of(each) for each in {*(name for name, count in used.items() if count), tenant}}
@@ -70,7 +71,7 @@ class Quotas:
         if used[tenant] + 1 > entitled(tenant):
             return own, True
         over = {name for name in quotas if name != tenant and used[name] > entitled(name)}
-        if not over and not used[tenant]:  # more tenants than segments
+        if not over and not used[tenant]:  # there are more tenants than segments
             over = {name for name in quotas if name != tenant and used[name] > quotas[name].guaranteed}
         if not over:
             return own, True

@@ -1,4 +1,4 @@
-"""What an operator can choose for namespaces, by a rule for their model."""
+"""Settings of namespaces that an operator chooses by rules for their model."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ class NamespaceRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     match: str  # a pattern with * ? [seq], as in a shell
     ttl_seconds: Annotated[int, msgspec.Meta(ge=0, le=MAX_TTL_S)] = 0
-    priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)] = 0  # the lowest priority that a block gets
+    priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)] = 0  # the minimum priority of a block

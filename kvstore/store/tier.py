@@ -1,13 +1,14 @@
-"""One tier of a shard, memory or disk: a space cut into segments, one index a namespace, and the reclaiming of room.
+"""One tier of a shard, in memory or on disk: its space, one index for each namespace, and how room is reclaimed.
 
 A namespace grows by whole segments. When the space has no free segment, the least recently used block of the tier
-decides: if it belongs to the growing namespace, that namespace evicts blocks; if it belongs to another one, that one
-gives back its least recently used segment. Recency is one counter for the whole shard, so that namespaces can be
-compared. Within a namespace the index's policy chooses the blocks. Where tenants have quotas, those say which
-namespaces come into question (`quotas.py`).
+decides which namespace gives up room. If this block belongs to the growing namespace, that namespace evicts blocks. If
+it belongs to another namespace, the other one gives back its least recently used segment. Recency is one counter for
+the whole shard, so that namespaces can be compared. Within a namespace, the index's policy chooses the blocks. If
+tenants have quotas, the quotas decide which namespaces may have to give up room (`quotas.py`).
 
-Transient blocks have segments of their own, and there is a limit of how many. Nothing evicts them, so such a segment is
-given back only when it is empty. For a new one, the least recently used segment of ordinary blocks goes as a whole.
+Transient blocks have segments of their own, whose number is limited. Transient blocks are never evicted, so their
+segments are given back only when they are empty. If there is no free segment for more transient blocks, the least
+recently used segment of ordinary blocks is given back as a whole.
 
 Only the thread of the shard's loop uses this module.
 """
@@ -35,17 +36,17 @@ class Space(Protocol):
 
     @property
     def segments(self) -> int:
-        """The most segments that there may be."""
+        """The maximum number of segments."""
 
     @property
     def free(self) -> int:
-        """How many segments belong to no namespace."""
+        """The number of segments that belong to no namespace."""
 
     def take(self) -> int | None:
-        """Take a free segment. -> its number, or None."""
+        """Take a free segment. Return its number, or None if there is none."""
 
     def give_back(self, segment: int) -> None:
-        """Return a segment. No read or write of it may be in progress."""
+        """Give back a segment. No read or write of it may be in progress."""
 
 
 class NamespaceTier:
@@ -58,29 +59,30 @@ class NamespaceTier:
         self.index = index
         self.segments: dict[int, int] = {}  # index ordinal -> segment of the space
         self.transient: set[int] = set()  # ordinals of the segments for transient blocks
-        self.unused_since: float | None = None  # monotonic seconds: since when one of these is empty
+        self.unused_since: float | None = None  # when a segment for transient blocks became empty, in monotonic seconds
         self.evicted = 0
-        self.cuts: list[tuple[int, int, bytes]] | None = None  # what `BlockIndex.evict` says; None: nobody needs it
-        self._starts = np.zeros(0, dtype=np.int64)  # by ordinal: the segment's offset in the space, in bytes
+        self.cuts: list[tuple[int, int, bytes]] | None = None  # filled by `BlockIndex.evict`; None if not needed
+        self._starts = np.zeros(0, dtype=np.int64)  # by ordinal: the offset of the segment in the space, in bytes
 
     @property
     def empty(self) -> bool:
-        """It has no block, and no read or write of one is in progress."""
+        """True if there is no block, and no read or write of a block is in progress."""
         index = self.index
         return not (index.ready or index.writing or index.gone)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segments that this namespace holds."""
+        """The size of the segments that this namespace holds, in bytes."""
         return len(self.segments) * self.space.segment_bytes
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of the segments for transient blocks."""
+        """The size of the segments for transient blocks, in bytes."""
         return len(self.transient) * self.space.segment_bytes
 
     def attach(self, segment: int, transient: bool = False) -> int:
-        """Cut a segment of the space into slots; `transient`: for such blocks. -> its ordinal in the index."""
+        """Cut a segment of the space into slots, for transient blocks if `transient`. Return its ordinal in the
+        index."""
         ordinal = self.index.attach(transient)
         self.segments[ordinal] = segment
         if transient:
@@ -91,7 +93,7 @@ class NamespaceTier:
         return ordinal
 
     def detach(self, ordinal: int) -> int:
-        """Drop a segment's blocks and return it to the space. -> blocks dropped."""
+        """Drop a segment's blocks and give the segment back to the space. Return the number of blocks dropped."""
         dropped = self.index.detach(ordinal)
         self.transient.discard(ordinal)
         self.space.give_back(self.segments.pop(ordinal))
@@ -99,13 +101,13 @@ class NamespaceTier:
         return dropped
 
     def evict(self, count: int, now: float) -> int:
-        """Evict up to `count` blocks, chosen by the index's policy. -> how many were evicted."""
+        """Evict up to `count` blocks, chosen by the index's policy. Return how many were evicted."""
         evicted = self.index.evict(count, now, cuts=self.cuts)
         self.evicted += evicted
         return evicted
 
     def give_up_transient(self, now: float) -> bool:
-        """Give back an empty segment for transient blocks. -> False when there is none."""
+        """Give back an empty segment for transient blocks. Return False when there is none."""
         self.index.expire_transient(now)
         ordinal = self.index.unused_transient()
         if ordinal >= 0:
@@ -113,11 +115,11 @@ class NamespaceTier:
         return ordinal >= 0
 
     def drop(self, slots: Slots) -> int:
-        """Remove damaged blocks. -> how many were removed."""
+        """Remove damaged blocks. Return how many were removed."""
         return self.index.drop(slots)
 
     def offsets(self, slots: Slots) -> Offsets:
-        """-> the offset of each slot in the space, in bytes."""
+        """Return the offset of each slot in the space, in bytes."""
         return slot_offsets(slots, self._starts, self.index.slots_per_segment, self.block_bytes)
 
 
@@ -130,29 +132,29 @@ class Tier(Generic[Member]):
     def __init__(self, space: Space, may_grow: Callable[[Member, float], bool]) -> None:
         self.space = space
         self.members: list[Member] = []
-        self.quotas: Quotas | None = None  # of tenants; None: everybody may take what there is
+        self.quotas: Quotas | None = None  # the quotas of tenants; None: each tenant may take all free segments
         self._evicted_of_removed = 0
         self._may_grow = may_grow  # whether a member may take one more segment, within the shard's limits
 
     @property
     def index_bytes(self) -> int:
-        """Memory of the indexes, in bytes."""
+        """The memory of the indexes, in bytes."""
         return sum(member.index.nbytes for member in self.members)
 
     @property
     def evicted(self) -> int:
-        """Blocks evicted so far, also from namespaces that are gone."""
+        """The number of blocks evicted so far, including those of namespaces that are gone."""
         return self._evicted_of_removed + sum(member.evicted for member in self.members)
 
     def remove(self, member: Member) -> None:
-        """The namespace is gone: drop its blocks and return its segments."""
+        """Drop the blocks of a namespace that is gone, and give back its segments."""
         for ordinal in list(member.segments):
             member.detach(ordinal)
         self.members.remove(member)
         self._evicted_of_removed += member.evicted
 
     def make_room(self, member: Member, count: int, now: float) -> None:
-        """Make `count` slots of `member` free, as far as pinned blocks and blocks in use allow."""
+        """Free `count` slots of `member`, or fewer if blocks are pinned or in use."""
         index = member.index
         while index.free < count:
             segment = self._take(member, now)
@@ -162,18 +164,19 @@ class Tier(Generic[Member]):
                 return
 
     def _take(self, member: Member, now: float, transient: bool = False) -> int | None:
-        """-> a free segment, if there is one and the namespace may have it."""
+        """Return a free segment, or None if there is none or the namespace may not have one."""
         if self.quotas is not None and not self.quotas.may_take(member, self.members, transient):
             return None
         return self.space.take() if self.space.free and self._may_grow(member, now) else None
 
     @property
     def transient_segments(self) -> int:
-        """How many segments are for transient blocks."""
+        """The number of segments for transient blocks."""
         return sum(len(member.transient) for member in self.members)
 
     def make_transient_room(self, member: Member, count: int, most: int, now: float) -> None:
-        """Make `count` slots of `member` for transient blocks free, as far as `most` segments of them all allow."""
+        """Free `count` slots of `member` for transient blocks, or fewer if all members together would otherwise have
+        more than `most` segments for transient blocks."""
         index = member.index
         if index.spare < count:
             index.expire_transient(now)
@@ -204,14 +207,14 @@ class Tier(Generic[Member]):
         return False
 
     def _victims(self, growing: Member) -> tuple[list[Member], bool]:
-        """-> the namespaces that may have to give up a segment for `growing`, and whether only for what was used less
-        recently."""
+        """Return the namespaces that may have to give up a segment for `growing`, and whether recency decides (see
+        `Quotas.victims`)."""
         if self.quotas is not None:
             return self.quotas.victims(growing, self.members, self.space.segments)
         return [other for other in self.members if other is not growing], True
 
     def shrink(self, now: float) -> bool:
-        """Give one of the least recently used segments back to the space. -> False when all are in use."""
+        """Give one of the least recently used segments back to the space. Return False when all are in use."""
         return self._shrink(self.members, now)
 
     def _shrink(self, members: list[Member], now: float) -> bool:
@@ -237,8 +240,8 @@ def _ordinary(member: NamespaceTier) -> int:
 
 
 def keys_before(tier: NamespaceTier, slots: Slots) -> npt.NDArray[np.uint8]:
-    """-> the key of the block that each slot's block follows in its chain, its own key if it follows none:
-    (n, key_bytes)."""
+    """Return one key for each slot, in the shape (n, key_bytes). This is the key of the block that the slot's block
+    follows in its chain, or the block's own key if it follows none."""
     index = tier.index
     before = index.before_of(slots)
     keys = np.frombuffer(index.keys_of(np.where(before >= 0, before, slots)), dtype=np.uint8)

@@ -1,32 +1,36 @@
-"""TLS 1.3 for the data: processes that join TLS connections to sockets of this host.
+"""TLS 1.3 for the data path: separate processes join TLS connections to sockets of this host.
 
-The data path reads frames from a descriptor in C, and its threads must not wait for the interpreter's lock. So TLS is
-neither there nor in a thread: a process of its own (`relay`) encrypts and decrypts, and a Unix socket pair joins each
-TLS connection to the process that serves or uses it. A server has one such process for each shard (`accepting`), which
-hands the shard its end of the pair and the client's address (`handing`). A client has one for all its connections
-(`outgoing`, `connecting`). Python's `ssl`, that is OpenSSL, does the cryptography. Copies on each side: kernel →
-relay → OpenSSL's memory → OpenSSL → kernel.
+The data path reads frames from a descriptor in C, and its threads must not wait for the interpreter's lock. So TLS runs
+neither in the data path nor in a thread. Instead, a separate process (`relay`) encrypts and decrypts. A Unix socket
+pair joins each TLS connection to the process that serves or uses the connection. A server has one TLS process for each
+shard (`accepting`). It hands the shard one end of the pair and the client's address (`handing`). A client process has
+one TLS process for all its connections (`outgoing`, `connecting`). Python's `ssl` (OpenSSL) does the cryptography. The
+copies on each side are kernel → relay → OpenSSL's memory → OpenSSL → kernel.
 
-This module itself, how a client makes TLS connections, imports nothing: clients without TLS may use it.
+This module has only the options of a client's TLS connections. It imports only `typing`, because clients without TLS
+use it, too.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-SYSTEM: Final = "system"  # as a CA: the certificates that the system trusts
+SYSTEM: Final = "system"  # as the value of `ca`: the certificates that the system trusts
 
 
 class TLSError(OSError):
-    """A TLS connection cannot be made, or its files cannot be used; the message says why and what to do."""
+    """A TLS connection cannot be made, or its certificates or key cannot be used. The message says why and what to
+    do."""
 
 
 class TLSOptions(NamedTuple):
-    """Files are PEM.
+    """How a client makes TLS connections. The files are in PEM format.
 
-    ca: certificates of the CAs that may have signed the server's; empty or "system": those that the system trusts.
-    cert, key: the client's own, for a server that asks for one; empty: it has none. server_name: the name that the
-    server's certificate must have; empty: the host of its address.
+    `ca`: the file with the certificates of the CAs that may have signed the server's certificate. If it is empty or
+    "system", the system's trusted CAs are used.
+    `cert`, `key`: the client's own certificate and its key, for a server that requests a certificate; empty if the
+    client has none.
+    `server_name`: the name that the server's certificate must have; if empty, the host of the server's address.
     """
 
     ca: str = ""

@@ -1,11 +1,13 @@
-"""A shard's TLS process: accepts TLS connections on the shard's port, and hands the shard one end of a pair for each.
+"""A shard's TLS process. It accepts TLS connections on the shard's port. For each connection, it hands the shard one
+end of a socket pair.
 
-The supervisor starts it, as it starts a shard: the configuration is JSON on standard input, and the process writes to a
-pipe when it is ready. It ends with the supervisor. At SIGTERM it accepts no more, and ends when its connections have.
+The supervisor starts this process in the same way as a shard: the configuration is JSON on standard input, and the
+process writes to a pipe when it is ready. It ends with the supervisor. After SIGTERM it accepts no more clients, and
+ends when its connections have ended.
 
-Before a client has finished its handshake it costs the shard nothing, and here at most one of `MOST_SHAKING` places,
-for `SHAKING_S`. When all are taken, the oldest handshake of the network that has the most of them gives way. A client
-that does not speak TLS is told so in ZMTP, so that it does not wait for an answer.
+A client that has not finished its handshake costs the shard nothing. In this process it takes one of `MOST_SHAKING`
+places, for at most `SHAKING_S` seconds. When all places are taken, the network with the most handshakes loses its
+oldest handshake. A client that does not speak TLS gets an error in ZMTP, so that it does not wait for an answer.
 
 The certificate is read again at SIGHUP, and when its files have changed (`certificate`).
 """
@@ -33,7 +35,7 @@ from kvstore.tls import TLSError
 from kvstore.tls.certificate import Certificate
 from kvstore.tls.counting import Counts, CountsPage
 from kvstore.tls.handing import hand_over
-from kvstore.tls.loop import IN, Lingering, Loop, Shaking
+from kvstore.tls.loop import IN, LingeringClose, Loop, Shaking
 from kvstore.tls.relay import Joined, prepare_pair
 from kvstore.tls.secured import Secured
 
@@ -41,10 +43,10 @@ log = logging.getLogger("kvstore.tls")
 
 SHAKING_S: Final = 10.0
 MOST_SHAKING: Final = 256
-_ACCEPTS: Final = 2  # in a turn, for which data wait
-_PAUSE_S: Final = 1.0  # when there is no descriptor for another connection
+_ACCEPTS: Final = 2  # the most clients accepted in one turn, because data wait meanwhile
+_PAUSE_S: Final = 1.0  # the pause when there is no descriptor for another connection
 _DEAD_PEER_MS: Final = 30_000
-_HANDSHAKE_RECORD: Final = b"\x16"  # with which TLS begins
+_HANDSHAKE_RECORD: Final = b"\x16"  # the first byte of TLS
 _PR_SET_PDEATHSIG: Final = 1
 _NOTHING_LEFT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -54,13 +56,13 @@ class AcceptConfig(msgspec.Struct, frozen=True):
 
     shard: int
     listen_fd: int
-    give_fd: int  # of `handing`
+    give_fd: int  # the giving end of `handing`
     ready_fd: int
-    counts_fd: int  # of `counting`
+    counts_fd: int  # the page of `counting`
     cert: str
     key: str
-    client_ca: str  # empty: clients need no certificate
-    refusal: bytes  # what a client that does not speak TLS is sent
+    client_ca: str  # if empty, clients need no certificate
+    refusal: bytes  # sent to a client that does not speak TLS
     log_level: str
     log_format: str
 
@@ -69,7 +71,7 @@ _read_config: Final = msgspec.json.Decoder(AcceptConfig).decode
 
 
 class _Client(Shaking):
-    """A client from `accept` to the end of its handshake. Its first byte tells whether it speaks TLS."""
+    """A client, from `accept` until the end of its handshake. The client's first byte shows whether it speaks TLS."""
 
     def __init__(self, acceptor: Acceptor, sock: socket.socket, address: tuple[str, int]) -> None:
         super().__init__(acceptor.loop, sock, SHAKING_S, network_of(address[0]))
@@ -94,7 +96,7 @@ class _Client(Shaking):
             log.warning("%s:%d does not speak TLS and was refused", *self.address)
             with contextlib.suppress(OSError):
                 self.sock.send(self._acceptor.refusal)
-            Lingering(self.loop, self.sock)
+            LingeringClose(self.loop, self.sock)
         else:
             self.sock.close()
 
@@ -116,8 +118,8 @@ class _Client(Shaking):
             prepare_pair(theirs)
             try:
                 hand_over(self._acceptor.give, theirs, self.address)
-            except OSError as error:  # the shard takes no connections, and more wait for it than may
-                log.warning("%s:%d: the shard takes no connection: %s", *self.address, error)
+            except OSError as error:  # the shard takes no connections, and the queue of waiting ones is full
+                log.warning("%s:%d: the shard did not accept the connection: %s", *self.address, error)
                 ours.close()
                 self.sock.close()
                 return
@@ -135,7 +137,8 @@ class _Client(Shaking):
 
 
 class Acceptor:
-    """Accepts clients on `listener`, until `stop`. `give`: of `handing`. `refusal`: of `AcceptConfig`."""
+    """Accepts clients on `listener`, until `stop`. `give`: the giving end of `handing`. `refusal`: see
+    `AcceptConfig`."""
 
     def __init__(
         self, loop: Loop, listener: socket.socket, give: socket.socket, certificate: Certificate, refusal: bytes
@@ -144,20 +147,20 @@ class Acceptor:
         self.give = give
         self.certificate = certificate
         self.refusal = refusal
-        self.handshakes = self.failed = 0  # that were done; connections that ended before
+        self.handshakes = self.failed = 0  # completed handshakes, and connections that ended during their handshakes
         self.shaking: dict[_Client, None] = {}  # the oldest first
         self._listener = listener
         self._accepts_again = float("inf")
         loop.watch(listener.fileno(), IN, self._accept)
 
     def stop(self) -> None:
-        """Accept no more."""
+        """Accept no more clients."""
         self._accepts_again = float("inf")
         self.loop.forget(self._listener.fileno())
         self._listener.close()
 
     def look(self) -> None:
-        """Go on after a pause."""
+        """Accept clients again when a pause has ended."""
         if self.loop.now >= self._accepts_again:
             self._accepts_again = float("inf")
             self.loop.watch(self._listener.fileno(), IN, self._accept)
@@ -168,9 +171,9 @@ class Acceptor:
                 sock, address = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # the client left already, or no descriptor is free; other connections go on
+            except OSError as error:  # the client has left, or no descriptor is free; other connections continue
                 log.warning("accept failed: %s", error)
-                if error.errno in _NOTHING_LEFT:  # poll would report the listener for ever
+                if error.errno in _NOTHING_LEFT:  # otherwise poll would report the listener again and again
                     self.loop.forget(self._listener.fileno())
                     self._accepts_again = self.loop.now + _PAUSE_S
                 return
@@ -208,7 +211,7 @@ def main() -> None:
     certificate.watch.start()
     loop = Loop()
     acceptor = Acceptor(loop, listener, socket.socket(fileno=config.give_fd), certificate, config.refusal)
-    asked: set[int] = set()  # signals; Python handles them between two steps of the loop
+    asked: set[int] = set()  # the signals that came; Python handles them between two steps of the loop
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _frame: asked.add(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when its processes end

@@ -1,12 +1,13 @@
-"""The TLS process of a client: makes TLS connections for the process that started it, and relays their bytes.
+"""The TLS process of a client. It makes TLS connections for the process that started it, and relays their bytes.
 
-It takes requests on a socket pair (`outgoing` writes them): a connected TCP socket, one end of a pair, the name that
-the server's certificate must have, and the files. It shakes hands, verifies, and joins the two. The first byte that it
-writes to the pair is `READY`, or `FAILED`, with the reason after it. READY comes with the server's first byte: only
-then has a server accepted this client's certificate. Every kvstore server begins with its greeting.
+It takes requests on a socket pair, to which `outgoing` writes. A request has a connected TCP socket, one end of another
+pair, the name that the server's certificate must have, and the names of the files. This process does the handshake,
+verifies the server, and joins the two sockets. It first writes to the pair either `READY`, or `CONNECT_FAILED` and the
+reason. READY is sent when the server's first byte has arrived, because only then has the server certainly accepted this
+client's certificate. Every kvstore server begins with its greeting.
 
-It ends when the process that started it has ended and no connection is left. Only the standard library is imported: a
-client waits for this process to start.
+It ends when the process that started it has ended and no connection is left. It imports only the standard library,
+because a client waits for this process to start.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from kvstore.tls.relay import Joined, prepare_pair
 from kvstore.tls.secured import RECORD_BYTES, Secured
 
 READY: Final = b"\0"
-FAILED: Final = b"\1"
-_MOST_BYTES: Final = 64 << 10
+CONNECT_FAILED: Final = b"\1"
+_MAX_ASKED_BYTES: Final = 64 << 10
 
 
 class _Contexts:
-    """The contexts of the requests so far. One is made again when its files have changed."""
+    """The contexts of all requests so far. If its files have changed, a context is made again."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str, str], tuple[object, ssl.SSLContext]] = {}
 
     def of(self, options: TLSOptions) -> ssl.SSLContext:
-        """-> the context of these options. Raises `TLSError`."""
+        """Return the context of these options. Raises `TLSError`."""
         files = options.ca, options.cert, options.key
         now = signature(*filter(None, files))
         known = self._known.get(files)
@@ -48,7 +49,7 @@ class _Contexts:
 
 
 class _Server(Shaking):
-    """A server from the request to its first byte."""
+    """A connection to a server, from the request until the server's first byte arrives."""
 
     def __init__(self, loop: Loop, sock: socket.socket, pair: socket.socket, timeout_s: float) -> None:
         super().__init__(loop, sock, timeout_s)
@@ -57,7 +58,7 @@ class _Server(Shaking):
         self._context: ssl.SSLContext | None = None
 
     def connect(self, context: ssl.SSLContext, name: str, ca: str) -> None:
-        """Begin."""
+        """Begin the TLS connection."""
         self._context, self._name, self._ca = context, name, ca
         self.shake()
 
@@ -65,7 +66,7 @@ class _Server(Shaking):
         assert self._context is not None
         try:
             return Secured(self.sock, self._context, self._name)
-        except (OSError, ValueError) as error:  # ValueError: a name that cannot be in a certificate
+        except (OSError, ValueError) as error:  # ValueError for a name that cannot be in a certificate
             raise TLSError(f"{self._name}: {error}") from None
 
     def done(self) -> None:
@@ -76,7 +77,7 @@ class _Server(Shaking):
         assert self.tls is not None
         room = memoryview(bytearray(RECORD_BYTES))
         try:
-            with contextlib.suppress(ssl.SSLWantReadError):  # it may have come with the handshake
+            with contextlib.suppress(ssl.SSLWantReadError):  # the first byte may have come with the handshake
                 self.tls.receive(room)
             size = self.tls.read(room[:1])
         except ssl.SSLWantReadError:
@@ -88,7 +89,7 @@ class _Server(Shaking):
             self.failed(ConnectionResetError())
             return
         self.over()
-        with contextlib.suppress(OSError):  # the client has gone: joining notices it
+        with contextlib.suppress(OSError):  # if the client has gone, joining fails later
             self._pair.send(READY + room[:1])
         Joined(self.loop, self.tls, self._pair)
 
@@ -96,13 +97,13 @@ class _Server(Shaking):
         self.over()
         text = str(error) if isinstance(error, TimeoutError | TLSError) else explain(error, self._name, self._ca)
         with contextlib.suppress(OSError):
-            self._pair.send(FAILED + text.encode())
+            self._pair.send(CONNECT_FAILED + text.encode())
         self._pair.close()
         self.sock.close()
 
 
 class _Requests:
-    """Takes requests until the other side has ended."""
+    """Accepts requests until the other side has ended."""
 
     def __init__(self, loop: Loop, control: socket.socket) -> None:
         self.over = False
@@ -113,7 +114,7 @@ class _Requests:
 
     def _take(self, _events: int) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(self._control, _MOST_BYTES, 2)
+            data, fds, _, _ = socket.recv_fds(self._control, _MAX_ASKED_BYTES, 2)
         except BlockingIOError:
             return
         except OSError:

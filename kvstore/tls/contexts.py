@@ -1,6 +1,7 @@
-"""What both sides of TLS agree on: version 1.3 only, certificates from files, and errors that say what to do.
+"""The TLS settings of both sides: only version 1.3, certificates from files, and errors that say what to do.
 
-A key that needs a password is refused, because nobody is there to type it. Nothing here logs or keeps a key's content.
+A key that needs a password is refused, because no user is there to type the password. Nothing here logs or keeps a
+key's content.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ _OTHER_HOST: Final = (62, 64)
 
 
 def server_context(cert: str, key: str, client_ca: str) -> ssl.SSLContext:
-    """-> the context of a server. `client_ca`: clients must have a certificate that it signed; empty: they need none.
+    """Return the context of a server. Raises `TLSError`.
 
-    Raises `TLSError`.
+    `client_ca`: the file of a CA. Clients must have a certificate that this CA signed. If `client_ca` is empty, clients
+    need no certificate.
     """
     context = _context(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # connections live long: resuming would save nothing
+    context.num_tickets = 0  # connections live long, so resuming sessions would save nothing
     _load_own(context, cert, key)
     if client_ca:
         _load_ca(context, client_ca)
@@ -33,7 +35,7 @@ def server_context(cert: str, key: str, client_ca: str) -> ssl.SSLContext:
 
 
 def client_context(options: TLSOptions) -> ssl.SSLContext:
-    """-> the context of a client, which verifies the server's certificate and name. Raises `TLSError`."""
+    """Return the context of a client, which verifies the server's certificate and name. Raises `TLSError`."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     if options.ca in ("", SYSTEM):
         context.load_default_certs(ssl.Purpose.SERVER_AUTH)
@@ -45,7 +47,7 @@ def client_context(options: TLSOptions) -> ssl.SSLContext:
 
 
 def signature(*files: str) -> tuple[tuple[int, ...], ...]:
-    """-> what changes when one of the files is written or replaced."""
+    """Return a value that changes when one of the files is written or replaced."""
     found: list[tuple[int, ...]] = []
     for file in files:
         try:
@@ -71,13 +73,13 @@ def _load_own(context: ssl.SSLContext, cert: str, key: str) -> None:
     try:
         context.load_cert_chain(cert, key, no_password)
     except ValueError as error:
-        raise TLSError(f"{key}: {error}: expected a key without one, in a file that only its user can read") from None
+        raise TLSError(f"{key}: {error}: expected a key without a password, readable by its user only") from None
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise TLSError(f"{key} is not the key of the certificate in {cert}: expected its private key") from None
         raise TLSError(
-            f"{cert} and {key} cannot be used ({error.reason or error}): expected PEM files, the first with the "
-            "certificate and those between it and its CA, the second with its private key"
+            f"{cert} and {key} cannot be used ({error.reason or error}): expected PEM files: the first with the "
+            "certificate and any intermediate certificates, the second with the certificate's private key"
         ) from None
 
 
@@ -86,11 +88,11 @@ def _load_ca(context: ssl.SSLContext, ca: str) -> None:
     try:
         context.load_verify_locations(ca)
     except ssl.SSLError as error:
-        raise TLSError(f"{ca} holds no CA ({error.reason or error}): expected a PEM file of certificates") from None
+        raise TLSError(f"{ca} holds no CA ({error.reason or error}): expected a PEM file of CA certificates") from None
 
 
 def _readable(file: str) -> None:
-    """Raise `TLSError` for what OpenSSL could not read, or would wait for, as for a pipe."""
+    """Raise `TLSError` for a file that OpenSSL cannot read, or for which it would wait, such as a pipe."""
     try:
         with open_regular(file):
             pass
@@ -99,8 +101,8 @@ def _readable(file: str) -> None:
 
 
 def explain(error: OSError, host: str, ca: str) -> str:
-    """-> why the connection to a server failed, and what to do. `host`: the name that was expected; `ca`: of
-    `TLSOptions`."""
+    """Return a text that says why the connection to a server failed, and what to do. `host`: the expected name. `ca`:
+    see `TLSOptions`."""
     if isinstance(error, ssl.SSLCertVerificationError):
         said = error.verify_message
         if error.verify_code == _EXPIRED:

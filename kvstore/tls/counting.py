@@ -1,5 +1,5 @@
-"""What a TLS process has counted, and when it was last seen to run, on a page of memory that the supervisor shares.
-Reading it asks no process."""
+"""The counts of a TLS process and the time when it last ran, on a page of memory that it shares with the supervisor.
+The supervisor reads the page and needs no request to the process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ _BYTES: Final = mmap.PAGESIZE
 
 
 class Counts(NamedTuple):
-    """Since the process started."""
+    """Counts since the process started."""
 
-    connections: int = 0  # that are open
-    handshakes: int = 0  # that were done
-    failed: int = 0  # connections that ended before
-    seen_ms: int = 0  # when they were written, on the monotonic clock of the host
+    connections: int = 0  # connections that are open now
+    handshakes: int = 0  # handshakes that were completed
+    failed: int = 0  # connections that ended before their handshake was completed
+    seen_ms: int = 0  # when the counts were written, by the host's monotonic clock
 
 
 class CountsPage:
-    """The page. One process writes it, others read it; a number is never half written."""
+    """A page of memory with counts. One process writes the page, and others read it. A reader never sees a number that
+    is half written."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """fd: of a page that is there. None: make one. Raises `OSError`."""
+        """Use the page of the descriptor `fd`, or make a page if `fd` is None. Raises `OSError`."""
         self.fd = os.memfd_create("kvstore-tls-counts", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, _BYTES)
@@ -35,5 +36,5 @@ class CountsPage:
             self._numbers[at] = count
 
     def read(self) -> Counts:
-        """-> the counts."""
+        """Return the counts."""
         return Counts(*self._numbers[: len(Counts._fields)])

@@ -1,11 +1,11 @@
-"""The loop of a process for TLS: one thread, any number of connections, and the handshakes of those that begin.
+"""The loop of a TLS process: one thread serves any number of connections and the handshakes of new ones.
 
-A handshake takes up to a millisecond of this thread, and whoever reaches the port can begin one. So data go first:
-there is one step of a handshake in a turn of the loop, and while data flow, all steps together take `SHAKING_SHARE` of
-the time. Networks take turns (`Handshakes`).
+A handshake takes up to a millisecond of this thread, and any client that reaches the port can begin one. So data have
+priority: each turn of the loop takes at most one step of a handshake. While data flow, all these steps together take at
+most the fraction `SHAKING_SHARE` of the time. The clients' networks take turns (`Handshakes`).
 
-`ssl` gives no two threads one connection, so there is one thread; OpenSSL works without the interpreter's lock, but
-nothing else here needs it.
+`ssl` does not let two threads use one connection, so there is one thread. OpenSSL releases the interpreter's lock while
+it works, but nothing else in this process needs the lock.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Final
 from kvstore.tls.secured import Secured
 
 SCRATCH_BYTES: Final = 288 << 10
-LOOK_S: Final = 0.25  # how often deadlines are looked at
-FLOW_S: Final = 0.02  # so long after the last bytes, data count as flowing
-SHAKING_SHARE: Final = 0.25  # of the time, while data flow
-LINGER_S: Final = 2.0  # for a client to read the last bytes before its connection is closed
+DEADLINE_POLL_S: Final = 0.25  # how often deadlines are checked
+FLOW_S: Final = 0.02  # for this long after the last bytes, data count as flowing
+SHAKING_SHARE: Final = 0.25  # the share of the time for handshakes while data flow
+LINGER_S: Final = 2.0  # how long a client may take to read the last bytes; after that, its connection is closed
 IN: Final = select.EPOLLIN
 OUT: Final = select.EPOLLOUT
 
@@ -33,26 +33,27 @@ Handler = Callable[[int], None]
 
 
 class Loop:
-    """Calls handlers when descriptors are ready, and `housekeeping` every `LOOK_S`."""
+    """Calls handlers when descriptors are ready, and `housekeeping` every `DEADLINE_POLL_S`."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()
-        self.kept_bytes = 0  # by all connections: what their other sides did not take, and memory for large chunks
-        self.waiting: dict[Deadline, None] = {}  # what has a deadline
-        self.joined = 0  # connections
+        self.kept_bytes = 0  # of all connections: bytes that could not be sent yet, and memory for large chunks
+        self.waiting: dict[Deadline, None] = {}  # everything that has a deadline
+        self.joined = 0  # the number of joined connections
         self.flowed = 0.0  # when bytes of a connection were last moved
         self.handshakes = Handshakes()
-        self.scratch = memoryview(bytearray(SCRATCH_BYTES))  # of whatever has its turn
+        self.scratch = memoryview(bytearray(SCRATCH_BYTES))  # used by the connection whose turn it is
         self._poll = select.epoll()
         self._handlers: dict[int, tuple[Handler, int]] = {}
 
     @property
     def idle(self) -> bool:
-        """No connection is open."""
+        """Whether no connection is open."""
         return not self.joined and not self.waiting
 
     def watch(self, fd: int, events: int, handler: Handler) -> None:
-        """Call `handler(events)` when `fd` is ready for one of `events`. No events: not even for its end."""
+        """Call `handler(events)` when `fd` is ready for one of `events`. If `events` is 0, the handler is not called,
+        even if the other side closes the connection."""
         before = self._handlers.get(fd)
         if events:
             self._handlers[fd] = handler, events
@@ -65,30 +66,30 @@ class Loop:
             self._poll.unregister(fd)
 
     def forget(self, fd: int) -> None:
-        """Stop watching a descriptor. Call this before it is closed."""
+        """Stop watching a descriptor. Call this before you close the descriptor."""
         self.watch(fd, 0, lambda _events: None)
 
     def run(self, over: Callable[[], bool], housekeeping: Callable[[], None]) -> None:
-        """Run until `over`, which is asked after each turn."""
+        """Run until `over()` returns True. The loop calls `over` before each turn."""
         look_at = 0.0
         while not over():
-            patience_s = min(LOOK_S, self.handshakes.due_s(self.now, self.flowed))
+            patience_s = min(DEADLINE_POLL_S, self.handshakes.due_s(self.now, self.flowed))
             for fd, events in self._poll.poll(patience_s):
                 found = self._handlers.get(fd)
-                if found is not None:  # else an earlier event of this turn has closed it
+                if found is not None:  # otherwise an earlier event of this turn has closed it
                     found[0](events)
             self.now = time.monotonic()
             if self.handshakes.due_s(self.now, self.flowed) == 0.0:
                 self.handshakes.step(self.now)
             if self.now >= look_at:
-                look_at = self.now + LOOK_S
+                look_at = self.now + DEADLINE_POLL_S
                 for waiting in [each for each in self.waiting if each.deadline < self.now]:
                     waiting.expire()
                 housekeeping()
 
 
 class Deadline:
-    """Something in the loop that must end by a time."""
+    """An object in the loop that must end by a given time."""
 
     def __init__(self, loop: Loop, timeout_s: float) -> None:
         self.loop = loop
@@ -96,18 +97,19 @@ class Deadline:
         loop.waiting[self] = None
 
     def expire(self) -> None:
-        """The time has come. Must call `over`."""
+        """Called when the time has come: end this object. Must call `over`."""
         raise NotImplementedError
 
     def over(self) -> None:
-        """It has ended."""
+        """Remove this object from the loop, because it has ended."""
         self.loop.waiting.pop(self, None)
 
 
 class Shaking(Deadline):
-    """A connection until its handshake is done. A subclass says what happens then; it calls `over` first.
+    """A connection until its handshake is complete. A subclass defines what happens then, and must call
+    `over`.
 
-    network: whose turn it takes among handshakes.
+    `network`: the client's network. Handshakes of one network share the network's turns.
     """
 
     def __init__(self, loop: Loop, sock: socket.socket, timeout_s: float, network: str = "") -> None:
@@ -118,24 +120,24 @@ class Shaking(Deadline):
         self._timeout_s = timeout_s
 
     def begin(self) -> Secured:
-        """-> `sock` with TLS; its handshake is not done. Raises `OSError` or `ValueError`."""
+        """Return `sock` with TLS, before its handshake. Raises `OSError` or `ValueError`."""
         raise NotImplementedError
 
     def shake(self, _events: int = 0) -> None:
-        """The handshake can go on: let it wait for its turn, in which `step` is called."""
+        """Let this handshake, which can continue, wait for its turn. `step` is called in that turn."""
         self.loop.forget(self.sock.fileno())
         self.loop.handshakes.add(self)
 
     def done(self) -> None:
-        """The handshake is done."""
+        """Called when the handshake is complete."""
         raise NotImplementedError
 
     def failed(self, error: OSError) -> None:
-        """It has failed. Must close the socket."""
+        """Called when the handshake has failed. Must close the socket."""
         raise NotImplementedError
 
     def step(self) -> None:
-        """Go on with the handshake, for as long as there is something to read."""
+        """Continue the handshake while there is something to read."""
         try:
             if self.tls is None:
                 self.tls = self.begin()
@@ -161,18 +163,18 @@ class Shaking(Deadline):
 
 
 class Handshakes:
-    """Handshakes that can go on: one of each network in turn, the oldest one first."""
+    """The handshakes that can continue. The networks take turns, each with its oldest handshake."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, deque[Shaking]] = {}  # by network, whose turn it is first
-        self._pause_until = 0.0  # if data flow
+        self._lines: dict[str, deque[Shaking]] = {}  # by network; the next turn belongs to the first network
+        self._pause_until = 0.0  # while data flow
 
     def add(self, shaking: Shaking) -> None:
-        """Let one wait for its turn."""
+        """Let a handshake wait for its turn."""
         self._lines.setdefault(shaking.network, deque()).append(shaking)
 
     def remove(self, shaking: Shaking) -> None:
-        """It has ended, perhaps before its turn."""
+        """Remove a connection that has ended, perhaps before its turn."""
         line = self._lines.get(shaking.network)
         if line is not None and shaking in line:
             line.remove(shaking)
@@ -180,7 +182,7 @@ class Handshakes:
                 del self._lines[shaking.network]
 
     def due_s(self, now: float, flowed: float) -> float:
-        """-> seconds until the next step; inf: none waits."""
+        """Return the seconds until the next step; inf if no handshake waits."""
         if not self._lines:
             return float("inf")
         return max(0.0, min(self._pause_until, flowed + FLOW_S) - now)
@@ -197,8 +199,9 @@ class Handshakes:
         self._pause_until = now + (time.thread_time() - began) / SHAKING_SHARE
 
 
-class Lingering(Deadline):
-    """A connection whose last bytes were sent: closed when its other side has closed it, so that they are not lost."""
+class LingeringClose(Deadline):
+    """A connection whose last bytes were sent. It is closed only after the other side has closed it, or after
+    `LINGER_S` seconds, so that no bytes are lost."""
 
     def __init__(self, loop: Loop, sock: socket.socket) -> None:
         super().__init__(loop, LINGER_S)
@@ -214,7 +217,7 @@ class Lingering(Deadline):
         except BlockingIOError:
             return
         except OSError:
-            pass  # the end all the same
+            pass  # the connection ends in any case
         self.expire()
 
     def expire(self) -> None:

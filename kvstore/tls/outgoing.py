@@ -1,7 +1,8 @@
-"""A client's TLS connections: `join` makes one of a TCP connection, and returns a socket that carries its plain bytes.
+"""A client's TLS connections. `join` makes a TLS connection over a TCP connection, and returns a socket that carries
+the plain bytes.
 
-Each process that calls it has one TLS process (`connecting`), which starts with the first call and outlives neither
-this process nor its last connection. A child process after a fork starts its own. Thread-safe.
+Each process that calls `join` has one TLS process (`connecting`). The TLS process starts with the first call, and ends
+when the calling process and its last connection have ended. A forked child starts its own TLS process. Thread-safe.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from typing import Final
 import kvstore
 from kvstore.tls import TLSError, TLSOptions
 
-_READY: Final = b"\0"  # of `connecting`
+_READY: Final = b"\0"  # the first byte from `connecting`
 _MOST_REASON_BYTES: Final = 4096
-_PAIR_BYTES: Final = 512 << 10  # that the kernel may hold of what this process sends
+_PAIR_BYTES: Final = 512 << 10  # how many sent bytes of this process the kernel may hold
 _CODE: Final = str(Path(kvstore.__file__).resolve().parent.parent)
-_RUN: Final = "import sys; sys.path.insert(0, sys.argv.pop(1)); from kvstore.tls.connecting import main; main()"
+_RUN_RELAY: Final = "import sys; sys.path.insert(0, sys.argv.pop(1)); from kvstore.tls.connecting import main; main()"
 
 
 def dial(options: TLSOptions, address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """-> a TLS connection to host and port, as `join` makes it. Raises like it, and `ValueError` for a host that cannot
-    be one."""
+    """Return a TLS connection to a host and port, made by `join`. Raises the errors of `join`, and `ValueError` for an
+    invalid host."""
     deadline = time.monotonic() + timeout_s
     return join(socket.create_connection(address, timeout_s), address[0], options, deadline)
 
@@ -43,11 +44,11 @@ def join(
     deadline: float,
     trying: Callable[[socket.socket], None] = lambda _sock: None,
 ) -> socket.socket:
-    """-> a socket that carries the plain bytes of a TLS connection over `sock`, which is connected to `host`, and which
-    this call takes over. Nothing was sent but the handshake, which has verified the server.
+    """Return a socket that carries the plain bytes of a TLS connection over `sock`, which is connected to `host`.
 
-    `trying` is told the socket before the call waits for the handshake: another thread may shut it down. Raises
-    `TLSError`, `TimeoutError` after `deadline`, or another `OSError`.
+    This call takes ownership of `sock`. When the call returns, the handshake has verified the server, and nothing else
+    has been sent. `trying` is called with the new socket before this call waits for the handshake, so that another
+    thread can shut the socket down. Raises `TLSError`, `TimeoutError` after `deadline`, or another `OSError`.
     """
     near, far = socket.socketpair()
     try:
@@ -75,8 +76,9 @@ def join(
 
 
 def _request(data: bytes, fds: list[int]) -> None:
-    """Send a request to this process's TLS process. Starts it if there is none, or none any more. Raises `OSError`."""
-    global _control  # noqa: PLW0603 - one a process
+    """Send a request to this process's TLS process. Start that process if there is none, or if it has ended. Raises
+    `OSError`."""
+    global _control  # noqa: PLW0603 - one per process
     with _lock:
         if _control is not None:
             try:
@@ -99,7 +101,7 @@ def _start() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _RUN, _CODE, str(theirs.fileno())],
+            [sys.executable, "-I", "-S", "-c", _RUN_RELAY, _CODE, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -109,7 +111,7 @@ def _start() -> socket.socket:
 
 
 def _end() -> None:
-    """The process may end: it does so when its connections have."""
+    """Let the TLS process end once its connections have ended."""
     global _control  # noqa: PLW0603
     if _control is not None:
         with contextlib.suppress(OSError):
@@ -120,11 +122,11 @@ def _end() -> None:
 def _after_fork_in_child() -> None:
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()
-    _end()  # it is the parent's
+    _end()  # the connection is to the parent's TLS process
 
 
 _lock = threading.Lock()
-_control: socket.socket | None = None  # to this process's TLS process
+_control: socket.socket | None = None  # the connection to this process's TLS process
 
 atexit.register(_end)
 os.register_at_fork(after_in_child=_after_fork_in_child)

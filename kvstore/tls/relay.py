@@ -1,11 +1,11 @@
 """Joins TLS connections to socket pairs.
 
-A `Joined` connection takes a chunk at a time through the loop's own memory. What the other side did not take is kept,
-and then nothing more is read in this direction until it was taken. So a slow reader on either side slows its writer
-down, as one TCP connection would, and neither direction waits for the other. Chunks are as large as a TLS record, until
-a direction of a connection has more to move: then it gets chunks of `READ_BYTES` or `WRITE_BYTES`, and OpenSSL memory
-for them, which it keeps. All that is kept is bounded: beyond `KEPT_BYTES` each connection has two records in each
-direction.
+A `Joined` connection moves one chunk at a time through the loop's own memory. Bytes that the other side did not take
+are kept, and until they are taken, nothing more is read in this direction. So a slow reader on either side slows its
+writer down, as in one TCP connection, and neither direction waits for the other. At first, a chunk is as large as a TLS
+record. A direction with more bytes to move gets chunks of `READ_BYTES` or `RELAY_CHUNK_BYTES`, and keeps the memory
+that OpenSSL needs for them. The memory that all connections keep is limited: beyond `RELAY_BUFFERS`, each connection
+has two records in each direction.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ import socket
 import ssl
 from typing import Final
 
-from kvstore.tls.loop import IN, OUT, SCRATCH_BYTES, Lingering, Loop
+from kvstore.tls.loop import IN, OUT, SCRATCH_BYTES, LingeringClose, Loop
 from kvstore.tls.secured import RECORD_BYTES, Secured
 
-READ_BYTES: Final = SCRATCH_BYTES - 2 * RECORD_BYTES  # a chunk from a TLS connection, before which a record had begun
-WRITE_BYTES: Final = 112 << 10  # a chunk to one; larger and smaller ones take more processor time
-KEPT_BYTES: Final = 64 << 20
+READ_BYTES: Final = SCRATCH_BYTES - 2 * RECORD_BYTES  # a chunk from a TLS connection, which may follow part of a record
+RELAY_CHUNK_BYTES: Final = 112 << 10  # a chunk to a TLS connection; larger and smaller chunks take more CPU time
+RELAY_BUFFERS: Final = 64 << 20
 PAIR_BYTES: Final = 512 << 10  # in the kernel, for each direction of a pair
 
 
 class Joined:
-    """A TLS connection after its handshake, and the pair to which it is joined. Both sockets do not block."""
+    """A TLS connection after its handshake, and the socket of a pair to which it is joined. Both sockets are
+    non-blocking."""
 
     def __init__(self, loop: Loop, tls: Secured, pair: socket.socket) -> None:
         self._loop = loop
         self._tls = tls
         self._pair = pair
-        self._to_pair = memoryview(b"")  # what it did not take
+        self._to_pair = memoryview(b"")  # bytes that the pair did not take
         self._reads = Room(loop, READ_BYTES)
-        self._writes = Room(loop, WRITE_BYTES)
-        self._kept_bytes = 0  # of `loop.kept_bytes`, without rooms
+        self._writes = Room(loop, RELAY_CHUNK_BYTES)
+        self._kept_bytes = 0  # the bytes counted in `loop.kept_bytes`, except for those of `Room`
         self._tls_over = False
         self._closed = False
         loop.joined += 1
-        self._decrypt()  # what came with the handshake
+        self._decrypt()  # bytes may have come with the handshake
         self.on_tls(IN)
         self.on_pair(IN)
 
     def on_tls(self, events: int) -> None:
-        """The TLS side is ready."""
+        """Handle events of the TLS side."""
         if self._closed:
             return
         if events & OUT:
@@ -59,12 +60,12 @@ class Joined:
 
     @property
     def _reads_tls(self) -> bool:
-        """Whether more may come from the TLS side."""
+        """Whether the TLS side may send more."""
         over = self._closed or self._tls_over
         return not (over or self._to_pair or self._tls.answers_bytes > RECORD_BYTES)
 
     def on_pair(self, events: int) -> None:
-        """The pair is ready."""
+        """Handle events of the pair."""
         if self._closed:
             return
         if events & OUT:
@@ -85,7 +86,7 @@ class Joined:
         self._settle()
 
     def _decrypt(self) -> None:
-        """Give the pair what has arrived in whole records."""
+        """Decrypt the records that have arrived whole, and send their bytes to the pair."""
         room, got = self._loop.scratch, 0
         try:
             while size := self._tls.read(room[got : got + RECORD_BYTES]):
@@ -97,7 +98,7 @@ class Joined:
             self._tls_over = True
         if got:
             self._give(room[:got])
-        self._flush()  # what OpenSSL answered by itself
+        self._flush()  # sends OpenSSL's own answers
 
     def _give(self, data: memoryview) -> None:
         """Send decrypted bytes to the pair, and keep what it does not take."""
@@ -106,10 +107,10 @@ class Joined:
             sent = self._pair.send(data)
         except BlockingIOError:
             sent = 0
-        except OSError:  # its owner has closed it
+        except OSError:  # the pair's owner has closed it
             self.close()
             return
-        # What was kept before is not in the loop's memory.
+        # Bytes that were kept before are not in the loop's memory.
         self._to_pair = data[sent:] if self._to_pair else memoryview(bytes(data[sent:]))
 
     def _encrypt(self, data: memoryview) -> None:
@@ -130,7 +131,7 @@ class Joined:
                 self.close()
 
     def _settle(self) -> None:
-        """Count what is kept, and watch for what can go on."""
+        """Count the bytes that are kept, and watch for the events after which each direction can continue."""
         if self._tls_over and not self._to_pair:
             self.close()
         if self._closed:
@@ -144,10 +145,11 @@ class Joined:
         loop.watch(self._pair.fileno(), (0 if unsent else IN) | (OUT if self._to_pair else 0), self.on_pair)
 
     def _end(self) -> None:
-        """The pair's owner has closed it, and all that it sent was sent on: close the connection in good order."""
+        """Close the connection in good order, after the pair's owner has closed the pair and all its bytes were
+        forwarded."""
         self._tls.say_goodbye()
         self._leave()
-        Lingering(self._loop, self._tls.sock)
+        LingeringClose(self._loop, self._tls.sock)
 
     def close(self) -> None:
         """Close both sides now."""
@@ -168,34 +170,35 @@ class Joined:
 
 
 class Room:
-    """How much one direction of a connection may take at a time: a record, or a chunk once it has had a record's worth
-    at once, if there is memory for the chunk, which OpenSSL then keeps until the connection ends."""
+    """The room for one direction of a connection: how many bytes it may move at a time. At first this is one record.
+    After the direction has moved a full record at once, it gets a chunk if there is memory for that. OpenSSL keeps this
+    memory until the connection ends."""
 
     def __init__(self, loop: Loop, most: int) -> None:
-        """most: bytes of a chunk."""
+        """`most`: the size of a chunk in bytes."""
         self._loop = loop
         self._most = most
         self._kept_bytes = 0
 
     def chunk(self) -> memoryview:
-        """Memory for the next chunk, of the loop."""
+        """Return the part of the loop's memory that the next chunk may use."""
         loop = self._loop
-        return loop.scratch[: self._most if self._kept_bytes and loop.kept_bytes <= KEPT_BYTES else RECORD_BYTES]
+        return loop.scratch[: self._most if self._kept_bytes and loop.kept_bytes <= RELAY_BUFFERS else RECORD_BYTES]
 
     def filled(self, size: int) -> None:
-        """So many bytes came."""
+        """Record that `size` bytes came at once."""
         if not self._kept_bytes and size >= RECORD_BYTES:
-            kept_bytes = (self._most + RECORD_BYTES) * 4 // 3  # OpenSSL takes a third more than it needs
-            if self._loop.kept_bytes + kept_bytes <= KEPT_BYTES:
+            kept_bytes = (self._most + RECORD_BYTES) * 4 // 3  # OpenSSL allocates a third more than it needs
+            if self._loop.kept_bytes + kept_bytes <= RELAY_BUFFERS:
                 self._loop.kept_bytes += kept_bytes
                 self._kept_bytes = kept_bytes
 
     def close(self) -> None:
-        """The connection ends."""
+        """Release the memory, because the connection ends."""
         self._loop.kept_bytes -= self._kept_bytes
 
 
 def prepare_pair(sock: socket.socket) -> None:
-    """Make room in the kernel for large pieces, in one direction of a pair."""
+    """Give one direction of a pair enough room in the kernel for large pieces."""
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PAIR_BYTES)

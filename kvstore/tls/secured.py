@@ -1,7 +1,8 @@
-"""A TLS connection over a socket that does not block; OpenSSL works in memory, not on the socket.
+"""A TLS connection over a non-blocking socket. OpenSSL works in memory, not on the socket.
 
-Over a socket, OpenSSL reads each record in two system calls, its head and the rest, and writes it in one. Here one call
-moves as many records as there are. The price is that the kernel's own TLS (kTLS), which needs sockets, cannot help.
+If OpenSSL uses a socket, it reads each record in two system calls, one for its head and one for the rest, and writes
+each record in one system call. Here one call moves all records that have arrived or are to be sent. The price is that
+the kernel's own TLS (kTLS), which needs sockets, cannot help.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ RECORD_BYTES: Final = 16 << 10  # the most that a TLS record carries
 
 
 class Secured:
-    """`sock` with TLS. server_name: whose certificate it must be; None: this is the server's side.
+    """`sock` with TLS. Not thread-safe.
 
-    unsent: what is encrypted and the socket has not taken. Not thread-safe. Raises `ssl.SSLError`, or `ValueError` for
-    a name that cannot be in a certificate.
+    `server_name`: the name that the server's certificate must have; None on the server's side.
+    `unsent`: encrypted bytes that the socket has not taken.
+    Raises `ssl.SSLError`, or `ValueError` for a name that cannot be in a certificate.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_name: str | None = None) -> None:
         self.sock = sock
         self.unsent = memoryview(b"")
-        self._unsent_bytes = 0  # memory that has it
+        self._unsent_bytes = 0  # the size of the memory that holds `unsent`
         self._arrived, self._encrypted = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
             self._arrived, self._encrypted, server_side=server_name is None, server_hostname=server_name
@@ -32,17 +34,18 @@ class Secured:
 
     @property
     def answers_bytes(self) -> int:
-        """What OpenSSL answers by itself, as when it is asked for new keys, while `unsent` has not gone."""
+        """The size of the messages that wait behind `unsent` and that OpenSSL itself has made, for example the answer
+        to a request for new keys."""
         return self._encrypted.pending
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that has what the socket has not taken."""
+        """The size of the memory for bytes that the socket has not taken."""
         return self._unsent_bytes + self._encrypted.pending
 
     def shake(self) -> None:
-        """Go on with the handshake. Raises `ssl.SSLWantReadError` or `ssl.SSLWantWriteError` when it waits for the
-        socket, and another `OSError` when it has failed, of which the other side was told."""
+        """Continue the handshake. Raises `ssl.SSLWantReadError` or `ssl.SSLWantWriteError` if it must wait for the
+        socket. Raises another `OSError` if the handshake has failed. The other side was notified of that."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -58,8 +61,9 @@ class Secured:
                 return
 
     def receive(self, room: memoryview) -> int:
-        """Take up what has arrived, `room` at most, which is memory for this call. -> bytes; 0: the other side has
-        closed the connection. Raises `ssl.SSLWantReadError` when nothing has arrived, or another `OSError`."""
+        """Receive as many of the arrived bytes as fit `room`, which is used only during this call. Return the number of
+        bytes, or 0 if the other side has closed the connection. Raises `ssl.SSLWantReadError` when nothing has arrived,
+        or another `OSError`."""
         try:
             size = self.sock.recv_into(room)
         except BlockingIOError:
@@ -71,9 +75,10 @@ class Secured:
         return size
 
     def read(self, room: memoryview) -> int:
-        """Decrypt one record, or the rest of one. -> bytes; 0: the other side sends no more. Raises
-        `ssl.SSLWantReadError` when the next record is not complete, and `ssl.SSLError` when it was changed."""
-        size: int = self._tls.read(len(room), room)  # type: ignore[assignment]  # into memory it returns a size
+        """Decrypt one record, or the rest of one, into `room`. Return the number of bytes, or 0 if the other side sends
+        no more. Raises `ssl.SSLWantReadError` if the next record is not complete, and `ssl.SSLError` if the record was
+        changed on its way."""
+        size: int = self._tls.read(len(room), room)  # type: ignore[assignment]  # with a buffer, it returns a size
         return size
 
     def write(self, data: memoryview) -> None:
@@ -82,8 +87,8 @@ class Secured:
             data = data[self._tls.write(data) :]
 
     def flush(self) -> bool:
-        """Send what is encrypted; what the socket does not take stays in `unsent`. -> whether nothing stays. Raises
-        `OSError`."""
+        """Send encrypted bytes. Bytes that the socket does not take stay in `unsent`. Return whether all bytes were
+        sent. Raises `OSError`."""
         while self.unsent or self._encrypted.pending:
             if not self.unsent:
                 self.unsent = memoryview(self._encrypted.read())
@@ -96,7 +101,8 @@ class Secured:
         return True
 
     def say_goodbye(self) -> None:
-        """Tell the other side that no more comes; it need not answer. What the socket does not take is lost."""
+        """Notify the other side that no more bytes come. The other side need not answer. Bytes that the socket does not
+        take are lost."""
         with contextlib.suppress(OSError):
             self._tls.unwrap()
         with contextlib.suppress(OSError):

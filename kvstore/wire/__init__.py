@@ -1,7 +1,7 @@
 """The wire protocol of server and clients: messages (a pure codec), ZMTP framing, and a blocking connection to a shard.
 
-This package exports all of the codec, so that a new message is named in its own module only. Import everything else
-from its module.
+This package exports the whole codec, so a new message needs to be named only in its own module. Import everything else
+from the module that defines it.
 """
 
 # ruff: noqa: F403

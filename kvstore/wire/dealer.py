@@ -1,14 +1,15 @@
-"""The DEALER's side of a connection: does the handshake, and assigns replies to their requests.
+"""The DEALER's side of a connection, which does the handshake and assigns replies to their requests.
 
-Two kinds of connections use it: `kvstore.wire.asking`, which sends one request at a time, and the client's links, which
-many callers share. A `Dealer` is the `zmtp.FrameSink` of one connection; an `Answer` collects the reply to one request.
-For a payload frame the answer gives the memory before any byte of the frame is read.
+Two kinds of connections use it: `kvstore.wire.queries`, which sends one request at a time, and the client's links,
+which many callers share. A `Dealer` is the `zmtp.FrameSink` of one connection. A `ReplyCollector` collects the reply to
+one request; it provides the memory for a payload frame before any byte of the frame is read.
 
-Messages from a shard are not trusted: WELCOME must fit the HELLO, a PART must contain blocks that were requested, each
-once, and every size is checked before memory is allocated or written to. A message that breaks these rules raises
-`WireError` or `ZMTPError`, and the connection must end. Not thread-safe: the owner uses a lock, or one thread.
+Messages from a shard are not trusted. WELCOME must fit the HELLO, and a PART must contain only blocks that were
+requested, and each of them once. Every size is checked before memory is allocated or written to. A message that breaks
+these rules raises `WireError` or `ZMTPError`, and the connection must end. A `Dealer` is not thread-safe, so its owner
+uses a lock or one thread.
 
-Over 400 lines because the answers of requests and the connection on which they come check each message together.
+Over 400 lines because the answers and the connection on which they arrive check each message together.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from kvstore.wire.remote_memory import DESCRIPTORS, RemoteMemoryError, Sharing, 
 from kvstore.wire.shared import MAX_REFERENCES, Loan, SharedFiles
 from kvstore.wire.verbs import Reply
 
-MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # fits INFO of as many namespaces as a shard keeps
-MAX_SHARDS: Final = 256  # of a node, in WELCOME
+MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # room for INFO about all namespaces that a shard keeps
+MAX_SHARDS: Final = 256  # of one node, in WELCOME
 _HANDSHAKE_BYTES: Final = 1 << 16
 _NO_ATTRIBUTES: Final[Attributes] = np.empty(0, dtype=attributes_dtype(0))
 _NO_POSITIONS: Final[npt.NDArray[np.uint32]] = np.empty(0, dtype=np.uint32)
@@ -64,7 +65,8 @@ _NO_SUMS: Final[npt.NDArray[np.uint64]] = np.empty(0, dtype=np.uint64)
 
 
 class Refusal(Exception):
-    """The shard refused a request; has the code and the sentence of its ERROR. The connection can still be used."""
+    """The shard refused a request. The error has the code and the sentence of the shard's ERROR message. The connection
+    can still be used."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -72,21 +74,21 @@ class Refusal(Exception):
 
 
 @dataclass
-class Lent:
-    """Blocks of a PART that are in shared memory: the keys' positions in the request, and the blocks' checksums."""
+class SharedBlocks:
+    """The blocks of a PART that are in shared memory, with their keys' positions in the request and their checksums."""
 
     positions: npt.NDArray[np.uint32]
     sums: npt.NDArray[np.uint64]
     loan: Loan
     files: SharedFiles  # to which the loan must be returned
-    read: int = 0  # so many of them were read
+    read: int = 0  # the number of blocks that were read
 
     def give_back(self) -> None:
         """Return the loan. Does nothing if it was returned before."""
         self.files.returned(self.loan)
 
 
-class Answer:
+class ReplyCollector:
     """Collects the reply to one request. A subclass that expects payload must implement `begin_payload`."""
 
     __slots__ = ("complete", "done", "error", "following", "id", "kept", "lent", "payload_bytes", "reply", "sent_at")
@@ -97,47 +99,48 @@ class Answer:
         self.complete = False  # the message that is arriving is the last one
         self.error: Exception | None = None
         self.reply: Reply | None = None
-        self.payload_bytes = 0  # size of the next frame if it is payload; 0: no payload frame is expected
-        self.following = 0  # payload bytes that the shard has announced to follow this message
+        self.payload_bytes = 0  # size of the next frame if it is payload; 0 if no payload frame is expected
+        self.following = 0  # how many payload bytes follow this message, as the shard has announced
         self.sent_at = 0.0  # when the request was sent completely; 0 before that, and after the reply began
-        self.lent: deque[Lent] = deque()  # blocks in shared memory that the caller has to read and to return
-        self.kept = False  # blocks that were lent are read on: who reads them releases the GET
+        self.lent: deque[SharedBlocks] = deque()  # blocks in shared memory that the caller has to read and return
+        self.kept = False  # the caller still reads blocks that were lent, and will release the GET
 
     def land(self) -> Landing | None:
-        """-> the memory for all payload, if it is known before the request is sent: then only other replies come to
-        this object's other methods."""
+        """Return the memory for all payload if it is known before the request is sent, otherwise None. If this method
+        returns memory, the other methods are called only for replies that are not PARTs."""
         return None
 
     def begin_message(self, reply: Reply) -> None:
-        """Take the header of a message. Raises `WireError`."""
+        """Accept the header of a message. Raises `WireError`."""
         self.reply = reply
         self.complete = True
 
     def begin_payload(self) -> list[memoryview]:
-        """-> the memory for the next frame: writable views of `payload_bytes` together."""
+        """Return the memory for the next frame: writable views, of `payload_bytes` in total."""
         raise NotImplementedError  # not called while `payload_bytes` is 0
 
     def end_payload(self) -> None:
-        """The payload is complete in the views of `begin_payload`."""
+        """Called when the payload is complete in the views of `begin_payload`."""
 
     def return_loans(self) -> None:
-        """Return what was lent and not read."""
+        """Return all loans whose blocks the caller has not read."""
         while self.lent:
-            self.lent[0].give_back()  # first: an interrupt may come in between
+            self.lent[0].give_back()  # before `popleft`, as an interrupt may come in between
             self.lent.popleft()
 
     def fail(self, error: Exception) -> None:
-        """End the answer with an error, unless it is done."""
+        """End the answer with an error, unless it is complete."""
         if not self.done:
             self.error = error
             self.done = True
 
 
-class GetAnswer(Answer):
+class GetAnswer(ReplyCollector):
     """Collects the reply to a GET of `count` keys.
 
-    A subclass gives the memory for the blocks of a PART. They are the blocks of the keys at `part_positions`, and have
-    the checksums `part_sums` and the `part_attributes`. `key_bytes`: of the keys, if the GET asks for attributes.
+    A subclass provides the memory for the blocks of a PART. They are the blocks of the keys at `part_positions`, with
+    the checksums `part_sums` and the attributes `part_attributes`. `key_bytes`: the length of the keys, if the GET
+    requests attributes.
     """
 
     __slots__ = (
@@ -159,7 +162,7 @@ class GetAnswer(Answer):
         self.part_positions = _NO_POSITIONS
         self.part_sums = _NO_SUMS
         self._most = frame_blocks(max(1, block_bytes))
-        self._wanted = np.ones(count, dtype=np.bool_)  # by position: the block has not come yet
+        self._wanted = np.ones(count, dtype=np.bool_)  # for each position, whether the block has not come yet
         self._left = count
 
     def begin_message(self, reply: Reply) -> None:
@@ -168,7 +171,10 @@ class GetAnswer(Answer):
             return
         count, rest = divmod(len(reply.positions), 4)
         if rest or len(reply.sums) != count * CHECKSUM_BYTES:
-            raise _broken(f"a PART with {len(reply.positions)} bytes of positions and {len(reply.sums)} of checksums")
+            raise _broken(
+                f"a PART with {len(reply.positions)} bytes of positions and {len(reply.sums)} bytes of checksums: "
+                f"expected 4 and {CHECKSUM_BYTES} bytes per block"
+            )
         most = MAX_REFERENCES if reply.references else self._most
         if count > most:
             raise _broken(f"a PART of {count} blocks: expected at most {most} blocks of {self.block_bytes} bytes")
@@ -182,14 +188,14 @@ class GetAnswer(Answer):
                 ) from None
             self._left -= count
             if np.count_nonzero(self._wanted) != self._left:
-                raise _broken("a PART with a position that came before: expected each block once")
+                raise _broken("a PART repeats a position: expected each block once")
             self.part_positions = positions
             self.part_sums = np.frombuffer(reply.sums, dtype="<u8")
             if self._dtype is not None:
                 if len(reply.attributes) != count * self._dtype.itemsize:
                     raise _broken(
-                        f"a PART with {len(reply.attributes)} bytes of attributes of {count} blocks: "
-                        f"expected {count * self._dtype.itemsize}"
+                        f"a PART with {len(reply.attributes)} bytes of attributes for {count} blocks: "
+                        f"expected {count * self._dtype.itemsize} bytes"
                     )
                 self.part_attributes = np.frombuffer(reply.attributes, dtype=self._dtype)
             self.payload_bytes = 0 if reply.references else count * self.block_bytes
@@ -198,40 +204,41 @@ class GetAnswer(Answer):
 
 
 class Dealer:
-    """One connection of a DEALER, from the greeting on. Implements `zmtp.FrameSink`.
+    """One connection of a DEALER, from the greeting on. Implements `zmtp.FrameSink`. Does not own the socket.
 
     `on_answer(answer, began_at)` is called when a message of an answer has begun, if the answer's `sent_at` is set.
-    Does not own the socket. `local`: it is connected to a shard's Unix socket. `sharing`: how a shard on this host
-    shares memory. `transport`: how to read that of one elsewhere.
+    `local`: whether the socket is connected to a shard's Unix socket.
+    `sharing`: how a shard on this host shares memory.
+    `transport`: how to read the memory of a shard on another host.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        on_answer: Callable[[Answer, float], None],
+        on_answer: Callable[[ReplyCollector, float], None],
         sharing: Sharing = DESCRIPTORS,
         transport: Transport | None = None,
         local: bool = False,
     ) -> None:
-        self.files: SharedFiles | None = None  # of the shard's memory, on a Unix socket or with a transport
+        self.files: SharedFiles | None = None  # the shard's shared memory, on a Unix socket or with a transport
         self.receiver = Receiver(sock, self)
         self.local = local
         if self.local:
             self.files = files = SharedFiles(sock, sharing)
             self.receiver = Receiver(sock, self, files.memory.receive)
-        self.pending: dict[int, Answer] = {}  # by request id
+        self.pending: dict[int, ReplyCollector] = {}  # by request id
         self.on_raised: Callable[[int], None] = _ignore  # called with the generation of a RAISED; may raise `OSError`
-        self.pong = b""  # the PONG frame that the owner must send; empty: none
+        self.pong = b""  # the PONG frame that the owner must send, or empty
         self._sock = sock
-        self.transport = transport if self.files is None else None  # after HELLO: the one that is used
+        self.transport = transport if self.files is None else None  # the given transport; after HELLO, the one in use
         self._on_answer = on_answer
         self._ready = False
         self._frame = 0  # index of the arriving frame in its message
-        self._answer: Answer | None = None  # the answer to which the arriving message belongs
+        self._answer: ReplyCollector | None = None  # the answer to which the arriving message belongs
         self._following = 0  # payload bytes that are certain to follow that message
         self._newest = 0  # the highest request id so far
 
-    def expect(self, answer: Answer) -> None:
+    def expect(self, answer: ReplyCollector) -> None:
         """Register the answer of a request. Call this before the request is sent."""
         self._newest = max(self._newest, answer.id)
         self.pending[answer.id] = answer
@@ -240,8 +247,8 @@ class Dealer:
             if landing is not None:
                 self.receiver.land(landing)
 
-    def abandon(self, answer: Answer) -> None:
-        """No caller waits for this answer any more: from now on no bytes are written to its memory."""
+    def abandon(self, answer: ReplyCollector) -> None:
+        """Forget an answer for which no caller waits any more. From now on no bytes are written to its memory."""
         self.pending.pop(answer.id, None)
         self.receiver.forget(answer.id)
         self._following = 0  # after CANCEL the shard does not send the bytes that it announced
@@ -250,7 +257,7 @@ class Dealer:
             self.receiver.discard_rest()
 
     def close(self) -> None:
-        """The connection has ended: let go of the callers' memory."""
+        """Release the callers' memory, because the connection has ended."""
         for request_id in list(self.pending):
             self.receiver.forget(request_id)
 
@@ -267,16 +274,16 @@ class Dealer:
             if not data:
                 raise ConnectionResetError("closed during the handshake")
             greeting += data
-            if greeting[0] != zmtp.SIGNATURE[0]:  # another protocol: it may never send the full length of a greeting
-                raise zmtp.ZMTPError(f"it greets with {greeting[:10].hex()}: expected a ZMTP greeting")
+            if greeting[0] != zmtp.SIGNATURE[0]:  # the peer speaks another protocol, and may never send a full greeting
+                raise zmtp.ZMTPError(f"its first bytes are {greeting[:10].hex()}: expected a ZMTP greeting")
         zmtp.check_greeting(greeting)
         while not self._ready:
             self._receive(deadline)
 
     def say_hello(self, request: Hello, deadline: float) -> Welcome:
-        """Send HELLO and check the reply. Blocks. Raises like `greet`, and `WireError` and `Refusal`."""
+        """Send HELLO and check the reply. Blocks. Raises `WireError`, `Refusal` and the errors of `greet`."""
         block_bytes = decode_namespace(request.namespace).block_bytes if request.namespace else 0
-        answer = Answer(request.id)
+        answer = ReplyCollector(request.id)
         self.expect(answer)
         transport = self.transport
         if transport is not None:
@@ -294,17 +301,17 @@ class Dealer:
         if not named:
             self.transport = None
         elif transport is None or transport.name != named:
-            raise _broken(f"it offers the transport {named!r}, which was not asked for")
+            raise _broken(f"it chose the transport {named!r}, which HELLO did not offer")
         else:
             self.files = SharedFiles(self._sock, transport.sharing)
         return welcome
 
     def wait(self, events: int, deadline: float) -> None:
-        """Blocks until the socket is ready for one of `events` (of `select.poll`). Raises `TimeoutError`."""
+        """Block until the socket is ready for one of `events` (of `select.poll`). Raises `TimeoutError`."""
         poll = select.poll()
         poll.register(self._sock, events)
         left = deadline - time.monotonic()
-        if left <= 0 or not poll.poll(left * 1000):  # fails also while the shard sends other bytes, but no answer
+        if left <= 0 or not poll.poll(left * 1000):  # also fails if the shard sends other bytes but no answer
             raise TimeoutError("no answer in time")
 
     def _receive(self, deadline: float) -> None:
@@ -316,7 +323,7 @@ class Dealer:
 
     def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
         if not self._ready:
-            raise zmtp.ZMTPError("a frame before READY")
+            raise zmtp.ZMTPError("a frame came before READY")
         if self._frame == 0:
             if size > MAX_REPLY_HEADER_BYTES:
                 raise _broken(f"a reply header of {size} bytes: expected at most {MAX_REPLY_HEADER_BYTES}")
@@ -327,7 +334,7 @@ class Dealer:
                 raise _broken(f"a frame of {size} bytes: expected at most {MAX_BLOCK_BYTES}")
             return zmtp.discard_views(size)
         if size != answer.payload_bytes or not size:
-            raise _broken(f"a payload frame of {size} bytes: expected {answer.payload_bytes}")
+            raise _broken(f"a payload frame of {size} bytes: expected {answer.payload_bytes} bytes")
         answer.payload_bytes = 0
         return answer.begin_payload()
 
@@ -358,7 +365,7 @@ class Dealer:
             self._frame, self._answer = 0, None
             if answer is not None:
                 if answer.payload_bytes:
-                    raise _broken(f"a PART without its payload of {answer.payload_bytes} bytes")
+                    raise _broken(f"a PART came without its payload of {answer.payload_bytes} bytes")
                 if answer.complete:
                     self.pending.pop(answer.id, None)
                     answer.done = True
@@ -371,18 +378,18 @@ class Dealer:
         except (RemoteMemoryError, ValueError) as error:
             raise _broken(str(error)) from None
 
-    def _take_loan(self, answer: Answer, part: Part) -> None:
+    def _take_loan(self, answer: ReplyCollector, part: Part) -> None:
         if not isinstance(answer, GetAnswer) or self.files is None:
-            raise _broken("a PART with references that were not asked for")
+            raise _broken("a PART with references, which the request did not allow")
         try:
             loan = self.files.loan(part.references, len(answer.part_positions), answer.block_bytes)
         except RemoteMemoryError as error:
             raise _broken(str(error)) from None
-        lent = Lent(answer.part_positions, answer.part_sums, loan, self.files)
+        lent = SharedBlocks(answer.part_positions, answer.part_sums, loan, self.files)
         try:
             self.files.keep(loan)
             answer.lent.append(lent)
-        except BaseException:  # KeyboardInterrupt: perhaps nobody has the loan, who would return it
+        except BaseException:  # KeyboardInterrupt: `answer` may not have the loan, so nothing would return it
             if all(each is not lent for each in answer.lent):
                 self.files.returned(loan)
             raise
@@ -413,8 +420,10 @@ class Dealer:
 
 
 class FrameBuffers:
-    """Memory for payload frames of one block size. A buffer is used again when no view of it exists any more.
-    `kept`: how many buffers of one frame are kept. Thread-safe."""
+    """Memory for payload frames of one block size. A buffer is reused when no view of it exists any more.
+
+    `kept`: the number of buffers, of one frame each, that are kept. Thread-safe.
+    """
 
     def __init__(self, block_bytes: int, kept: int) -> None:
         self._buffer_bytes = frame_blocks(block_bytes) * block_bytes
@@ -423,7 +432,7 @@ class FrameBuffers:
         self._taking = threading.Lock()
 
     def take(self, nbytes: int) -> memoryview:
-        """-> a view of `nbytes`, at most a frame, of a buffer that has no other views."""
+        """Return a view of `nbytes`, at most one frame, in a buffer that has no other views."""
         with self._taking:
             for buffer in self._buffers:
                 if not buffer.in_use:
@@ -435,7 +444,7 @@ class FrameBuffers:
 
 
 def _ignore(generation: int) -> None:
-    """Who moves blocks learns of generations when it greets."""
+    """Ignore RAISED, because a mover learns a namespace's generation from WELCOME."""
 
 
 def check_welcome(welcome: Welcome, block_bytes: int) -> None:
@@ -450,7 +459,7 @@ def check_welcome(welcome: Welcome, block_bytes: int) -> None:
     if len(welcome.shards) > MAX_SHARDS:
         raise _broken(f"WELCOME with {len(welcome.shards)} shards: expected at most {MAX_SHARDS}")
     if not 0 <= welcome.shard < len(welcome.shards):
-        raise _broken(f"it says it is shard {welcome.shard} of {len(welcome.shards)} shards")
+        raise _broken(f"it says that it is shard {welcome.shard}, counted from 0, of {len(welcome.shards)}")
     for shard in welcome.shards:
         if not (shard.name and 0 < shard.port < 1 << 16 and 0 < shard.weight < math.inf):
             raise _broken(f"WELCOME with {shard}: expected a name, a port from 1 to 65535 and a weight above 0")

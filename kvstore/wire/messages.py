@@ -4,13 +4,13 @@ A message is a ZMTP multipart message between a DEALER (client) and a ROUTER (sh
 a msgpack array ``[tag, field, ...]`` described by one of the structs below. Keys, payload and checksums follow in
 separate frames and never pass through msgpack. `docs/protocol.md` is normative; golden vectors test it.
 
-Safety property: no memory is allocated for a frame before its size is compared with a limit, and a header either
-decodes into exactly one of the structs below or raises `WireError` with a code and a sentence for the sender.
+Safety property: no memory is allocated for a frame before its size is compared with a limit. A header either decodes
+into exactly one of the structs below or raises `WireError` with a code and a sentence for the sender.
 
 Compatibility: fields may be appended with a default; an old peer ignores fields that it does not know. Any other change
-needs a new `PROTOCOL_VERSION`. HELLO names the range of versions that the client speaks, the shard takes the highest
-that both speak (`agreed_protocol`), and WELCOME names it; it holds for the connection. Each release speaks the version
-of the release before it, too, so that nodes and engines are upgraded one by one.
+needs a new `PROTOCOL_VERSION`. HELLO names the range of versions that the client speaks. The shard takes the highest
+version that both speak (`agreed_protocol`), and names it in WELCOME for the whole connection. Each release also speaks
+the version of the release before it, so that nodes and engines can be upgraded one by one.
 
 Over 400 lines because all messages of the protocol, their limits and their checks are in one place.
 """
@@ -29,7 +29,7 @@ from kvstore.wire.verbs import (
     ADMIN,
     ANYBODY,
     DELETE,
-    KNOWN,
+    LOGGED_IN,
     MONITOR,
     READ,
     WRITE,
@@ -42,9 +42,9 @@ from kvstore.wire.verbs import (
 )
 
 PROTOCOL_VERSION: Final = 4
-OLDEST_PROTOCOL: Final = 3  # of the release before this one
+OLDEST_PROTOCOL: Final = 3  # the version of the release before this one
 NAMESPACE_VERSION: Final = 1
-FLAGGED_TRANSPORT: Final = "nixl"  # had a field of its own in HELLO and WELCOME before transports had names
+FLAGGED_TRANSPORT: Final = "nixl"  # HELLO and WELCOME had a field for this transport before transports had names
 
 MIN_KEY_BYTES: Final = 8
 MAX_KEY_BYTES: Final = 64
@@ -54,43 +54,44 @@ MAX_NAMESPACE_BYTES: Final = 8 * 1024
 MAX_BLOCK_BYTES: Final = 64 << 20
 MAX_PIN_S: Final = 60.0
 MAX_PRIORITY: Final = 3
-MAX_POSITION: Final = (1 << 31) - 1  # of a block in its chain
+MAX_POSITION: Final = (1 << 31) - 1  # the highest position of a block in its chain
 MAX_TTL_S: Final = 10 * 365 * 86400
-MAX_READS: Final = 255  # of a transient block
-TRANSIENT_TTL_S: Final = 60.0  # of a transient block for which none was given
+MAX_READS: Final = 255  # the largest number of reads of a transient block
+TRANSIENT_TTL_S: Final = 60.0  # the time to live of a transient block if the client gives none
 MAX_REPLICAS: Final = 3
 MAX_GENERATION: Final = (1 << 63) - 1
-MAX_HOTTEST_BYTES: Final = 8 << 20  # all keys of one HOTTEST reply together
+MAX_HOTTEST_BYTES: Final = 8 << 20  # the most bytes of keys in one HOTTEST reply
 MAX_DEADLINE_MS: Final = 600_000
 MAX_PROMISE_MS: Final = 600_000
 CHECKSUM_BYTES: Final = 8
-ATTRIBUTES_BYTES: Final = 6  # what goes with a block to another shard, beside a key: see attributes.py
+ATTRIBUTES_BYTES: Final = 6  # a block's attributes without its key, as sent to another shard: see attributes.py
 
-# A payload frame of small blocks is filled up to this size. Measured: with one such frame a system call, the copies of
-# both ends overlap; with 4 MiB a call a transfer took 1.15 times as long.
+# A payload frame holds as many small blocks as fit this size. Measured: with one frame of this size per system call,
+# the copies of both ends overlap. With 4 MiB per call, a transfer took 1.15 times as long.
 FRAME_BYTES: Final = 1 << 20
 MAX_FRAME_BLOCKS: Final = 512  # one system call takes at most 1024 pieces
-GROUP_BYTES: Final = 4 << 20  # so much of a GET is made ready, and announced, at a time
+REPLY_GROUP_BYTES: Final = 4 << 20  # this many bytes of a GET are prepared and announced at a time
 
 
 def frame_blocks(block_bytes: int) -> int:
-    """-> the number of blocks in a payload frame: as many as fit `FRAME_BYTES`, 1 to `MAX_FRAME_BLOCKS`."""
+    """Return the number of blocks in a payload frame. It is as many as fit `FRAME_BYTES`, but at least 1 and at most
+    `MAX_FRAME_BLOCKS`."""
     return max(1, min(MAX_FRAME_BLOCKS, FRAME_BYTES // block_bytes))
 
 
 class ErrorCode(enum.IntEnum):
     """Why a request was refused. The number goes over the wire; the name is for people."""
 
-    PROTOCOL = 1  # malformed: frame, header, sizes, order
+    PROTOCOL = 1  # a frame, a header, a size or the order of messages is wrong
     VERSION = 2  # a protocol or namespace version that this server does not support
     NO_NAMESPACE = 3  # a block request before a HELLO with a namespace
     BLOCK_SIZE = 4  # payload does not match the namespace's block_bytes
     KEY_SIZE = 5  # key length out of range, or different from the namespace's
     LIMIT = 6  # over a limit of the protocol
     NOT_AUTHORIZED = 7
-    OUT_OF_MEMORY = 8  # a block of this size can never be placed here
+    OUT_OF_MEMORY = 8  # this shard can never hold a block of this size
     SHUTTING_DOWN = 9
-    NO_PLACE = 10  # too many connections: this one may ask PING and INFO only, until another one ends
+    NO_PLACE = 10  # too many connections, so this one may send only PING and INFO until another one ends
 
 
 class Outcome(enum.IntEnum):
@@ -100,83 +101,88 @@ class Outcome(enum.IntEnum):
     EXISTED = 1
     FORCED = 2
     DUPLICATED = 3
-    ERROR = 4  # no room for it, or room only at the cost of blocks before it in its chain
-    PENDING = 5  # another client was writing it, and it is not there yet; it counts as one that existed
+    ERROR = 4  # there is no room, or only if earlier blocks of its chain were evicted
+    PENDING = 5  # another client is writing it, and it is not readable yet; counts as `existed`
 
 
 class Presence(enum.IntEnum):
-    """What a CONTAINS found out about one block."""
+    """The result of a CONTAINS for one block."""
 
     ABSENT = 0
     PRESENT = 1
-    PROMISED = 2  # it is not there, but a client has promised to set it; told only if the request asked for that
+    PROMISED = 2  # absent, but a client has promised to set it; used only if the request has `promised`
 
 
-class Promised(enum.IntEnum):
+class PromiseOutcome(enum.IntEnum):
     """The result of a PROMISE for one block."""
 
     MINE = 0  # this connection has promised it
-    PRESENT = 1  # it is there, or being written
+    PRESENT = 1  # it is stored, or being written
     OTHERS = 2  # another client has promised it
 
 
 class WireError(Exception):
-    """A message cannot be accepted. The error has the code and the sentence that the sender gets."""
+    """A message that cannot be accepted. The error has the code and the sentence that are sent to the peer."""
 
     def __init__(self, code: ErrorCode, message: str, request_id: int = 0) -> None:
         super().__init__(message)
         self.code = code
-        self.request_id = request_id  # 0: not known here; the reader that catches the error fills it in
+        self.request_id = request_id  # 0 if it is not known here; the code that catches the error fills it in
 
 
 # ---- client -> shard -------------------------------------------------------------------------------------------
 
 
 class Hello(Request, tag=1, frozen=True):
-    """The first message of a connection. With an empty `namespace` only PING, INFO, SYNC, SCRUB and PURGE of all
+    """The first message of a connection. With an empty `namespace`, only PING, INFO, SYNC, SCRUB and a PURGE of all
     namespaces are allowed."""
 
-    protocol: int  # the oldest version that the client speaks; a shard of version 3 speaks this one or none
+    protocol: int  # the oldest version that the client speaks; a shard of version 3 uses this version or refuses
     namespace: bytes = b""  # canonical JSON
     client: str = ""  # for logs
     credentials: bytes = b""
-    replicas: int = 1  # copies that this client keeps of each block; nodes that move blocks keep as many
-    cookie: str = ""  # the node's, from its record in the cluster: a supervisor shows that it belongs to the cluster
-    release_ring: bool = False  # on a Unix socket: the client takes RELEASE_RING
-    nixl: bool = False  # `transport` is this one, for shards that know no other
-    newest: int = 0  # the newest version that the client speaks; 0: only `protocol`
-    generation: int = 0  # the highest of the namespace that the client knows
-    holds: bool = False  # the client keeps copies of blocks: it answers RAISED with NOTED
-    transport: str = ""  # elsewhere: how the client can read the shard's memory; empty: not at all, or see `nixl`
+    replicas: int = 1  # how many copies of each block this client keeps; nodes that move blocks keep the same number
+    cookie: str = ""  # the node's cookie, from its record; it shows that a supervisor belongs to the cluster
+    release_ring: bool = False  # whether the client understands RELEASE_RING, on a Unix socket
+    nixl: bool = False  # `transport` is NIXL, for shards that know no other transport
+    newest: int = 0  # the newest version that the client speaks; 0 if it speaks only `protocol`
+    generation: int = 0  # the highest generation of the namespace that the client knows
+    holds: bool = False  # the client keeps copies of blocks, and so answers RAISED with NOTED
+    transport: str = ""  # the transport of a client on another host; empty if it has none, or only `nixl` is set
 
 
 class Set(KeyedRequest, tag=2, frozen=True):
-    """Frames: header, keys, payload frames, checksums (`CHECKSUM_BYTES` little-endian a block).
+    """Frames: header, keys, payload frames, checksums (`CHECKSUM_BYTES` little-endian per block).
 
-    `chained`: the keys are a part of one chain, head first; only then the fields after it count. The chain's other keys
-    may be at other shards. `parent`: the key before the first one, or the `end` of the part before; empty if the chain
-    begins here. `end`: the last key of the client's call, if it went to another shard: the next part may name it as its
-    parent. `position`: of the first key in the chain.
+    `chained`: the keys are a part of one chain, head first. The chain's other keys may be at other shards. Without
+    `chained`, the fields `parent`, `end` and `position` have no effect.
+    `parent`: the key before the first one, or the `end` of the previous part; empty if the chain begins here.
+    `end`: the last key of the client's call, if that key went to another shard. The next part may name it as its
+    parent.
+    `position`: the position of the first key in the chain.
 
-    `call`: a number for the client's call, the same in all its SETs of this chain, unlike those of other calls; 0: not
-    known. `offsets`: u32le, the place of each key in that call; empty: one after the other, from 0.
+    `call`: a number for the client's call. All SETs of this call for the chain have the same number, and different
+    calls have different numbers. It is 0 if the call is not known.
+    `offsets`: the place of each key in that call, as u32le. It is empty if the places are consecutive, from 0.
 
     `attributes`: an entry of `attributes.py` for each of up to `MAX_FRAME_BLOCKS` blocks, which are copies of another
-    shard's. Then `priority`, `ttl_s`, `chained` and the fields after it do not count.
+    shard's blocks. With `attributes`, the fields `priority`, `ttl_s`, `chained`, `parent` to `position`, `call` and
+    `offsets` have no effect.
 
-    `references`: the blocks are in memory that the client shares. Then frames of `shared.STAGED` entries follow the
-    keys, and neither payload nor checksums. The shard says with TAKEN how far it has read.
+    `references`: the blocks are in memory that the client shares. Instead of payload and checksums, frames of
+    `shared.STAGED` entries follow the keys. The shard reports with TAKEN how far it has read.
 
-    `reads`, 1 .. MAX_READS: the blocks are transient: each is dropped when it was read so often, or after `ttl_s`
-    (0: TRANSIENT_TTL_S). They are in no chain, and have no priority. 0: ordinary blocks.
+    `reads`: 0 for ordinary blocks, 1 to MAX_READS for transient ones. A transient block is dropped after this many
+    reads, or after `ttl_s` seconds (TRANSIENT_TTL_S if that is 0). It is in no chain, and has no priority.
 
-    `generation`: of the namespace, in which the blocks were made. A shard at a higher one refuses them all.
+    `generation`: the generation that the namespace had when the blocks were made. A shard at a higher generation
+    refuses all of the blocks.
     """
 
     force: bool = False
-    priority: int = 0  # 0 .. MAX_PRIORITY: evicted only when no block of a lower priority is left
-    outcomes: bool = False  # have the reply contain an `Outcome` for each block
-    ttl_s: float = 0.0  # the blocks expire after so many seconds; 0: the shard's rule for the namespace applies
+    priority: int = 0  # 0 to MAX_PRIORITY; blocks are evicted only when none of a lower priority is left
+    outcomes: bool = False  # whether the reply contains an `Outcome` for each block
+    ttl_s: float = 0.0  # the blocks expire after this many seconds; if 0, the shard's rule for the namespace applies
     chained: bool = False
     parent: bytes = b""
     end: bytes = b""
@@ -192,11 +198,12 @@ class Set(KeyedRequest, tag=2, frozen=True):
 class Get(KeyedRequest, tag=3, frozen=True):
     """Frames: header, keys. The reply is a series of PARTs.
 
-    `credit` > 0: the shard may send so many bytes of payload before it needs more CREDIT. `refresh`: the GET counts as
-    a use of the blocks, and in hits and misses. `prefix`: the keys are a chain, and only its leading run of blocks that
-    are present is requested. `attributes`: have PARTs say what goes with each block. `references`: have PARTs say where
-    in shared memory the blocks are, as far as that is possible; only on a Unix socket. `wait_ms`: wait so long for
-    blocks that were promised; with `prefix` they count as present.
+    `credit` > 0: the shard may send this many bytes of payload before it needs more CREDIT.
+    `refresh`: the GET counts as a use of the blocks, and its hits and misses are counted.
+    `prefix`: the keys are a chain, and only its blocks before the first absent one are requested.
+    `attributes`: PARTs contain the attributes of each block.
+    `references`: if possible, PARTs say where in shared memory the blocks are. This works only on a Unix socket.
+    `wait_ms`: how many milliseconds to wait for promised blocks. With `prefix`, promised blocks count as present.
     """
 
     credit: int = 0
@@ -208,8 +215,11 @@ class Get(KeyedRequest, tag=3, frozen=True):
 
 
 class Contains(KeyedRequest, tag=4, frozen=True):
-    """Frames: header, keys. `pin_s` > 0: blocks that are found are not evicted for so many seconds. `promised`: have
-    the reply tell which keys were promised."""
+    """Frames: header, keys.
+
+    `pin_s` > 0: blocks that are found are not evicted for this many seconds.
+    `promised`: the reply says which keys are promised.
+    """
 
     refresh: bool = False
     pin_s: float = 0.0
@@ -217,7 +227,7 @@ class Contains(KeyedRequest, tag=4, frozen=True):
 
 
 class MatchPrefix(KeyedRequest, tag=5, frozen=True):
-    """Frames: header, keys (a chain, head first). Asks for the length of the leading run that is present."""
+    """Frames: header, keys (a chain, head first). Requests the number of blocks before the first absent one."""
 
     refresh: bool = False
     pin_s: float = 0.0
@@ -244,7 +254,7 @@ class Ping(Request, tag=9, frozen=True):
 
 
 class Credit(Request, tag=10, frozen=True):
-    """`bytes` more bytes of payload may be sent for GET `id`. No reply."""
+    """The shard may send `bytes` more bytes of payload for GET `id`. No reply."""
 
     bytes: int
 
@@ -254,7 +264,7 @@ class Cancel(Request, tag=11, frozen=True):
 
 
 class Scrub(Request, tag=12, frozen=True):
-    """Check every block on disk against its checksum now, in one pass. INFO tells the progress."""
+    """Check every block on disk against its checksum now, in one pass. INFO shows the progress."""
 
     deadline_ms: int
 
@@ -262,7 +272,8 @@ class Scrub(Request, tag=12, frozen=True):
 class Hottest(Request, tag=13, frozen=True):
     """Request keys of the connection's namespace, most recently used first: `limit` keys after the first `skip`.
 
-    A block comes after those before it in its chain. `before`: have the reply name the block that each one follows.
+    The key of a block comes after the keys of the earlier blocks of its chain.
+    `before`: the reply also has, for each block, the key of the block that it follows.
     """
 
     deadline_ms: int
@@ -272,11 +283,13 @@ class Hottest(Request, tag=13, frozen=True):
 
 
 class Purge(Request, tag=14, frozen=True):
-    """Remove all blocks of the connection's namespace, and raise its generation; with `all`, of every namespace of the
-    shard that the sender may use, and whose model matches the pattern `model`, and whose id begins with `prefix` (in
-    hexadecimal), if they are given.
+    """Remove all blocks of the connection's namespace, and raise its generation.
 
-    `generation`: to which it is raised, at least; the same for all shards of a store.
+    `all`: purge all namespaces of the shard that the sender may use.
+    `model`: if given, purge only namespaces whose model matches this pattern.
+    `prefix`: if given, purge only namespaces whose id (in hexadecimal) begins with it.
+    `generation`: each namespace is raised to at least this generation. The number is the same for all shards of a
+    store.
     """
 
     deadline_ms: int
@@ -287,50 +300,55 @@ class Purge(Request, tag=14, frozen=True):
 
 
 class Release(Request, tag=15, frozen=True):
-    """The client reads the first `count` blocks that GET `id` has referenced no more; 0: none of them. No reply."""
+    """The client has finished reading the first `count` blocks that the answer to GET `id` referenced, or all of them
+    if `count` is 0. No reply."""
 
     count: int
 
 
 class Share(Request, tag=16, frozen=True):
-    """A file of the client's memory, whose descriptor comes with this message's bytes, on a Unix socket. SETs refer to
-    it by `number`. It must be sealed against shrinking. `handle`: what another kind of memory needs to be attached."""
+    """A file of the client's memory. Its descriptor comes with this message's bytes, on a Unix socket. SETs refer to
+    the file by `number`. The file must be sealed against shrinking. `handle`: the data that is needed to attach another
+    kind of memory."""
 
     number: int
     nbytes: int
     handle: bytes = b""
 
 
-class Promise(KeyedRequest, tag=17, frozen=True):
-    """Frames: header, keys. The client is about to set these blocks: who asks for them may wait. The promise of a key
-    ends when it is set, with WITHDRAW, with the connection, or after `ttl_ms`. Who has promised a key may do so again,
-    which renews it."""
+class MakePromise(KeyedRequest, tag=17, frozen=True):
+    """Frames: header, keys. The client is about to set these blocks, so other clients that request them may wait. The
+    promise of a key ends when the key is set, at a WITHDRAW, when the connection ends, or after `ttl_ms`. A client that
+    has promised a key renews the promise by sending this request again."""
 
     ttl_ms: int
 
 
 class Withdraw(KeyedRequest, tag=18, frozen=True):
-    """Frames: header, keys. The client will not set those of these blocks that this connection has promised."""
+    """Frames: header, keys. The client will not set these blocks. This ends the promises that this connection has made
+    for them."""
 
 
 class Expire(KeyedRequest, tag=19, frozen=True):
-    """Frames: header, keys. Give blocks another time to live, from now on. 0: the shard's rule for the namespace
-    applies, as in SET. Transient blocks keep theirs."""
+    """Frames: header, keys. Give blocks a new time to live, which begins now. If it is 0, the shard's rule for the
+    namespace applies, as in SET. Transient blocks keep their time to live."""
 
     ttl_s: float = 0.0
 
 
 class Raise(Request, tag=20, frozen=True):
-    """The client knows of this generation of the connection's namespace, from another shard of the store. A shard that
-    has no blocks of the namespace takes it over from whoever may write; one that has some, and lacks the purge, only
-    from whoever may purge: then it removes them, as for PURGE. No reply, but RAISED if the shard stays behind."""
+    """The client knows this generation of the connection's namespace from another shard of the store.
+
+    A shard without blocks of the namespace adopts the generation from any client that may write. A shard that has
+    blocks and missed the purge adopts it only from a client that may purge, and then removes the blocks, as for PURGE.
+    There is no reply, except RAISED if the shard keeps its lower generation.
+    """
 
     generation: int
 
 
 class Noted(Request, tag=21, frozen=True):
-    """The client has let go of all that it holds of generations of the connection's namespace before this one. No
-    reply."""
+    """The client has dropped everything that it held of earlier generations of the connection's namespace. No reply."""
 
     generation: int
 
@@ -344,7 +362,7 @@ class ShardAddress(msgspec.Struct, array_like=True, frozen=True):
     name: str  # stable across restarts; placement hashes it
     host: str
     port: int
-    weight: float  # memory bytes
+    weight: float  # bytes of block memory
 
 
 class Welcome(Reply, tag=65, frozen=True):
@@ -355,11 +373,11 @@ class Welcome(Reply, tag=65, frozen=True):
     block_bytes: int
     shards: list[ShardAddress]
     zone: str = ""  # nodes of one zone fail together; replicas go to different zones
-    unix_socket: str = ""  # path of this shard's Unix socket on its host; empty: it has none
-    instance: str = ""  # random, made at the shard's start: who finds it at a Unix socket is on the shard's host
-    nixl: bool = False  # `transport` is this one, for clients that know no other
-    generation: int = 0  # of the namespace, on this shard; 0: nobody has purged it, as far as the shard knows
-    transport: str = ""  # elsewhere: GETs on this connection may ask for references, to be read in this way
+    unix_socket: str = ""  # path of this shard's Unix socket on its host; empty if it has none
+    instance: str = ""  # random, new at each start; a client that finds the same value at a Unix socket is on this host
+    nixl: bool = False  # `transport` is NIXL, for clients that know no other transport
+    generation: int = 0  # the namespace's generation on this shard; 0 if the shard knows of no purge
+    transport: str = ""  # how a client on another host reads the references that its GETs request
 
 
 class SetReply(Reply, tag=66, frozen=True):
@@ -369,20 +387,21 @@ class SetReply(Reply, tag=66, frozen=True):
     forced: int
     duplicated: int
     error: int
-    outcomes: bytes = b""  # one `Outcome` a key, if the SET asked for them
-    evicted: int = 0  # blocks that made room for these
-    generation: int = 0  # not 0: the blocks were refused, because the namespace is at this generation
+    outcomes: bytes = b""  # one `Outcome` per key, if the SET requested them
+    evicted: int = 0  # the number of blocks that were evicted to make room
+    generation: int = 0  # if not 0, the blocks were refused because the namespace is at this generation
 
 
 class Part(Reply, tag=67, frozen=True):
     """Blocks of GET `id`. Frames: header and, unless it has no blocks, one payload frame.
 
-    `positions`: u32le, indexes into the request's keys; `sums`: u64le checksums; `attributes`: entries of
-    `attributes.py`, if the GET asked for them; one of each a block. `references`: an entry of `shared.py` a block; then
-    no payload frame follows.
+    `positions`: for each block, the index of its key in the request, as u32le.
+    `sums`: u64le checksums, one per block.
+    `attributes`: entries of `attributes.py`, one per block, if the GET requested them.
+    `references`: an entry of `shared.py` per block. In this case no payload frame follows.
 
     The PART with `last` ends the reply; its counts of hits and misses are complete. The next `following` bytes of
-    payload come in the PARTs right behind this one, so the client need not be woken for fewer.
+    payload come in the PARTs right after this one, so the client need not wake up before these bytes have arrived.
     """
 
     positions: bytes
@@ -396,7 +415,7 @@ class Part(Reply, tag=67, frozen=True):
 
 
 class ContainsReply(Reply, tag=68, frozen=True):
-    """`present`: one byte a key, a `Presence`."""
+    """`present`: one byte per key, a `Presence`."""
 
     present: bytes
 
@@ -420,18 +439,20 @@ class InfoReply(Reply, tag=72, frozen=True):
 
 
 class Pong(Reply, tag=73, frozen=True):
-    """The shard is there."""
+    """The answer to a PING."""
 
 
 class ScrubReply(Reply, tag=74, frozen=True):
-    """The pass is complete when `scrub_passes` of INFO has reached `passes`. 0: no disk tier is on."""
+    """The pass is complete when `scrub_passes` of INFO has reached `passes`. If `passes` is 0, the disk tier is off."""
 
     passes: int
 
 
 class HottestReply(Reply, tag=75, frozen=True):
-    """`keys`: concatenated, `key_bytes` each. `total`: how many blocks the namespace has on this shard. `before`: if it
-    was asked for, for each key the nearest block before it in its chain; the key itself if there is none."""
+    """`keys`: the concatenated keys, of `key_bytes` bytes each.
+    `total`: the number of blocks that the namespace has on this shard.
+    `before`: for each key the nearest earlier block of its chain, or the key itself if there is none; empty unless the
+    request has `before`."""
 
     key_bytes: int
     keys: bytes
@@ -440,18 +461,18 @@ class HottestReply(Reply, tag=75, frozen=True):
 
 
 class PurgeReply(Reply, tag=76, frozen=True):
-    """The blocks that were there when the PURGE came are removed, also from disk, and cannot come back."""
+    """The blocks that were stored when the PURGE came are removed from memory and disk, and cannot come back."""
 
-    purged: int  # blocks
-    generation: int = 0  # that the namespaces are at now, at least
+    purged: int  # how many blocks were removed
+    generation: int = 0  # the namespaces have at least this generation now
     namespaces: list[str] = msgspec.field(default_factory=list)  # the ids of those that were purged, in hexadecimal
-    told: int = 0  # connections of clients that hold copies, and were told
-    silent: list[str] = msgspec.field(default_factory=list)  # the addresses of those that have not answered
+    told: int = 0  # the number of connections that were notified because their clients hold copies
+    silent: list[str] = msgspec.field(default_factory=list)  # the addresses of those connections that have not answered
 
 
 class Extent(Reply, tag=77, frozen=True):
-    """A file of shared memory, whose descriptor comes with this message's bytes. PARTs refer to it by `number`.
-    `handle`: what another kind of memory needs to be attached."""
+    """A file of shared memory. Its descriptor comes with this message's bytes. PARTs refer to the file by `number`.
+    `handle`: the data that is needed to attach another kind of memory."""
 
     number: int
     nbytes: int
@@ -459,55 +480,56 @@ class Extent(Reply, tag=77, frozen=True):
 
 
 class Retired(Reply, tag=78, frozen=True):
-    """These files have no memory any more; no PART refers to them. `numbers`: u64le."""
+    """The memory of these files is gone, and no PART refers to them any more. `numbers`: the files' numbers, as
+    u64le."""
 
     numbers: bytes
 
 
 class ShareReply(Reply, tag=79, frozen=True):
-    """SETs may refer to the file."""
+    """From now on SETs may refer to the file."""
 
 
 class Taken(Reply, tag=80, frozen=True):
-    """The shard has read the first `count` blocks of SET `id`: the client may use their memory for something else."""
+    """The shard has read the first `count` blocks of SET `id`, so the client may reuse their memory."""
 
     count: int
 
 
 class ReleaseRing(Reply, tag=81, frozen=True):
-    """Shared memory whose descriptor comes with this message's bytes: a `shared.IdRing`, into which the client may put
-    the ids of GETs instead of a RELEASE of all their blocks."""
+    """Shared memory whose descriptor comes with this message's bytes: a `shared.IdRing`. The client may put the id of a
+    GET there, instead of sending a RELEASE of all its blocks."""
 
     nbytes: int
 
 
 class PromiseReply(Reply, tag=82, frozen=True):
-    """`answers`: one byte a key, a `Promised`."""
+    """`answers`: one byte per key, a `PromiseOutcome`."""
 
     answers: bytes
 
 
 class WithdrawReply(Reply, tag=83, frozen=True):
-    """`withdrawn`: how many keys' promises this ended."""
+    """`withdrawn`: the number of promises that this request ended."""
 
     withdrawn: int
 
 
 class ExpireReply(Reply, tag=84, frozen=True):
-    """`present`: one byte a key: 1 if its block is there and has the new time to live, else 0."""
+    """`present`: one byte per key, which is 1 if the block is present and has the new time to live, otherwise 0."""
 
     present: bytes
 
 
 class Raised(Reply, tag=85, frozen=True):
-    """The connection's namespace is at this generation now: what was made in an earlier one is of no use any more. It
-    comes before anything that the shard sends later."""
+    """The connection's namespace has this generation now, so data of earlier generations is useless. RAISED comes
+    before anything that the shard sends later."""
 
     generation: int
 
 
 class Error(Reply, tag=127, frozen=True):
-    """A request was refused. `id` 0: the message was so malformed that its request is not known."""
+    """A request was refused. `id` is 0 if the message was so malformed that its request is not known."""
 
     code: int
     message: str
@@ -520,12 +542,13 @@ _Greeting = TypeVar("_Greeting", Hello, Welcome)
 
 
 def transport_of(greeting: Hello | Welcome) -> str:
-    """-> how the client reads the shard's memory from another host; empty: it does not."""
+    """Return the transport by which a client on another host reads the shard's memory, or an empty string if there is
+    none."""
     return greeting.transport or (FLAGGED_TRANSPORT if greeting.nixl else "")
 
 
 def with_transport(greeting: _Greeting, name: str) -> _Greeting:
-    """-> the message with the name of a transport."""
+    """Return a copy of the message in which the transport of this name is set."""
     return msgspec.structs.replace(greeting, transport=name, nixl=name == FLAGGED_TRANSPORT)
 
 
@@ -569,8 +592,8 @@ def _check_set(request: Set) -> None:
     if not 0 <= request.call < 1 << 63 or len(request.offsets) not in (0, 4 * request.count):
         raise WireError(
             ErrorCode.PROTOCOL,
-            f"{len(request.offsets)} bytes of offsets of {request.count} keys in call {request.call}: expected none or "
-            f"{4 * request.count} bytes, and a call from 0 to 2**63-1",
+            f"{len(request.offsets)} bytes of offsets for {request.count} keys in call {request.call}: expected 0 or "
+            f"{4 * request.count} bytes, and a call number from 0 to 2**63-1",
         )
     if request.attributes:
         expected = request.count * (ATTRIBUTES_BYTES + request.key_bytes)
@@ -584,14 +607,14 @@ def _check_set(request: Set) -> None:
     if not 0 <= request.reads <= MAX_READS or (request.reads and excluded):
         raise WireError(
             ErrorCode.PROTOCOL,
-            f"a SET for {request.reads} reads: expected 0 to {MAX_READS}; and 0 with force, chained or attributes",
+            f"a SET for {request.reads} reads: expected 0 to {MAX_READS}, but 0 with force, chained or attributes",
         )
 
 
 def _check_get(request: Get) -> None:
     if not 0 <= request.wait_ms <= request.deadline_ms:
         raise WireError(
-            ErrorCode.LIMIT, f"a wait of {request.wait_ms} ms: expected 0 to the deadline, {request.deadline_ms} ms"
+            ErrorCode.LIMIT, f"a wait of {request.wait_ms} ms: expected 0 to {request.deadline_ms} ms, the deadline"
         )
     if request.credit < 0:
         raise WireError(ErrorCode.PROTOCOL, f"a credit of {request.credit} bytes: expected 0 or more")
@@ -606,7 +629,8 @@ def _check_hottest(request: Hottest) -> None:
     if not (0 <= request.skip < 1 << 63 and 0 <= request.limit < 1 << 63):
         raise WireError(
             ErrorCode.LIMIT,
-            f"{request.limit} keys after the first {request.skip}: expected 0 or more, below 2**63, of each",
+            f"a limit of {request.limit} keys after {request.skip} skipped ones: expected 0 or more for both, and "
+            "below 2**63",
         )
 
 
@@ -614,7 +638,8 @@ def _check_share(request: Share) -> None:
     if not (0 <= request.number < 1 << 63 and 0 < request.nbytes < 1 << 63):
         raise WireError(
             ErrorCode.LIMIT,
-            f"SHARE of file {request.number} of {request.nbytes} bytes: expected numbers below 2**63, at least a byte",
+            f"SHARE of file {request.number} of {request.nbytes} bytes: expected a file number of 0 or more and a size "
+            "of 1 byte or more, both below 2**63",
         )
 
 
@@ -625,23 +650,23 @@ VERBS: Final = table(
     Verb(Contains, READ, (_PIN,), timed=True),
     Verb(MatchPrefix, READ, (_PIN,), timed=True),
     Verb(Delete, DELETE, timed=True, disk=True),
-    Verb(Sync, KNOWN),
+    Verb(Sync, LOGGED_IN),
     Verb(Info, ADMIN | MONITOR, large=True),
     Verb(Ping, ANYBODY),
-    Verb(Credit, ANYBODY),  # this one, CANCEL and RELEASE say something about a GET of the same connection
+    Verb(Credit, ANYBODY),  # like CANCEL and RELEASE, it concerns a GET of the same connection
     Verb(Cancel, ANYBODY),
     Verb(Scrub, ADMIN),
     Verb(Hottest, ADMIN, (_DEADLINE,), _check_hottest, namespace=True, place=True, large=True),
     Verb(Purge, ADMIN, (_DEADLINE, _GENERATION), place=True),
     Verb(Release, ANYBODY, (_RELEASED,)),
     Verb(Share, WRITE, (), _check_share),
-    Verb(Promise, WRITE, (_PROMISE,), timed=True),
+    Verb(MakePromise, WRITE, (_PROMISE,), timed=True, name="promise"),
     Verb(Withdraw, WRITE, timed=True),
     Verb(Expire, WRITE, (_TTL,), timed=True),
     Verb(Raise, READ | WRITE | ADMIN, (_GENERATION,), namespace=True),
-    Verb(Noted, KNOWN, (_GENERATION,)),
+    Verb(Noted, LOGGED_IN, (_GENERATION,)),
 )
-"""Of every request its row."""
+"""The row of each request."""
 
 # ---- codec -----------------------------------------------------------------------------------------------------
 
@@ -653,7 +678,8 @@ encode = _encoder.encode
 
 
 def decode_request(header: bytes | bytearray | memoryview) -> Request:
-    """-> the request in a header frame. Raises `WireError` when it is malformed or exceeds the protocol's limits."""
+    """Return the request in a header frame. Raises `WireError` when it is malformed or exceeds the protocol's
+    limits."""
     try:
         request = _request_decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -678,7 +704,8 @@ def decode_request(header: bytes | bytearray | memoryview) -> Request:
 
 
 def agreed_protocol(hello: Hello) -> int:
-    """-> the highest version that the sender of a HELLO and this release speak. Raises `WireError` if there is none."""
+    """Return the highest version that both the sender of a HELLO and this release speak. Raises `WireError` if there is
+    none."""
     newest = min(max(hello.protocol, hello.newest), PROTOCOL_VERSION)
     if newest < max(hello.protocol, OLDEST_PROTOCOL):
         theirs = _versions(hello.protocol, max(hello.protocol, hello.newest))
@@ -697,7 +724,8 @@ def _versions(oldest: int, newest: int) -> str:
 
 
 def _request_id(header: bytes | bytearray | memoryview) -> int:
-    """-> the id in a malformed header, so that the sender learns which request failed; 0 when it cannot be read."""
+    """Return the id in a malformed header, so that the sender learns which request failed. Return 0 if the id cannot be
+    read."""
     try:
         fields = msgspec.msgpack.decode(header, type=list[msgspec.Raw])
         value = msgspec.msgpack.decode(fields[1], type=int)
@@ -707,7 +735,7 @@ def _request_id(header: bytes | bytearray | memoryview) -> int:
 
 
 def decode_reply(header: bytes | bytearray | memoryview) -> Reply:
-    """-> the reply in a header frame. Raises `WireError` when the frame is not a reply."""
+    """Return the reply in a header frame. Raises `WireError` when the frame is not a reply."""
     try:
         return _reply_decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

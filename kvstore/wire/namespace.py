@@ -1,4 +1,5 @@
-"""Decoding of namespaces on the server: checks the canonical JSON that clients send in HELLO, and computes its id."""
+"""Decodes namespaces on the server: checks the canonical JSON that clients send in HELLO, and computes the namespace's
+id."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class _Extra(msgspec.Struct, frozen=True):
 
 
 class NamespaceHeader(msgspec.Struct, frozen=True):
-    """The fields of a namespace's canonical JSON that a server uses. Clients share blocks only if all are equal."""
+    """The fields of a namespace's canonical JSON that a server uses. Clients share blocks only if all fields of their
+    namespaces are equal."""
 
     version: int
     block_bytes: int
@@ -40,7 +42,7 @@ def decode_namespace(canonical: bytes) -> NamespaceHeader:
         canonical.decode()  # the JSON decoder does not check UTF-8 in fields that it skips
         header = _header_decoder.decode(canonical)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(ErrorCode.PROTOCOL, f"the namespace is not the JSON object expected: {error}") from None
+        raise WireError(ErrorCode.PROTOCOL, f"the namespace is not the expected JSON object: {error}") from None
     if header.version != NAMESPACE_VERSION:
         raise WireError(
             ErrorCode.VERSION,
@@ -52,5 +54,5 @@ def decode_namespace(canonical: bytes) -> NamespaceHeader:
 
 
 def namespace_id(canonical: bytes) -> bytes:
-    """-> the xxh3-128 of a namespace's canonical JSON, 16 bytes."""
+    """Return the xxh3-128 of a namespace's canonical JSON, 16 bytes."""
     return xxhash.xxh3_128_digest(canonical)

@@ -1,8 +1,8 @@
-"""The content of an INFO reply: the state of a shard, its disk tier and its namespaces. Plain data; any thread.
+"""The content of an INFO reply: the state of a shard, its disk tier and its namespaces. Plain data; thread-safe.
 
-A field of INFO is one row, the metadata of its type: what it is, where a shard takes it from, and where it is shown. So
-the struct is the table. The shard's report, the metrics, `/status.json` and the page, `kvstore info` and `kvstore top`
-read it, and need no change for a new field. The name of a field says its unit: `..._bytes`, `..._s`.
+The type of each field of INFO has a row of metadata: what the field is, where a shard takes it from, and where it is
+shown. The shard's report, the metrics, `/status.json`, the HTTP page, `kvstore info` and `kvstore top` read these rows,
+so a new field needs no change in them. The name of a field ends with its unit: `..._bytes`, `..._s`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from kvstore.wire.messages import FLAGGED_TRANSPORT
 
-MAX_SEGMENT_SLOTS: Final = 1 << 16  # in memory: blocks so small that more would fit leave a part of a segment empty
+MAX_SEGMENT_SLOTS: Final = 1 << 16  # of a segment in memory; if its blocks are very small, a part of it stays empty
 
 
 # Bounds of the histograms of `RequestTimes`, in seconds: 32 µs, 64 µs … 16.8 s.
@@ -29,22 +29,22 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class Field:
-    """The row of a field. What is empty does not concern it."""
+    """The row of a field. An empty member means that the field is not used in this way."""
 
-    take: str = ""  # attributes from what reports the struct to the value, as "state.sets"; empty: it is given
-    metric: str = ""  # its name for Prometheus, for a counter without `_total`
+    take: str = ""  # the path from the reporting object to the value, as "state.sets"; empty if the value is given
+    metric: str = ""  # its name for Prometheus; the name of a counter lacks `_total`
     help: str = ""
-    label: str = ""  # of a map: what its keys are
+    label: str = ""  # for a map: the meaning of its keys
     info: str = ""  # "TABLE: COLUMN" of `kvstore info`
-    page: str = ""  # column of the page's table of shards, and key in `/status.json`: a counter is of the last minute
-    top: str = ""  # column of `kvstore top`: the sum of the shards; a counter is since the last look …
+    page: str = ""  # column of the page's table of shards, key in `/status.json`; for a counter, the last minute
+    top: str = ""  # column of `kvstore top`: the shards' sum; for a counter, the change since the last poll …
     per_second: bool = False  # … and divided by the time since then
-    counter: bool = False  # it only grows while the shard's process lives
+    counter: bool = False  # whether it only grows while the shard's process lives
     name: str = ""  # set by `fields_of`
 
     @property
     def unit(self) -> str:
-        """ "bytes", "s", or empty: a number, or not a number."""
+        """ "bytes", "s", or empty if the value has no unit or is not a number."""
         return "bytes" if "bytes" in self.name.split("_") else "s" if self.name.endswith("_s") else ""
 
     @property
@@ -59,7 +59,7 @@ Counter = functools.partial(Field, counter=True)
 
 @functools.cache
 def fields_of(struct: type[msgspec.Struct]) -> Sequence[Field]:
-    """-> the rows of a struct, in its order. A field without metadata has an empty one."""
+    """Return the rows of a struct's fields, in their order. A field without metadata has an empty row."""
     hints = get_type_hints(struct, include_extras=True)
     return [replace(_row(hints[name]), name=name) for name in struct.__struct_fields__]
 
@@ -69,9 +69,12 @@ def _row(hint: object) -> Field:
 
 
 def report(struct: type[_Struct], source: object, **given: Any) -> _Struct:
-    """-> a struct whose fields are taken from `source` as their rows say. given: those whose rows do not say it.
+    """Return a struct whose fields are taken from `source` as their rows say.
 
-    A field keeps its default where the first attribute of its way is None: the shard does not have that part."""
+    `given`: the values of fields whose rows have no `take`.
+    A field keeps its default if the first attribute of its `take` is None, because the shard then does not have that
+    part.
+    """
     for name, part, take in _ways(struct):
         if getattr(source, part) is not None:
             given[name] = take(source)
@@ -85,11 +88,11 @@ def _ways(struct: type[msgspec.Struct]) -> Sequence[tuple[str, str, Callable[[ob
 
 
 def segment_slots(segment_bytes: int, block_bytes: int) -> int:
-    """-> how many blocks a segment of memory holds."""
+    """Return how many blocks a segment of memory holds."""
     return min(segment_bytes // block_bytes, MAX_SEGMENT_SLOTS)
 
 
-# Tables, mostly of one line a field.
+# Tables, mostly with one line per field.
 # fmt: off
 
 
@@ -120,20 +123,21 @@ class NamespaceInfo(msgspec.Struct, frozen=True):
         "Segments on disk of the namespace, in bytes.")] = 0
     disk_evicted: Annotated[int, Counter("disk.evicted", "kvstore_namespace_disk_evicted_blocks",
         "Blocks evicted from disk to make room.")] = 0
-    replicas: Annotated[int, Field("replicas")] = 1  # the largest number of copies that a client keeps
+    replicas: Annotated[int, Field("replicas")] = 1  # the largest number of copies of each block that a client keeps
     promised: Annotated[int, Gauge("", "kvstore_promised_blocks", "Blocks that clients have promised to set.")] = 0
     awaited: Annotated[int, Gauge("", "kvstore_awaited_blocks",
         "Blocks that are not there yet and that clients wait for.")] = 0
-    # `blocks`, `slots` and `memory_bytes` count transient ones, too. The latter are of their segments.
+    # `blocks`, `slots` and `memory_bytes` include transient blocks. The next three fields count only transient blocks;
+    # the last two of them cover the whole segments of these blocks.
     transient_blocks: Annotated[int, Gauge("memory.index.transient", "kvstore_transient_blocks",
         "Transient blocks that can be read.", info="blocks: transient")] = 0
     transient_slots: Annotated[int, Field("memory.index.transient_slots")] = 0
     transient_bytes: Annotated[int, Field("memory.transient_bytes")] = 0
-    generation: int = 0  # 0: nobody has purged it, as far as the shard knows
+    generation: int = 0  # 0 if the shard knows of no purge
 
 
 class TenantInfo(msgspec.Struct, frozen=True):
-    """What one tenant takes of a shard, and its part of the tenant's limits; -1: no limit."""
+    """One tenant's use of a shard, and the shard's part of the tenant's limits. A limit of -1 means no limit."""
 
     tenant: str
     memory_bytes: Annotated[int, Gauge("", "kvstore_tenant_memory_bytes", "Block memory of the tenant's namespaces.")]
@@ -199,12 +203,12 @@ class DiskInfo(msgspec.Struct, frozen=True):
 
 
 class RequestTimes(msgspec.Struct, frozen=True):
-    """How long the requests of one verb took in the shard, that waited for the disk or did not."""
+    """How long the requests of one verb took in the shard: those that waited for the disk, or those that did not."""
 
     verb: str  # "set", "get", "contains" …
     tier: str  # "memory", or "disk" if they waited for it
-    seconds: float  # of all of them
-    counts: list[int]  # requests below each of `REQUEST_BOUNDS_S` and not below the one before; last those above all
+    seconds: float  # the sum of all requests
+    counts: list[int]  # for each of `REQUEST_BOUNDS_S`, requests below it but not below the one before; then the rest
 
 
 class ShardInfo(msgspec.Struct, frozen=True):
@@ -246,7 +250,7 @@ class ShardInfo(msgspec.Struct, frozen=True):
     name: str = ""  # as in WELCOME; placement hashes it
     # how much more fits in memory before a block is evicted, in whole segments
     room_bytes: Annotated[int, Field("store.room_bytes")] = 0
-    # These four count blocks of all namespaces, also of those that are gone.
+    # These four count blocks of all namespaces, including namespaces that are gone.
     hits: Annotated[int, Counter("store.hits", "kvstore_shard_hit_blocks",
         "Blocks asked for by GET and sent, of all namespaces.")] = 0
     misses: Annotated[int, Counter("store.misses", "kvstore_shard_missed_blocks",
@@ -266,26 +270,26 @@ class ShardInfo(msgspec.Struct, frozen=True):
         "The most that the shard holds for its clients.")] = 0
     refused: Annotated[dict[str, int], Counter("state.refused", "kvstore_refused_requests",
         "Requests refused, by the limit that was reached.", label="limit")] = {}
-    unix_socket: Annotated[str, Field("config.unix_path")] = ""  # where clients on its host find it; empty: they do not
+    unix_socket: Annotated[str, Field("config.unix_path")] = ""  # for clients on its host; empty if there is none
     lent_blocks: Annotated[int, Gauge("lending.blocks", "kvstore_lent_blocks",
         "Blocks that clients on this host read in shared memory.")] = 0
     lent_bytes: Annotated[int, Gauge("lending.held_bytes", "kvstore_lent_bytes",
         "The same in bytes; at most half of the shard's memory.", info="memory: lent")] = 0
-    nixl: bool = False  # `transport` is this one
+    nixl: bool = False  # `transport` is NIXL
     transient_bytes: Annotated[int, Gauge("", "kvstore_transient_bytes", "Segments of transient blocks, in bytes.",
         info="transient: memory")] = 0
     transient_limit_bytes: Annotated[int, Gauge("", "kvstore_transient_limit_bytes", "The most that these may be.",
         info="transient: limit")] = 0
-    tenant: str = ""  # whose namespaces are listed; empty: all
+    tenant: str = ""  # the tenant whose namespaces are listed; empty if all are
     tenants: list[TenantInfo] = []
     unauthorized: Annotated[int, Counter("state.unauthorized", "kvstore_unauthorized_requests",
         "Requests that their principal may not make.")] = 0
     failed_logins: Annotated[int, Counter("logins.failed", "kvstore_failed_logins",
         "Logins with a token that is not valid.")] = 0
     requests: list[RequestTimes] = []
-    # the highest of its namespaces: another one means that somebody has purged one
+    # The highest generation of its namespaces. If it changes, a namespace was purged.
     generation: Annotated[int, Field("generations.highest")] = 0
-    # how clients on other hosts may read its memory; empty: they may not
+    # How clients on other hosts may read its memory; empty if they may not.
     transport: Annotated[str, Field("config.transport")] = ""
 
     def __post_init__(self) -> None:
@@ -301,5 +305,6 @@ _shard_info_decoder = msgspec.msgpack.Decoder(ShardInfo)
 
 
 def decode_shard_info(info: bytes | bytearray | memoryview) -> ShardInfo:
-    """-> the state in an INFO_REPLY. Raises `msgspec.DecodeError` or `UnicodeDecodeError` when it is not one."""
+    """Return the state in an INFO_REPLY. Raises `msgspec.DecodeError` or `UnicodeDecodeError` if `info` is not
+    valid."""
     return _shard_info_decoder.decode(info)

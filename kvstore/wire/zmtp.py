@@ -1,17 +1,17 @@
-"""ZMTP 3.1, the protocol of ZeroMQ, on plain sockets, so that the kernel copies blocks straight to their memory.
+"""ZMTP 3.1, the protocol of ZeroMQ, on plain sockets, so that the kernel copies blocks straight to their places.
 
 libzmq receives every frame into a message of its own, from which the frame must be copied to its slot or destination.
-Over loopback on two cores that copy (and the page faults of its allocations) makes a transfer 1.2 to 1.9 times as long
-as with a plain socket: `python -m benchmarks.remote_kv_cache.baseline.test_zmq_transfer`. So kvstore implements ZMTP
-itself. Any libzmq peer (DEALER to a shard, ROUTER to a client) interoperates, and tests check that. Between kvstore's
-own ends the only copies are
+Over loopback on two cores, that copy and the page faults of its allocations make a transfer take 1.2 to 1.9 times as
+long as with a plain socket: `python -m benchmarks.remote_kv_cache.baseline.bench_zmq_transfer`. So kvstore implements
+ZMTP itself. Any libzmq peer (DEALER to a shard, ROUTER to a client) interoperates, and tests check that. Between
+kvstore's own ends the only copies are
 
     set = source -> kernel -> slot,   get = slot -> kernel -> destination
 
 and every queue is bounded by kvstore.
 
-`_cext.Receiver` turns a non-blocking socket into frames. Its owner (a `FrameSink`) gives the memory for every frame
-before any byte of the frame is read; for the blocks of a GET, a `Landing` says it beforehand.
+`_cext.Receiver` reads frames from a non-blocking socket. Its owner (a `FrameSink`) provides the memory for every frame
+before any byte of the frame is read. For the blocks of a GET, a `Landing` provides this memory in advance.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ MAX_COMMAND_BYTES: Final = 4096
 
 
 class ZMTPError(Exception):
-    """The peer breaks the rules of ZMTP 3, or needs a part of it that is not supported; the connection must end."""
+    """The peer breaks the rules of ZMTP 3, or needs an unsupported part of it. The connection must end."""
 
 
 def greeting() -> bytes:
-    """-> the greeting that each side sends first: signature, version 3.1, mechanism NULL."""
+    """Return the greeting that each side sends first: signature, version 3.1, mechanism NULL."""
     return SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 
 
 def check_greeting(data: bytes) -> None:
     """Raise `ZMTPError` unless `data` (64 bytes) opens a ZMTP 3 connection with mechanism NULL."""
     if data[0] != 0xFF or data[9] != 0x7F:
-        raise ZMTPError(f"no ZMTP greeting: it begins with {data[:10].hex()}")
+        raise ZMTPError(f"no ZMTP greeting: the first bytes are {data[:10].hex()}")
     if data[10] < 3:
         raise ZMTPError(f"ZMTP version {data[10]}.{data[11]}: expected 3.0 or later")
     mechanism = data[12:32].rstrip(b"\0")
@@ -51,7 +51,7 @@ def check_greeting(data: bytes) -> None:
 
 
 def ready(socket_type: bytes) -> bytes:
-    """-> the READY command that ends the NULL handshake."""
+    """Return the READY command that ends the NULL handshake."""
     return command(b"READY", _property(b"Socket-Type", socket_type) + _property(b"Identity", b""))
 
 
@@ -60,7 +60,7 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 
 def command(name: bytes, body: bytes) -> bytes:
-    """-> the bytes of a command frame."""
+    """Return the bytes of a command frame."""
     data = bytes([len(name)]) + name + body
     if len(data) > 255:
         return bytes([COMMAND | LONG]) + len(data).to_bytes(8, "big") + data
@@ -68,14 +68,14 @@ def command(name: bytes, body: bytes) -> bytes:
 
 
 def split_command(data: bytes) -> tuple[bytes, bytes]:
-    """-> name and body of a command frame's data. Raises `ZMTPError`."""
+    """Return the name and the body in a command frame's data. Raises `ZMTPError`."""
     if not data or len(data) < 1 + data[0]:
         raise ZMTPError(f"a command of {len(data)} bytes holds no name")
     return data[1 : 1 + data[0]], data[1 + data[0] :]
 
 
 def socket_type(body: bytes) -> bytes:
-    """-> the Socket-Type property in the body of a READY command; b"" when it has none."""
+    """Return the Socket-Type property in the body of a READY command; b"" if it has none."""
     at = 0
     while at < len(body):
         name = body[at + 1 : at + 1 + body[at]]
@@ -89,14 +89,14 @@ def socket_type(body: bytes) -> bytes:
 
 
 def frame_head(size: int, more: bool) -> bytes:
-    """-> the bytes that precede a frame's data of `size` bytes."""
+    """Return the bytes that precede a frame's data of `size` bytes."""
     if size > 255:
         return (b"\x03" if more else b"\x02") + size.to_bytes(8, "big")
     return bytes((MORE if more else 0, size))
 
 
 def frame(data: bytes, more: bool) -> bytes:
-    """-> the bytes of a whole frame, for small ones: the data is copied."""
+    """Return the bytes of a whole frame. Use this only for small frames, because it copies the data."""
     return frame_head(len(data), more) + data
 
 
@@ -104,46 +104,51 @@ _scratch = memoryview(bytearray(256 * 1024))
 
 
 def discard_views(size: int) -> list[memoryview]:
-    """-> views into scratch memory, `size` bytes together, to read bytes into that are discarded."""
+    """Return views of scratch memory, `size` bytes in total, for bytes that are read and discarded."""
     whole, rest = divmod(size, len(_scratch))
     return [_scratch] * whole + ([_scratch[:rest]] if rest else [])
 
 
 class FrameSink(Protocol):
-    """The owner of a connection's frames. Called by the thread that is in `Receiver.receive`.
+    """The owner of a connection's frames. Its methods are called by the thread that is in `Receiver.receive`.
 
-    It may have a method `message(header, second)`, which is called once for a small message that has come whole, of one
-    frame (`second` is None) or two, instead of `begin_frame` and `end_frame` for each.
+    It may have a method `message(header, second)`. For a small message that has arrived whole, this method is called
+    once, instead of `begin_frame` and `end_frame` for each frame. The message has one frame (`second` is None) or two.
     """
 
     def begin_frame(self, size: int, more: bool) -> list[memoryview] | Payload | None:
-        """-> the memory for the frame's `size` bytes: writable views of exactly that length together, or None to have
-        them collected in a new buffer; then the sink must have checked the size. Or a `Payload`, for this frame and
-        those of the same payload after it, of which the sink is told only if the message ends with one of them. May
-        raise to end the connection."""
+        """Return the memory for the frame's `size` bytes: writable views of exactly that length in total.
+
+        Return None if the receiver shall collect the bytes in a new buffer. In this case the sink must have checked the
+        size. Return a `Payload` for this frame and the later frames of the same payload. Of these frames, the sink is
+        notified only of one that ends the message. An error that this method raises ends the connection.
+        """
 
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
-        """The frame is complete. `data`: its bytes if it was collected, None if it was read into the views."""
+        """Accept a complete frame. `data`: its bytes if it was collected, None if it was read into the views."""
 
     def bytes_after_frame(self) -> int:
-        """-> how many bytes are certain to follow the current frame. The reader need not be woken for fewer."""
+        """Return how many bytes are certain to follow the current frame. The reader need not wake up before these bytes
+        have arrived."""
 
     def go_on(self) -> bool:
-        """Asked after a frame or message: whether the next one, which may have arrived, is wanted now. If not, the
-        receiver pauses."""
+        """Return whether the receiver should go on to the next frame or message, which may have arrived already. If
+        not, it pauses. Called after each frame or message."""
 
     def landed(self, landing: Landing) -> None:
-        """A GET for which `Receiver.land` was called is complete. The receiver has forgotten it."""
+        """Accept the complete reply to a GET for which `Receiver.land` was called. The receiver has forgotten the
+        GET."""
 
     def misplaced(self, size: int, expected: int) -> NoReturn:
-        """A frame of `size` bytes came where the payload of a PART was expected. Raises, to end the connection."""
+        """Raise an error that ends the connection, because a frame of `size` bytes came where the payload of a PART was
+        expected."""
 
     def command(self, name: bytes, body: bytes) -> None:
-        """A ZMTP command arrived (READY, PING, PONG, ERROR)."""
+        """Handle a ZMTP command (READY, PING, PONG, ERROR)."""
 
 
 def advance(views: Sequence[memoryview | bytes], sent: int) -> list[memoryview | bytes]:
-    """-> the rest of `views` after the kernel has taken their first `sent` bytes."""
+    """Return the rest of `views` after the kernel has taken their first `sent` bytes."""
     for at, view in enumerate(views):
         size = len(view)
         if sent < size:

@@ -1,1 +1,1 @@
-"""The client's calls: how each public method becomes requests to shards, and their replies its result."""
+"""The client's calls. They turn each public method into requests to shards, and the shards' replies into its result."""

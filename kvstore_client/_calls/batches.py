@@ -1,4 +1,4 @@
-"""A caller's batch of keys: finding repeated keys, cutting the batch into parts, and making the messages for them."""
+"""A caller's batch of keys: functions that find repeated keys, cut the batch into parts, and make their messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore._cext import first_of_each
 from kvstore.wire.zmtp import frame, frame_head
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.call import Call, Message
-from kvstore_client._links.staging import SetAnswer, Staging
+from kvstore_client._links.staging import SetAnswer, SharedStaging
 from kvstore_client.keys import KeyArray
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def milliseconds(seconds: float) -> int:
-    """A deadline as requests carry it: in milliseconds, at least 1."""
+    """Return a deadline in the form that requests carry: in milliseconds, at least 1."""
     return max(1, int(seconds * 1000))
 
 
@@ -35,7 +35,7 @@ def take(packed: KeyArray, positions: npt.NDArray[np.intp]) -> KeyArray:
 
 
 def first_occurrences(packed: KeyArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """For each key the position of its first occurrence; and the positions of all first occurrences, in order."""
+    """Return the position of each key's first occurrence, and the sorted positions of all first occurrences."""
     first = first_of_each(packed)
     is_first = first == np.arange(len(packed))
     return first, first if is_first.all() else np.flatnonzero(is_first)
@@ -51,11 +51,11 @@ def staged_message(
     keys: KeyArray,
     positions: npt.NDArray[np.intp],
     source: BlockSource,
-    staging: Staging,
+    staging: SharedStaging,
     call: Call,
     macs: BatchMacs | None,
 ) -> Message:
-    """The message of a SET by references: header and keys, then frames that tell where the blocks are."""
+    """Yield the message of a SET by references: the header, the keys, and frames with the addresses of the blocks."""
     answer = call.answer
     assert isinstance(answer, SetAnswer)
     region = source.only_region()
@@ -82,8 +82,8 @@ def staged_message(
 def set_message(
     request: wire.Set, keys: KeyArray, positions: npt.NDArray[np.intp], source: BlockSource, macs: BatchMacs | None
 ) -> Message:
-    """The message of a SET: header and keys, the payload frame by frame, and last the checksums. `macs`: of the call's
-    blocks, if these are its checksums."""
+    """Yield the message of a SET: the header, the keys, the payload frame by frame, and the checksums. If `macs` is
+    given, the checksums are the MACs that it computes."""
     block_bytes = source.block_bytes
     data = keys.tobytes()
     head = frame(wire.encode(request), True) + frame_head(len(data), True) + data

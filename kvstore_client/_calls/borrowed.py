@@ -1,12 +1,12 @@
-"""What a `borrow` lends to its caller, and how it is given back.
+"""The blocks that a `borrow` lends to its caller, and how they are given back.
 
-The server keeps a block that is lent until it is given back. So that is done only when nothing in this process refers
-to it any more: a view, an array or a tensor that outlives the `with` block keeps what was lent with it. Views are not
-released by force, because not all that read through them say so: `torch.frombuffer` keeps the view and its address, but
-not the buffer.
+The server keeps a lent block until the client gives it back. The client does so only when nothing in this process
+refers to the block any more. So a view, an array or a tensor that outlives the `with` block keeps the loan open. Views
+are not released by force, because some users of a view do not hold its buffer. For example, `torch.frombuffer` keeps
+the view and its address, but not the buffer.
 
-No Python code runs in a finalizer: Ctrl-C would be lost there, and with it what the finalizer had to do. A reference
-that dies only appends itself to a queue, and the client's next call looks.
+Finalizers run no Python code, because a Ctrl-C during such code would be lost, together with the finalizer's work. A
+reference that dies only appends itself to a queue, which the client's next call checks.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from kvstore_client._links.targets import BorrowTarget
 
 
 class Borrowed:
-    """The blocks of one `borrow`, in the hands of the calling thread. If this is dropped without `end`, the next call
-    ends it."""
+    """The blocks of one `borrow`, for the calling thread. If nothing refers to this object any more and `end` was not
+    called, the client's next call ends the borrow."""
 
-    def __init__(self, target: BorrowTarget, lingering: Lingering) -> None:
-        self._lending = Lending(target)
+    def __init__(self, target: BorrowTarget, lingering: OpenLoans) -> None:
+        self._lending = BorrowedLoan(target)
         self._lingering = lingering
         lingering.watch(self, self._lending)
 
     @property
     def calls(self) -> list[Call]:
-        """The GETs of this borrow, to be added to."""
+        """The GETs of this borrow. The `Reader` adds to this list."""
         return self._lending.calls
 
     @property
     def blocks(self) -> list[memoryview | None]:
-        """By position: a read-only view, or None for a miss."""
+        """For each position, a read-only view of the block, or None on a miss."""
         return self._lending.target.blocks
 
     @property
     def present(self) -> npt.NDArray[np.bool_]:
-        """By position: whether the block is there."""
+        """For each position, whether the block was found."""
         return self._lending.target.present
 
     def end(self) -> None:
-        """Forget the views, and give back what was lent: now, or when the last thing that refers to a block is gone."""
+        """Forget the views. Give the blocks back now, or later, when nothing refers to any of them any more."""
         self._lingering.end(self._lending)
 
 
-class Lending:
-    """What one `borrow` was lent. All methods may run twice, also in two threads."""
+class BorrowedLoan:
+    """The loans of one `borrow`. Every method may be called repeatedly, also by two threads at once."""
 
     def __init__(self, target: BorrowTarget) -> None:
         self.target = target
         self.calls: list[Call] = []
-        self.holder: weakref.ref[Borrowed] | None = None  # until it has ended
-        self.views: list[weakref.ref[LentBlocks]] = []  # after that: what keeps the blocks that were lent
+        self.holder: weakref.ref[Borrowed] | None = None  # None after the borrow has ended
+        self.views: list[weakref.ref[LentBlocks]] = []  # the exporters of lent blocks, after the borrow's end
 
     def in_use(self) -> bool:
-        """Whether anything refers to one of the blocks, or still may."""
+        """Return whether anything refers to one of the blocks, or may still get a reference to it."""
         holder = self.holder
         return (holder is not None and holder() is not None) or any(view() is not None for view in self.views)
 
     def forget_views(self) -> None:
-        """Keep the blocks only for others that refer to them."""
+        """Drop this object's own references, so that only the references of other objects keep the blocks."""
         target = self.target
         target.blocks = []
         if target.exporters:
@@ -78,39 +78,39 @@ class Lending:
         self.holder = None
 
     def call_when_gone(self, gone: Callable[[weakref.ref[LentBlocks]], None]) -> None:
-        """Have `gone` called when nothing refers to some of the blocks any more."""
+        """Have `gone` called for each group of the blocks as soon as nothing refers to the group any more."""
         exporters = [view() for view in self.views]
         self.views = [weakref.ref(exporter, gone) for exporter in exporters if exporter is not None]
 
     def lending_calls(self) -> list[Call]:
-        """The GETs that the servers have to be told of."""
+        """Return the GETs whose loans must be given back to the servers."""
         answers = {id(answer) for answer, _ in self.target.lent}
         return [call for call in self.calls if id(call.answer) in answers]
 
     def return_loans(self) -> None:
-        """Let go of the server's memory."""
+        """End the loans of the servers' memory."""
         for _, each in self.target.lent:
             each.give_back()
         self.target.lent = []
 
 
-class Lingering:
-    """All that a client borrowed and has not given back. Thread-safe."""
+class OpenLoans:
+    """All loans that a client has not given back. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lendings: list[Lending] = []
-        # What the next call has to look for: what finalizers found, by `append`, which is no Python code, and what is
-        # being ended. Something in it: some of the lendings may be out of use.
-        self._gone: deque[weakref.ref[Any] | Lending] = deque()
+        self._lendings: list[BorrowedLoan] = []
+        # A queue of dead references, and of borrows that are being ended. Finalizers add to it with `append`, which
+        # runs no Python code. If this queue is not empty, the next call checks which loans are no longer in use.
+        self._gone: deque[weakref.ref[Any] | BorrowedLoan] = deque()
 
-    def watch(self, borrowed: Borrowed, lending: Lending) -> None:
-        """Keep the lending until nothing uses it: neither `borrowed` nor, after it, a view."""
+    def watch(self, borrowed: Borrowed, lending: BorrowedLoan) -> None:
+        """Keep the loans until nothing uses them. At first `borrowed` uses them, and after its end the views do."""
         lending.holder = weakref.ref(borrowed, self._gone.append)
         self._lendings.append(lending)
 
-    def end(self, lending: Lending) -> None:
-        """Give back what is not in use, now; the rest when it is not in use any more."""
-        self._gone.append(lending)  # first: if this is interrupted, the next call does it again
+    def end(self, lending: BorrowedLoan) -> None:
+        """Give the loans back, either now or as soon as they are not in use any more."""
+        self._gone.append(lending)  # first, so that the next call repeats `end` if it is interrupted
         lending.forget_views()
         if lending.in_use():
             lending.call_when_gone(self._gone.append)
@@ -118,21 +118,21 @@ class Lingering:
             for call in lending.lending_calls():
                 call.link.release(call.id)
             lending.return_loans()
-            with contextlib.suppress(ValueError):  # another thread was faster
+            with contextlib.suppress(ValueError):  # another thread has already removed it
                 self._lendings.remove(lending)
         with contextlib.suppress(ValueError):
             self._gone.remove(lending)
 
     def sweep(self) -> None:
-        """Give back what has come out of use since the last time."""
+        """Give back the loans whose use has ended since the last sweep."""
         seen = list(self._gone)
         if not seen:
             return
         for lending in list(self._lendings):
             if not lending.in_use():
                 self.end(lending)
-        for found in seen:  # only now: if this is interrupted, the next call does it again
-            if isinstance(found, Lending) and found in self._lendings:  # another thread is ending it
+        for found in seen:  # last, so that the next call repeats `sweep` if it is interrupted
+            if isinstance(found, BorrowedLoan) and found in self._lendings:  # another thread is ending it
                 continue
-            with contextlib.suppress(ValueError):  # another thread was faster
+            with contextlib.suppress(ValueError):  # another thread has already removed it
                 self._gone.remove(found)

@@ -1,4 +1,4 @@
-"""Which keys of a batch follow each other in a chain, and how that is told to the shards that get some of them."""
+"""The chains in a batch of keys, and how requests describe them to shards. A shard gets only some of the keys."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Parent: TypeAlias = "bytes | KeyArray | Sequence[bytes | None] | None"
 class Chain(NamedTuple):
     """Keys of one batch that follow each other in a chain."""
 
-    start: int = 0  # the index of the first key in the batch; they reach to the next chain
-    parent: bytes = b""  # the key before the first one; empty: the chain begins with it
-    position: int = 0  # of the first one in the chain
-    call: int = 0  # a number by which the shards know that their parts belong together
+    start: int = 0  # the index of its first key in the batch; its keys end where the next chain starts
+    parent: bytes = b""  # the key before the first one; empty if the first one begins the chain
+    position: int = 0  # the first key's position in the chain
+    call: int = 0  # a number that shows shards which parts belong together
 
 
-class Part(NamedTuple):
+class ChainFields(NamedTuple):
     """The place of one request's keys in their chain: see `wire.Set`."""
 
     parent: bytes
@@ -36,9 +36,11 @@ class Part(NamedTuple):
 
 
 def chains_of(packed: KeyArray, parent: Parent, position: int) -> Sequence[Chain]:
-    """The chains of a batch whose first key has the index `position` in its chain. `parent`: the key before the first
-    one, or a sequence or an `(n, key_bytes)` array of the keys before each one. Raises `ValueError`, `TypeError` and
-    `KeySizeMismatch`."""
+    """Return the chains of a batch whose first key has the index `position` in its chain.
+
+    `parent` is the key before the first key. For several chains, it is a sequence or an `(n, key_bytes)` array with
+    the key before each key. Raises `ValueError`, `TypeError` and `KeySizeMismatch`.
+    """
     if not len(packed):
         return ()
     if isinstance(parent, np.ndarray):  # a row of packed keys, or several
@@ -46,7 +48,7 @@ def chains_of(packed: KeyArray, parent: Parent, position: int) -> Sequence[Chain
     if parent is None or isinstance(parent, bytes):
         return (Chain(0, _checked(parent, packed), position, _new_call()),)
     if len(parent) != len(packed):
-        raise ValueError(f"{len(packed)} keys and {len(parent)} parents: expected a key, or one for each key")
+        raise ValueError(f"{len(packed)} keys and {len(parent)} parents: expected one parent, or one for each key")
     chains = [Chain(0, _checked(parent[0], packed), position, _new_call())]
     for index, key in enumerate(parent[1:], start=1):
         if key != packed[index - 1].tobytes():
@@ -63,17 +65,20 @@ def _checked(parent: bytes | None, packed: KeyArray) -> bytes:
         return b""
     key = pack_keys([parent])
     if key.shape[1] != packed.shape[1]:
-        raise ValueError(f"a parent of {key.shape[1]} bytes for keys of {packed.shape[1]}: expected as many")
+        raise ValueError(
+            f"a parent of {key.shape[1]} bytes for keys of {packed.shape[1]} bytes: expected the same length"
+        )
     return key.tobytes()
 
 
 def requests_of(
     packed: KeyArray, positions: Numbers, mine: Numbers, chains: Sequence[Chain], most: int, alone: bool
-) -> Iterator[tuple[Numbers, Part]]:
-    """Cut what one shard gets into requests of up to `most` keys, each a part of one chain.
+) -> Iterator[tuple[Numbers, ChainFields]]:
+    """Cut one shard's share of a batch into requests of at most `most` keys. Each request is a part of one chain.
 
-    positions, mine: in ascending order, what is to be set of the batch, and what of that goes to this shard.
-    alone: there is no other shard.
+    * `positions`: All positions of the batch that are to be set, in ascending order.
+    * `mine`: The positions that go to this shard, also in ascending order.
+    * `alone`: Whether this is the store's only shard.
     """
     starts = [chain.start for chain in chains[1:]]
     for chain, following, of_chain in zip(
@@ -85,5 +90,5 @@ def requests_of(
             end = packed[positions[np.searchsorted(positions, following) - 1]].tobytes()
             position = min(chain.position + int(some[0]) - chain.start, wire.MAX_POSITION)
             offsets = b"" if alone else (some - chain.start).astype("<u4").tobytes()
-            yield some, Part(parent, b"" if end == last else end, position, call, offsets)
+            yield some, ChainFields(parent, b"" if end == last else end, position, call, offsets)
             parent = last

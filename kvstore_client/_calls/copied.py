@@ -1,4 +1,5 @@
-"""What goes with a block that is found at one shard and set at another: its time to live, priority and place."""
+"""The attributes of blocks that are found at one shard and set at another: time to live, priority and place in a
+chain."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from kvstore_client.keys import KeyArray
 
 
 class Copied:
-    """What goes with the blocks that the GETs of one round find. Used by the calling thread only."""
+    """The attributes of the blocks that the GETs of one round find. For use by the calling thread only."""
 
     def __init__(self, packed: KeyArray, calls: Sequence[Call]) -> None:
         self._packed = packed
         self._calls = calls
-        self._call = np.zeros(len(packed), dtype=np.intp)  # by position: which call asks for the block
-        self._row = np.zeros(len(packed), dtype=np.intp)  # and at which of its positions
+        self._call = np.zeros(len(packed), dtype=np.intp)  # for each position, the index of the block's call in `calls`
+        self._row = np.zeros(len(packed), dtype=np.intp)  # for each position, the block's index in that call
         for number, call in enumerate(calls):
             self._call[call.positions] = number
             self._row[call.positions] = np.arange(call.count)
@@ -31,11 +32,12 @@ class Copied:
         return {key.tobytes(): position for position, key in enumerate(self._packed)}
 
     def to(self, owned: Numbers, positions: Numbers) -> Attributes:
-        """-> what goes with the blocks at `positions`, which were found, to a shard that is to hold those at `owned`.
+        """Return the attributes for setting the found blocks at `positions` on another shard. `owned`: the positions
+        of all blocks that this other shard is to hold.
 
-        The shards hold different blocks of a chain. So if a block follows an earlier one of this batch at the shard
-        where it was found, the batch is its chain, and at the other shard it follows the last block before it that
-        belongs there. Otherwise it follows the same block as where it was found, if the other shard has that.
+        The two shards hold different blocks of a chain. If the block before a found block is in this batch, the batch
+        is the chain. At the other shard, the found block then follows the last earlier block that belongs there.
+        Otherwise, it follows the same block at both shards, if the other shard has that block.
         """
         result = np.zeros(len(positions), dtype=attributes_dtype(self._packed.shape[1]))
         for row, position in enumerate(positions.tolist()):

@@ -1,14 +1,14 @@
-"""The requests of a call, sent to all their shards at once and awaited together.
+"""Sends the requests of a call to all shards at once, and waits for all answers together.
 
-No shard waits for another: shards that are up are sent to while the rest connects, a full socket leaves the turn to
-the next one, and a shard that stays silent fails only its own requests.
+No shard waits for another. Shards that are connected get their requests while others are being connected. If a socket
+is full, the next one is tried. If a shard stays silent, only its own requests fail.
 
-What a call does is written once, in steps: as a generator that yields an `Awaited` where it has to wait, is sent
-whether that holds, and returns the result. `drive` runs one call on the calling thread, which blocks where the call
-waits, connects or finds a socket full. A multiplexer (`kvstore_client.engine.multiplexer`) runs many calls on one
-thread, which never does: there, too, the call yields what it awaits (not `alone`). A call may be ended wherever it
-waits: `close` has the generator give up what it asked for, and after that no byte is written to the caller's memory.
-Only one thread at a time may run a generator; it need not always be the same.
+A call is written once, as a generator. Where it has to wait, it yields an `Awaited`, and `send` tells it whether the
+condition holds. At the end it returns the result. `drive` runs one call on the calling thread, which blocks where the
+call waits, connects or finds a socket full. A multiplexer (`kvstore_client.engine.multiplexer`) runs many calls on one
+thread, which never blocks: without `alone`, the call yields in all three cases. A call may be ended wherever it waits.
+`close` makes the generator give up its requests, and after that no byte is written to the caller's memory. A generator
+may be run by several threads, but only by one at a time.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import numpy as np
 from kvstore import wire
 from kvstore.wire.zmtp import frame
 from kvstore_client._calls.batches import chunks, keyed_message, take
-from kvstore_client._calls.borrowed import Lingering
+from kvstore_client._calls.borrowed import OpenLoans
 from kvstore_client._calls.options import Options
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.call import Call, Message, protocol_error
-from kvstore_client._links.core import Core
 from kvstore_client._links.in_turn import Turn
 from kvstore_client._links.lanes import usable
 from kvstore_client._links.link import Link
+from kvstore_client._links.link_pool import LinkPool
 from kvstore_client._links.sending import Sending, send_all
-from kvstore_client._links.staging import Staging
+from kvstore_client._links.staging import SharedStaging
 from kvstore_client._links.view import Numbers
 from kvstore_client.errors import TRANSPORT_ERRORS, ConnectionLost, KVStoreError, Timeout
 from kvstore_client.keys import KeyArray
@@ -43,21 +43,21 @@ log = logging.getLogger("kvstore_client")
 T = TypeVar("T")
 _T = TypeVar("_T", bound=wire.Reply)
 
-# The share of a call's time that is kept for reading the answers of fast shards after a slow one took no more requests.
+# The share of a call's time that is kept for reading the answers of fast shards, if a slow shard takes no requests.
 ANSWER_SHARE: Final = 0.1
 MOST_ANSWER_S: Final = 0.2
-SHARE_S: Final = 1.0  # for a shard on this host to map memory
-_LOOK_S: Final = 0.05
-_ROOM_S: Final = 0.005  # how often a thread that runs many calls looks whether a full socket takes bytes again
-_READ_BYTES: Final = 64 << 20
+SHARE_S: Final = 1.0  # how long a shard on this host may take to map memory
+_DIAL_POLL_S: Final = 0.05
+_ROOM_S: Final = 0.005  # after this time, a thread that runs many calls tries a full socket again
+_MOST_READ_BYTES: Final = 64 << 20
 
 
 class Awaited(NamedTuple):
-    """ready: whether to go on; any thread may ask, at any time, and it never blocks. deadline: go on by then anyhow.
-    core: of the client whose links must be read meanwhile; None: what is awaited does not come over links, and is
-    looked at by the deadline. calls: whose answers are awaited."""
+    """A condition that a call waits for. `ready`: returns whether to go on. Any thread may call it, and it never
+    blocks. `deadline`: the time at which to go on regardless. `pool`: the pool whose links must be read meanwhile, or
+    None if the condition does not depend on links and is checked at the deadline. `calls`: the calls to wait for."""
 
-    core: Core | None
+    pool: LinkPool | None
     ready: Callable[[], bool]
     deadline: float
     calls: Sequence[Call] = ()
@@ -67,13 +67,13 @@ Steps: TypeAlias = "Generator[Awaited, bool, T]"
 
 
 def drive(steps: Steps[T]) -> T:
-    """Run a call on this thread. -> its result. An exception that comes while it waits (Ctrl-C) ends the call."""
+    """Run a call on this thread and return its result. An exception during a wait, such as Ctrl-C, ends the call."""
     try:
-        core, ready, deadline, _ = next(steps)
+        pool, ready, deadline, _ = next(steps)
         while True:
-            if core is None:
+            if pool is None:
                 time.sleep(max(0.0, deadline - time.monotonic()))
-            core, ready, deadline, _ = steps.send(ready() if core is None else core.wait(ready, deadline))
+            pool, ready, deadline, _ = steps.send(ready() if pool is None else pool.wait(ready, deadline))
     except StopIteration as end:
         result: T = end.value
         return result
@@ -84,9 +84,9 @@ def drive(steps: Steps[T]) -> T:
 class Exchange:
     """Runs calls over a client's links. Thread-safe."""
 
-    def __init__(self, core: Core) -> None:
-        self.core = core
-        self.lingering = Lingering()  # what was borrowed and is still in use
+    def __init__(self, pool: LinkPool) -> None:
+        self.pool = pool
+        self.lingering = OpenLoans()  # borrowed blocks that are still in use
 
     def calls(
         self,
@@ -94,15 +94,15 @@ class Exchange:
         groups: Iterable[tuple[Link, Numbers]],
         request: Callable[[int, int, int], wire.KeyedRequest],
     ) -> list[Call]:
-        """-> calls about keys, for `run`. `groups`: a link, and the positions of all keys that it is asked about.
-        `request(id, number of keys, bytes of a key)`: the header of one call."""
+        """Return calls about keys, which `run` can send. `groups`: links, each with the positions of the keys to send
+        to it. `request(id, number of keys, bytes of a key)` makes the header of one call."""
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
             return keyed_message(request(call.id, *keys.shape), keys)
 
         return [
-            Call(link, self.core.next_id(), some, message)
+            Call(link, self.pool.next_id(), some, message)
             for link, positions in groups
             for some in chunks(positions, wire.MAX_KEYS)
         ]
@@ -115,7 +115,7 @@ class Exchange:
         enough: Callable[[], bool] | None = None,
         groups: Sequence[Sequence[Call]] = (),
     ) -> None:
-        """`steps` on the calling thread."""
+        """Run `steps` on the calling thread."""
         drive(self.steps(calls, deadline, patience_s, enough, groups))
 
     def steps(
@@ -127,19 +127,19 @@ class Exchange:
         groups: Sequence[Sequence[Call]] = (),
         alone: bool = True,
     ) -> Steps[None]:
-        """Send all calls and wait for all answers, or until `enough()`. At `deadline`, every call is done in any case.
+        """Send all calls and wait for all answers, or until `enough()` is true. At `deadline`, every call is done.
 
-        `patience_s`: a request to a shard that is silent for so long is given up, because another shard can be asked.
-        The answers of calls that `enough` left undone are read and ignored when they come. `groups`: all calls, in
-        groups of which one is sent when the turn of the one before it is over, and the rest at once after a turn in
-        which not all came. `alone`: the calling thread may block.
+        `patience_s`: if other shards can be asked, how long a shard may be silent before its request is given up. If
+        `enough` ends the wait, answers that come later are read and ignored. `groups`: all calls, in groups that are
+        sent one after the other, each when the turn of the group before it is over. If a turn ends at its time limit,
+        all other groups are sent at once. `alone`: whether the calling thread may block.
         """
         try:
             left = list(groups) or [calls]
             while len(left) > 1:
                 turn = Turn(left[0])
                 yield from self._sent(left.pop(0), deadline, patience_s, alone, more=True)
-                if not (yield Awaited(self.core, turn.over, min(deadline, time.monotonic() + turn.turn_s), calls)):
+                if not (yield Awaited(self.pool, turn.over, min(deadline, time.monotonic() + turn.turn_s), calls)):
                     left = [[call for group in left for call in group]]
             yield from self._sent(left[0], deadline, patience_s, alone)
             yield from self._answered(calls, deadline, patience_s, enough)
@@ -149,39 +149,39 @@ class Exchange:
                 yield from self._sent(again, deadline, patience_s, alone)
                 yield from self._answered(again, deadline, patience_s, enough)
         except BaseException:  # KeyboardInterrupt, or the call is ended while it waits
-            # Nobody waits for the answers any more, so no byte of them may be written to the caller's memory.
+            # No caller waits for the answers any more, so none of their bytes may be written to the caller's memory.
             for call in calls:
                 if call.unfinished:
                     call.link.abandon(call.answer)
-                    call.answer.fail(Timeout(f"{call.link}: the call was interrupted"))  # what it staged is free
+                    call.answer.fail(Timeout(f"{call.link}: the call was interrupted"))  # frees its staged blocks
             raise
 
     def ask_all(
         self, request: Callable[[int, int], wire.Request], options: Options, every_lane: bool = False
     ) -> list[Call]:
-        """Send every shard the same request, `request(id, deadline_ms)`, and wait for the answers. -> the calls, done.
-        Raises if no shard is known, unless `fail_open`. `every_lane`: on each connection that is up."""
+        """Send the request `request(id, deadline_ms)` to every shard, wait for the answers, and return the calls.
+        Raises if no shard is known, except with `fail_open`. `every_lane`: send it on each connection that is up."""
         deadline_ms = options.deadline_ms
 
         def message(call: Call) -> Message:
             return [[frame(wire.encode(request(call.id, deadline_ms)), False)]]
 
-        links = self.core.links if not every_lane else [lane for each in self.core.links for lane in usable(each)]
+        links = self.pool.links if not every_lane else [lane for each in self.pool.links for lane in usable(each)]
         if not links and not options.fail_open:
-            raise self.core.no_shards()
-        calls = [Call(link, self.core.next_id(), np.empty(0, dtype=np.intp), message) for link in links]
+            raise self.pool.no_shards()
+        calls = [Call(link, self.pool.next_id(), np.empty(0, dtype=np.intp), message) for link in links]
         self.run(calls, time.monotonic() + options.timeout_s)
         return calls
 
-    def staging(self, link: Link, source: BlockSource, deadline: float) -> Staging | None:
-        """What a link to a shard on this host needs for SETs by references, shared with the shard as far as it is not
-        yet. -> None: blocks are sent through the socket."""
+    def staging(self, link: Link, source: BlockSource, deadline: float) -> SharedStaging | None:
+        """Return the object that stages blocks for SETs by references to a shard on this host. If the shard lacks the
+        memory for that, first share it. Return None if blocks are to be sent through the socket."""
         staging = link.staging
         if staging is None:
             return None
         region = source.only_region()
         if not staging.ready_for(region):
-            # Another thread may be about to share the same.
+            # Another thread may be about to share the same memory.
             if not staging.sharing.acquire(timeout=max(0.0, min(SHARE_S, deadline - time.monotonic()))):
                 return None
             try:
@@ -193,32 +193,32 @@ class Exchange:
                 staging.sharing.release()
         return None if staging.refused else staging
 
-    def _share_ring(self, link: Link, staging: Staging, deadline: float) -> None:
+    def _share_ring(self, link: Link, staging: SharedStaging, deadline: float) -> None:
         try:
             staging.ring = staging.make_ring()
         except OSError as error:
-            log.warning("%s: blocks are sent through the socket: no memory to share: %s", link, error)
+            log.warning("%s: blocks are sent through the socket, because no memory can be shared: %s", link, error)
             staging.refused = True
         else:
             self._share(link, staging, staging.ring, deadline)
 
-    def _share(self, link: Link, staging: Staging, region: SharedRegion, deadline: float) -> None:
-        from kvstore_client._links.sharing import share  # for those with a shard on their host
+    def _share(self, link: Link, staging: SharedStaging, region: SharedRegion, deadline: float) -> None:
+        from kvstore_client._links.sharing import share  # needed only with a shard on this host
 
-        answer = share(link, region, self.core.next_id(), min(deadline, time.monotonic() + SHARE_S))
+        answer = share(link, region, self.pool.next_id(), min(deadline, time.monotonic() + SHARE_S))
         if answer is not None:
-            self.core.wait(lambda: answer.done, min(deadline, time.monotonic() + SHARE_S))
+            self.pool.wait(lambda: answer.done, min(deadline, time.monotonic() + SHARE_S))
             if isinstance(answer.reply, wire.ShareReply):
                 staging.shared.add(region.number)
                 return
             if not answer.done:
                 link.abandon(answer)
         problem = answer.reply if answer is not None else "the connection was lost"
-        log.warning("%s: blocks are sent through the socket: it takes no shared memory: %s", link, problem)
+        log.warning("%s: blocks are sent through the socket, because the shard takes no memory: %s", link, problem)
         staging.refused = True
 
     def send_again(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
-        """Send calls again whose connection had died without notice, or has no place."""
+        """Send calls again after their connection was found dead, or after the shard had no place for it."""
         self._renew(calls)
         self.send(calls, deadline, patience_s)
 
@@ -226,16 +226,16 @@ class Exchange:
         for call in calls:
             refusal = call.error
             if call.without_place and refusal is not None:
-                self.core.dialer.give_up_lane(call.link, refusal)
-            call.renew(self.core.next_id())
+                self.pool.dialer.give_up_lane(call.link, refusal)
+            call.renew(self.pool.next_id())
 
     def send(self, calls: Sequence[Call], deadline: float, patience_s: float | None, more: bool = False) -> None:
-        """Send the calls. Links that are up are sent to first, while the others connect; calls to links that cannot be
-        connected fail. `more`: other calls are sent afterwards."""
+        """Send the calls. Links that are up are served at once, while the others connect. Calls fail if their link
+        cannot be connected. `more`: whether other calls are sent afterwards."""
         by_link, deadline = self._to_send(calls, deadline, patience_s, more)
         up = [link for link in by_link if link.sock is not None]
         down = [link for link in by_link if link not in up]
-        connecting = self.core.dialer.connect(down, deadline) if down else ()
+        connecting = self.pool.dialer.connect(down, deadline) if down else ()
         self._send(by_link, up, deadline)
         for done in connecting:
             for link, error in done:
@@ -247,13 +247,13 @@ class Exchange:
     def _to_send(
         self, calls: Sequence[Call], deadline: float, patience_s: float | None, more: bool
     ) -> tuple[dict[Link, list[Call]], float]:
-        """-> the calls by link, and when they must be sent."""
+        """Return the calls by link, and the deadline for sending them."""
         now = time.monotonic()
         if patience_s is not None:
             deadline = min(deadline, now + patience_s)
         self.lingering.sweep()
-        if self.core.generations.untold:
-            self.core.generations.tell(self.core.connections)
+        if self.pool.generations.untold:
+            self.pool.generations.tell(self.pool.connections)
         by_link: dict[Link, list[Call]] = {}
         for call in calls:
             by_link.setdefault(call.link, []).append(call)
@@ -263,11 +263,11 @@ class Exchange:
 
     def _send(self, by_link: dict[Link, list[Call]], links: Sequence[Link], deadline: float) -> None:
         sendings = [_sending(link, by_link[link]) for link in links]
-        for sending in send_all(sendings, deadline, self.core.look_after, self.core.wait):
+        for sending in send_all(sendings, deadline, self.pool.look_after, self.pool.wait):
             self._takes_nothing(sending.link)
 
     def _takes_nothing(self, link: Link) -> None:
-        self.core.dialer.break_link(link, Timeout(f"{link}: it takes no requests"))
+        self.pool.dialer.break_link(link, Timeout(f"{link}: it takes no requests"))
 
     def _sent(
         self, calls: Sequence[Call], deadline: float, patience_s: float | None, alone: bool, more: bool = False
@@ -278,9 +278,9 @@ class Exchange:
             yield from self._send_beside(calls, deadline, patience_s, more)
 
     def _send_beside(self, calls: Sequence[Call], deadline: float, patience_s: float | None, more: bool) -> Steps[None]:
-        """`send` for a thread that has other calls under way: links connect on other threads, and a full socket is
-        looked at again. For requests whose pieces wait for nothing."""
-        core, dialer = self.core, self.core.dialer
+        """Like `send`, for a thread that has other calls in progress: links connect on other threads, and a full socket
+        is tried again later. It can only send requests whose pieces have no conditions."""
+        pool, dialer = self.pool, self.pool.dialer
         by_link, deadline = self._to_send(calls, deadline, patience_s, more)
         down = [link for link in by_link if link.sock is None]
         for link in down:
@@ -307,8 +307,8 @@ class Exchange:
                     return
                 if now >= deadline:
                     break
-                yield Awaited(core, one_is_connected, min(deadline, now + (_ROOM_S if active else _LOOK_S)), calls)
-                core.look_after()
+                yield Awaited(pool, one_is_connected, min(deadline, now + (_ROOM_S if active else _DIAL_POLL_S)), calls)
+                pool.look_after()
             for sending in active:
                 began = sending.began
                 sending.abandon(Timeout(f"{sending.link}: it did not take the request by its deadline"))
@@ -316,7 +316,7 @@ class Exchange:
                     self._takes_nothing(sending.link)
         except BaseException:
             for sending in active:
-                sending.abandon(ConnectionLost(f"{sending.link}: the call was broken off"))
+                sending.abandon(ConnectionLost(f"{sending.link}: the call was interrupted"))
             raise
 
     def wait(
@@ -326,7 +326,7 @@ class Exchange:
         patience_s: float | None,
         enough: Callable[[], bool] | None = None,
     ) -> None:
-        """Wait until all answers are there, or until `enough()`. Calls without an answer in time fail."""
+        """Wait for all answers, or until `enough()` is true. Calls that get no answer in time fail."""
         drive(self._answered(calls, deadline, patience_s, enough))
 
     def _answered(
@@ -348,7 +348,7 @@ class Exchange:
 
         while True:
             if patience_s is None:
-                yield Awaited(self.core, ready, deadline, calls)
+                yield Awaited(self.pool, ready, deadline, calls)
             else:
                 yield from self._wait_for_each(calls, ready, deadline, patience_s)
             if not any(call.answer.lent and call.read_lent() for call in calls):
@@ -359,27 +359,27 @@ class Exchange:
             return
         for call in [call for call in calls if call.unfinished]:
             if not call.done:
-                call.link.receive(_READ_BYTES)  # its answer may have arrived since the last read
+                call.link.receive(_MOST_READ_BYTES)  # its answer may have arrived since the last read
             while call.read_lent():
                 pass
             if not call.done:
-                self.core.lost(call.link, call.answer)
+                self.pool.lost(call.link, call.answer)
             while call.read_lent():  # another thread may have read it meanwhile
                 pass
 
     def _wait_for_each(
         self, calls: Sequence[Call], ready: Callable[[], bool], deadline: float, patience_s: float
     ) -> Steps[None]:
-        """Wait, and give up requests to shards that are silent for `patience_s`."""
-        core, began, look_s = self.core, time.monotonic(), min(_LOOK_S, patience_s / 2)
-        while not (yield Awaited(core, ready, min(deadline, time.monotonic() + look_s), calls)):
+        """Wait until `ready()` is true, and give up requests to shards that have been silent for `patience_s`."""
+        pool, began, look_s = self.pool, time.monotonic(), min(_DIAL_POLL_S, patience_s / 2)
+        while not (yield Awaited(pool, ready, min(deadline, time.monotonic() + look_s), calls)):
             now = time.monotonic()
-            if now >= deadline or core.closed:
+            if now >= deadline or pool.closed:
                 return
             for call in calls:
                 silent_s = min(now - began, call.link.liveness.silence_s(now))
                 if not call.done and silent_s >= patience_s:
-                    core.lost(call.link, call.answer)
+                    pool.lost(call.link, call.answer)
 
 
 def _sending(link: Link, calls: Sequence[Call]) -> Sending:
@@ -389,7 +389,7 @@ def _sending(link: Link, calls: Sequence[Call]) -> Sending:
 
 
 def outcome(call: Call, expected: type[_T], fail_open: bool) -> _T | None:
-    """The reply; None for a transport failure under `fail_open`; raises otherwise."""
+    """Return the reply, or None after a transport error with `fail_open`. Otherwise raise the call's error."""
     error = call.error
     if error is None:
         if isinstance(call.reply, expected):

@@ -1,4 +1,4 @@
-"""The options of one call, passed as one value from the client's public methods down to the requests."""
+"""The options of one call, which the client's public methods pass on as one value."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from kvstore_client._calls.chains import Chain
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of one call. The client has checked them; each kind of call reads only its own."""
+    """The options of one call. The client has already checked them. Each kind of call uses only its own options."""
 
     timeout_s: float  # for the whole call; in a stream, for each block
-    fail_open: bool  # transport failures count as misses
+    fail_open: bool  # count transport errors as misses
 
     # Look-ups (contains, match_prefix)
     refresh: bool = False  # count the look-up as a use of the blocks
-    pin_s: float = 0.0  # protect found blocks from eviction for so long
+    pin_s: float = 0.0  # how long the found blocks are protected from eviction
 
     # Sets
     force: bool = False  # replace blocks that exist
-    deferred: bool = True  # return when one replica of each block has taken it
+    deferred: bool = True  # return when one copy of each block is stored
     priority: int = 0
-    ttl_s: float = 0.0  # 0: the server's rule for the namespace
-    generation: int | None = None  # in which the blocks were made; None: now
-    reads: int = 0  # the blocks are transient, and may be read so often; 0: ordinary blocks
-    chains: Sequence[Chain] = (Chain(),)  # that the keys are of, in the order of the keys
+    ttl_s: float = 0.0  # 0 stands for the server's rule for the namespace
+    generation: int | None = None  # when the blocks were made; None stands for the present generation
+    reads: int = 0  # the number of reads after which transient blocks are dropped; 0 for other blocks
+    chains: Sequence[Chain] = (Chain(),)  # the chains of the keys, in the order of the keys
 
     # Reads
-    prefix: bool = False  # the keys are a chain, and only its leading run is wanted
-    wait_s: float = 0.0  # wait for blocks that were promised, so long beside `timeout_s`
-    alone: bool = True  # the calling thread has no other call under way, so it may block
+    prefix: bool = False  # the keys form a chain, and only its leading blocks without a gap are wanted
+    wait_s: float = 0.0  # how long to wait for promised blocks, in addition to `timeout_s`
+    alone: bool = True  # the calling thread has no other call in progress, so it may block
 
     @property
     def deadline_ms(self) -> int:
-        """`timeout_s` as requests carry it: in milliseconds, at least 1."""
+        """The deadline `timeout_s` in the form that requests carry: in milliseconds, at least 1."""
         return max(1, int(self.timeout_s * 1000))
 
     def within(self, timeout_s: float) -> Options:
-        """The same options for a part of the call, which may take `timeout_s` (at least 1 ms)."""
+        """Return the same options for a part of the call that may take `timeout_s`, or 1 ms if that is longer."""
         return msgspec.structs.replace(self, timeout_s=max(0.001, timeout_s))

@@ -1,8 +1,9 @@
-"""Promises: telling the shards that blocks will be set, so that who asks for them meanwhile may wait.
+"""Promises: the client announces to shards that it will set blocks, so that readers of these blocks may wait.
 
-The first owner of a key decides who has promised it; only then its other owners are told. A promise belongs to the
-connection that it was made on: if that is lost, the shard ends it, and so there is nothing to withdraw. To a shard, all
-promises of a client's key are one: so they are counted here, and the last one that is withdrawn ends it.
+The first owner of a key decides which client has promised it. The client informs the key's other owners only after
+that. A promise belongs to the connection on which it was made. If that connection is lost, the shard ends the
+promise, so the client need not withdraw it. A shard keeps only one promise for each key of a client. So the client
+counts its own promises of a key, and withdraws the shard's promise when the last of them ends.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from kvstore_client._links.view import Numbers
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError
 from kvstore_client.keys import KeyArray
 
-UNASKED: Final = max(wire.Promised) + 1  # the key's shard did not answer
-WITHDRAW_S: Final = 1.0  # for a shard to answer that it was told
-SEND_S: Final = 0.05  # to tell a shard that has not answered: nobody waits for that answer
+UNASKED: Final = max(wire.PromiseOutcome) + 1  # the key's shard did not answer
+WITHDRAW_S: Final = 1.0  # how long a shard may take to confirm a withdrawal
+SEND_S: Final = 0.05  # the time for sending a withdrawal to a shard that has not answered; no reply is awaited
 
 Answers = npt.NDArray[np.uint8]
 
 
 @dataclass
 class Told:
-    """A shard that was told of a promise, and of which positions."""
+    """A shard to which a promise was sent, and the positions of the promised keys."""
 
     link: Link
     positions: Numbers
@@ -44,7 +45,8 @@ class Told:
 
 @dataclass
 class Made:
-    """What became of a promise: an answer by position, who was told, and which shards did not answer."""
+    """The outcome of a promise: one answer for each key's position, the shards that have the promise, and the shards
+    that did not answer."""
 
     answers: Answers
     told: list[Told] = field(default_factory=list)
@@ -56,27 +58,31 @@ class Promiser:
 
     def __init__(self, exchange: Exchange, replicas: int) -> None:
         self._exchange = exchange
-        self._core = exchange.core
+        self._pool = exchange.pool
         self._replicas = replicas
-        self._lock = threading.Lock()  # of what follows
-        self._held: dict[Link, Counter[bytes]] = {}  # how many promises of this client there are of each key
+        self._lock = threading.Lock()  # guards `_held`
+        self._held: dict[Link, Counter[bytes]] = {}  # by shard: how many promises this client has of each key
         self._dropped: deque[tuple[KeyArray, list[Told]]] = deque()
 
     def make(self, packed: KeyArray, positions: Numbers, ttl_s: float, options: Options) -> Made:
-        """Promise the keys at these positions. Raises if a shard refuses, or without `fail_open` if one does not
-        answer; then nothing is promised that was not before."""
+        """Promise the keys at these positions.
+
+        Raises if a shard refuses. Without `fail_open`, it also raises if a shard does not answer. After an error, only
+        keys that were promised earlier are still promised.
+        """
         made = Made(np.full(len(packed), UNASKED, dtype=np.uint8))
         deadline = time.monotonic() + options.timeout_s
-        view = self._core.view
+        view = self._pool.view
         if not view.links:
             if options.fail_open:
                 return made
-            raise self._core.no_shards()
+            raise self._pool.no_shards()
         owners = view.owners(packed, self._replicas)
         for column in range(owners.shape[1]):
-            asked = positions if column == 0 else positions[made.answers[positions] == wire.Promised.MINE]
+            asked = positions if column == 0 else positions[made.answers[positions] == wire.PromiseOutcome.MINE]
             groups = view.split(owners[asked, column], asked)
-            # Held before they are promised: whoever withdraws the same keys meanwhile must not end this promise.
+            # The keys are counted before they are promised, so that a withdrawal of these keys by another thread does
+            # not end this promise.
             self.hold(packed, [Told(*group) for group in groups])
             error: KVStoreError | None = None
             unanswered: list[Told] = []
@@ -85,7 +91,7 @@ class Promiser:
                 if call.error is None and isinstance(reply, wire.PromiseReply) and len(reply.answers) == call.count:
                     if column == 0:
                         made.answers[call.positions] = np.frombuffer(reply.answers, dtype=np.uint8)
-                        mine = mine[made.answers[mine] == wire.Promised.MINE]
+                        mine = mine[made.answers[mine] == wire.PromiseOutcome.MINE]
                     made.told.append(Told(call.link, mine))
                     self._let_go(packed, [Told(call.link, np.setdiff1d(call.positions, mine))])
                     continue
@@ -96,7 +102,7 @@ class Promiser:
                 made.silent.add(call.link)
                 if not (isinstance(failed, TRANSPORT_ERRORS) and (options.fail_open or column)):
                     error = failed
-            # A shard that stands still makes the promise once it goes on, and hears then that it has ended.
+            # A shard that hangs makes the promise when it continues. It then receives this withdrawal too.
             if unanswered:
                 self._tell(packed, unanswered, SEND_S, enough=lambda: True)
             if error is not None:
@@ -105,14 +111,14 @@ class Promiser:
         return made
 
     def withdraw(self, packed: KeyArray, told: Sequence[Told]) -> None:
-        """Tell the shards that these keys will not be set, unless another promise of this client has them. A shard that
-        cannot be told ends the promise by itself."""
+        """Withdraw the promise of these keys, except keys that are also in another promise of this client. A shard that
+        is out of reach ends the promise by itself."""
         self._tell(packed, self._let_go(packed, told), WITHDRAW_S)
 
     def _tell(
         self, packed: KeyArray, ended: Sequence[Told], within_s: float, enough: Callable[[], bool] | None = None
     ) -> None:
-        """Tell shards that these promises have ended. enough: see `Exchange.steps`."""
+        """Withdraw these promises at their shards. `enough`: see `Exchange.steps`."""
         deadline_ms = int(WITHDRAW_S * 1000)
 
         def request(number: int, keys: int, key_bytes: int) -> wire.Withdraw:
@@ -122,20 +128,20 @@ class Promiser:
         self._exchange.run(self._exchange.calls(packed, groups, request), time.monotonic() + within_s, enough=enough)
 
     def drop(self, packed: KeyArray, told: list[Told]) -> None:
-        """Nobody has this promise any more, and nobody has withdrawn it: its time will end it. For the collector of
-        garbage, which may come while the lock is held: they are let go of with the next call."""
+        """Forget a promise that was freed without `withdraw`. At the shards, it ends after its `ttl_s`. The garbage
+        collector calls this, perhaps while the lock is held. So only the next call reduces the counts of the keys."""
         self._dropped.append((packed, told))
 
     def hold(self, packed: KeyArray, told: Sequence[Told]) -> None:
-        """Count these once more: `withdraw` counts them once less."""
+        """Raise the count of each of these keys by one. `withdraw` reduces it by one."""
         with self._lock:
             for each in told:
                 self._held.setdefault(each.link, Counter()).update(_keys(packed, each.positions))
 
     def _let_go(self, packed: KeyArray, told: Sequence[Told]) -> list[Told]:
-        """-> of these, what no promise of this client has any more."""
+        """Reduce the count of each of these keys by one. Return the keys that this client does not promise any more."""
         while self._dropped:
-            with contextlib.suppress(IndexError):  # another thread was faster
+            with contextlib.suppress(IndexError):  # another thread has just taken it
                 packed_then, told_then = self._dropped.popleft()
                 self._count_less(packed_then, told_then)
         return self._count_less(packed, told)
@@ -166,8 +172,8 @@ class Promiser:
     ) -> list[Call]:
         ttl_ms, deadline_ms = max(1, int(ttl_s * 1000)), options.deadline_ms
 
-        def request(number: int, keys: int, key_bytes: int) -> wire.Promise:
-            return wire.Promise(number, deadline_ms, keys, key_bytes, ttl_ms)
+        def request(number: int, keys: int, key_bytes: int) -> wire.MakePromise:
+            return wire.MakePromise(number, deadline_ms, keys, key_bytes, ttl_ms)
 
         calls = self._exchange.calls(packed, groups, request)
         self._exchange.run(calls, deadline)

@@ -1,8 +1,8 @@
-"""Looking for blocks: `contains`, `match_prefix`, `get_into`, `stream_get`, over as many shards and rounds as needed.
+"""Finding and reading blocks: `contains`, `match_prefix`, `get_into` and `stream_get`, in as many rounds as needed.
 
-Copies: slot -> kernel -> destination. A block that was not found at its owner but at another shard is copied once more,
-for its repair. A block whose bytes are wrong counts as not found at the shard that sent it: it is deleted there, and
-looked for at the next shard that may have it.
+Copies: slot -> kernel -> destination. If a block's owner lacks it and another shard has it, the block is copied once
+more, for its repair. A block with wrong bytes counts as missing at the shard that sent it. It is deleted there, and
+requested from the next shard that may have it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore_client._calls.exchange import Exchange, Steps, drive, outcome
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.rounds import Rounds
-from kvstore_client._links.buffers import KEPT_BYTES
+from kvstore_client._links.buffers import KEPT_BUFFERS
 from kvstore_client._links.call import Call, Message, protocol_error
 from kvstore_client._links.in_turn import Turn, in_turn
 from kvstore_client._links.lanes import least_busy, spread
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from kvstore_client._links.block_mac import BatchMacs, BlockMac, SecretMissing
 
 STREAM_CREDIT_BYTES: Final = 8 << 20
-DISCARD_TIMEOUT_S: Final = 0.2  # how long a reader waits at most for the deletion of a damaged block
+DISCARD_TIMEOUT_S: Final = 0.2  # the longest time that a reader waits for the deletion of a damaged block
 
-_ABSENT: Final = int(wire.Presence.ABSENT)  # NumPy takes long to find out that a member of an enumeration is a number
+_ABSENT: Final = int(wire.Presence.ABSENT)  # plain ints, because NumPy is slow with an enumeration's members
 _PRESENT: Final = int(wire.Presence.PRESENT)
 
 Present = npt.NDArray[np.bool_]
@@ -52,7 +52,7 @@ log = logging.getLogger("kvstore_client")
 
 
 def _leading(flags: Present) -> int:
-    """The length of the leading run of True."""
+    """Return the number of leading elements that are True."""
     return len(flags) if flags.all() else int(flags.argmin())
 
 
@@ -70,32 +70,32 @@ class Reader:
     ) -> None:
         self._exchange = exchange
         self._mac = mac
-        self._core = exchange.core
+        self._pool = exchange.pool
         self._block_bytes = block_bytes
-        self._buffers = FrameBuffers(block_bytes, max(4, KEPT_BYTES // (frame_blocks(block_bytes) * block_bytes)))
+        self._buffers = FrameBuffers(block_bytes, max(4, KEPT_BUFFERS // (frame_blocks(block_bytes) * block_bytes)))
         self._replicas = replicas
         self._verify = verify
         self._repairs = repairs
 
     def contains(self, packed: KeyArray, options: Options) -> Present:
-        """-> one bool per key."""
+        """Return, for each key, whether its block is present."""
         present: Present = self._states(packed, options, False) == _PRESENT
         return present
 
     def lookup(self, packed: KeyArray, options: Options) -> Lookup:
-        """-> how many leading keys of the chain are present, and how many present or promised."""
+        """Return how many leading keys of the chain are present, and how many are present or promised."""
         states = self._states(packed, options, True)
         return Lookup(_leading(states == _PRESENT), _leading(states != _ABSENT))
 
     def _states(self, packed: KeyArray, options: Options, promised: bool) -> npt.NDArray[np.uint8]:
-        """-> one `wire.Presence` per key. `promised`: whether to tell what was promised."""
+        """Return one `wire.Presence` for each key. `promised`: whether to report promised blocks as such."""
         states = np.zeros(len(packed), dtype=np.uint8)
         deadline_ms, refresh, pin_s = options.deadline_ms, options.refresh, options.pin_s
 
         def request(number: int, keys: int, key_bytes: int) -> wire.Contains:
             return wire.Contains(number, deadline_ms, keys, key_bytes, refresh, pin_s, promised)
 
-        rounds = Rounds(self._core, packed, np.arange(len(packed)), self._replicas, options.timeout_s)
+        rounds = Rounds(self._pool, packed, np.arange(len(packed)), self._replicas, options.timeout_s)
         while groups := rounds.next():
             calls = self._exchange.calls(packed, groups, request)
             self._exchange.run(calls, rounds.deadline, rounds.patience_s)
@@ -116,8 +116,8 @@ class Reader:
         return states
 
     def match_prefix(self, packed: KeyArray, options: Options) -> int:
-        """-> how many leading keys of the chain the store has without a gap."""
-        links = self._core.links
+        """Return how many leading keys of the chain are present without a gap."""
+        links = self._pool.links
         if len(links) != 1:  # a chain is spread over all shards, and each shard knows only some of its keys
             absent = np.flatnonzero(~self.contains(packed, options))
             return int(absent[0]) if len(absent) else len(packed)
@@ -131,7 +131,7 @@ class Reader:
         length = 0
         for call in calls:
             if isinstance(call.error, TRANSPORT_ERRORS):
-                self._core.stats.unanswered += call.count
+                self._pool.stats.unanswered += call.count
             reply = outcome(call, wire.MatchReply, options.fail_open)
             if reply is not None and not 0 <= reply.length <= call.count:
                 raise protocol_error(call.link, reply)
@@ -148,20 +148,20 @@ class Reader:
         slots: Sequence[int] | None,
         options: Options,
     ) -> Steps[Present]:
-        """Read the blocks at positions `unique` into their rows. -> one bool per position.
+        """Read the blocks at positions `unique` into their rows. Return, for each position, whether the block arrived.
 
-        With `options.prefix`, every shard sends the leading run of the keys that it is asked for. So all blocks before
-        the first gap of the whole chain arrive, and few of those behind the gap.
+        With `options.prefix`, every shard sends only the blocks before the first one that it lacks. So all blocks
+        before the first gap of the whole chain arrive, but only a few of the blocks behind the gap.
         """
         target = IntoTarget(rows, slots, len(packed), self._verify, self._macs(packed))
         wait_until = time.monotonic() + options.wait_s
         missing = unique
         while len(missing):
-            view = self._core.view
+            view = self._pool.view
             yield from self._read_into(packed, missing, target, options, wait_until)
-            if not options.wait_s or self._core.view is view:
+            if not options.wait_s or self._pool.view is view:
                 break
-            # The owners have changed: what was waited for in vain may be promised, or have come, elsewhere.
+            # The owners have changed. Blocks that did not arrive may be promised or present at the new owners.
             missing = missing[~target.present[missing]]
         return target.present
 
@@ -170,12 +170,12 @@ class Reader:
     ) -> Steps[None]:
         """Read the blocks at these positions, and wait for promised ones until `wait_until`."""
         wait_s = max(0.0, wait_until - time.monotonic())
-        generation = self._core.generations.known
-        rounds = Rounds(self._core, packed, positions, self._replicas, options.timeout_s + wait_s, waits=wait_s > 0)
+        generation = self._pool.generations.known
+        rounds = Rounds(self._pool, packed, positions, self._replicas, options.timeout_s + wait_s, waits=wait_s > 0)
         while groups := rounds.next():
             lacking = rounds.lacking()
             calls = self._get_calls(packed, groups, target, options, 0, bool(lacking), wait_until)
-            # Shards that wait for blocks must all wait at once.
+            # With `wait_s`, no shard waits for its turn, because all shards must wait for blocks at the same time.
             turns = () if options.wait_s else in_turn(calls)
             alone = options.alone
             yield from self._exchange.steps(calls, rounds.deadline, rounds.patience_s, groups=turns, alone=alone)
@@ -192,11 +192,11 @@ class Reader:
         self._end(rounds, options)
 
     def borrow(self, packed: KeyArray, unique: Numbers, verify: bool, options: Options) -> Borrowed:
-        """Read the blocks at positions `unique` where they are. -> what must be ended."""
+        """Read the blocks at positions `unique` in place if possible. The caller must call the result's `end`."""
         target = BorrowTarget(self._buffers, self._block_bytes, len(packed), verify, self._macs(packed))
         borrowed = Borrowed(target, self._exchange.lingering)
         try:
-            rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
+            rounds = Rounds(self._pool, packed, unique, self._replicas, options.timeout_s)
             while groups := rounds.next():
                 calls = self._get_calls(packed, groups, target, options, 0, False)
                 borrowed.calls.extend(calls)
@@ -215,8 +215,8 @@ class Reader:
         present = np.zeros(len(packed), dtype=np.bool_)
         target = QueueTarget(self._buffers, self._block_bytes, self._verify, self._macs(packed))
         credit = max(STREAM_CREDIT_BYTES, 2 * self._block_bytes)
-        generation = self._core.generations.known
-        rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
+        generation = self._pool.generations.known
+        rounds = Rounds(self._pool, packed, unique, self._replicas, options.timeout_s)
         while groups := rounds.next():
             lacking: dict[int, list[tuple[Link, Numbers]]] = {}
             for link, positions in rounds.lacking():
@@ -244,8 +244,8 @@ class Reader:
     def _arriving(
         self, calls: Sequence[Call], target: QueueTarget, credit: int, rounds: Rounds, timeout_s: float
     ) -> Generator[tuple[int, memoryview], None, None]:
-        """One round of a stream. Each block may take `timeout_s`, counted from when the caller was done with the block
-        before it."""
+        """Yield the blocks of one round of a stream. The time limit `timeout_s` applies to each block, and starts when
+        the caller requests the next block."""
         exchange, patience_s = self._exchange, rounds.patience_s
         granted = [0] * len(calls)
         hits = 0
@@ -261,7 +261,7 @@ class Reader:
                 exchange.send(later[0], rounds.deadline, patience_s, more=len(later) > 1)
                 sent += later.pop(0)
             if later:
-                self._core.wait(something, min(rounds.deadline, turn_ends))
+                self._pool.wait(something, min(rounds.deadline, turn_ends))
                 if time.monotonic() >= min(rounds.deadline, turn_ends):
                     rest = [call for group in later for call in group]
                     exchange.send(rest, rounds.deadline, patience_s)
@@ -294,7 +294,7 @@ class Reader:
     # ---- shared by reads -------------------------------------------------------------------------------------
 
     def _macs(self, packed: KeyArray) -> BatchMacs | None:
-        """What the blocks' checksums are to be; None: they are no MACs."""
+        """Return the object that computes the blocks' MACs, or None if their checksums are not MACs."""
         return self._mac.batch(packed) if self._mac is not None else None
 
     def _get_calls(
@@ -307,14 +307,14 @@ class Reader:
         attributes: bool,
         wait_until: float = 0.0,
     ) -> list[Call]:
-        """The GETs of a round. `attributes`: whether blocks that they find are set elsewhere. `wait_until`: the
-        monotonic time until which they wait for blocks that were promised."""
+        """Return the GETs of a round. `attributes`: whether the found blocks are also to be set on another shard.
+        `wait_until`: the monotonic time until which the shards wait for promised blocks."""
         key_bytes = packed.shape[1]
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
             wait_ms = int(max(0.0, wait_until - time.monotonic()) * 1000) if wait_until else 0
-            references = call.link.by_reference  # what it lends it lends until it is given back: no credit is needed
+            references = call.link.by_reference  # lent blocks stay until they are given back, so no credit is needed
             request = wire.Get(
                 call.id,
                 options.deadline_ms + wait_ms,
@@ -328,7 +328,7 @@ class Reader:
             )
             return keyed_message(request, keys)
 
-        if options.prefix:  # in pieces, what comes after a gap would be sent in vain
+        if options.prefix:  # not cut into pieces, because blocks of pieces behind a gap would be useless
             groups = [(least_busy(link), positions) for link, positions in groups]
         else:
             groups = spread(groups, self._block_bytes)
@@ -336,7 +336,7 @@ class Reader:
         return [
             Call(
                 link,
-                self._core.next_id(),
+                self._pool.next_id(),
                 some,
                 message,
                 functools.partial(PlacedBlocks, positions=some, target=target, key_bytes=kept_bytes),
@@ -351,20 +351,20 @@ class Reader:
         for call in calls:
             assert isinstance(call.answer, PlacedBlocks)
             call.answer.settle()
-            self._core.stats.bytes_in += call.answer.hit * self._block_bytes
+            self._pool.stats.bytes_in += call.answer.hit * self._block_bytes
         if target.bad:
             bad, target.bad = target.bad, []
-            self._core.stats.checksum_errors += len(bad)
+            self._pool.stats.checksum_errors += len(bad)
             yield from self._discard(packed, bad, calls, target.macs is None, rounds.deadline, alone)
         rounds.settle(calls, present)
 
     def _discard(
         self, packed: KeyArray, bad: list[int], calls: Sequence[Call], checked: bool, deadline: float, alone: bool
     ) -> Steps[None]:
-        """Have the shards that sent wrong bytes delete the blocks. `checked`: only if they are damaged there, too,
-        because the fault may be our own; MACs a shard cannot check.
+        """Have the shards that sent wrong bytes delete the blocks. If this fails, the next reader tries it again.
 
-        If that fails, the next reader tries it again.
+        With `checked`, a shard deletes a block only if its own check fails too, because the fault may be this client's.
+        Shards cannot check MACs.
         """
         timeout_s = min(DISCARD_TIMEOUT_S, max(0.001, deadline - time.monotonic()))
         deadline_ms = milliseconds(timeout_s)
@@ -375,7 +375,7 @@ class Reader:
 
         wrong = np.array(bad, dtype=np.intp)
         discards = [
-            Call(call.link, self._core.next_id(), some, message)
+            Call(call.link, self._pool.next_id(), some, message)
             for call in calls
             if len(some := np.intersect1d(call.positions, wrong))
         ]
@@ -388,7 +388,7 @@ class Reader:
                 raise error
 
     def _end(self, rounds: Rounds, options: Options) -> None:
-        stats = self._core.stats
+        stats = self._pool.stats
         stats.found_elsewhere += rounds.found_elsewhere
         stats.failovers += rounds.failovers
         rounds.check(options.fail_open)

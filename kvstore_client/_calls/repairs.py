@@ -1,11 +1,11 @@
-"""Repairs: a block that its owner lacked and another shard had is set on its owner, in the background.
+"""Repairs: if a block's owner lacks it and another shard has it, the client sets it on the owner, in the background.
 
-So a node that joined fills from the nodes that had its share, a replica that lost a block gets it again, and no caller
-waits for that. A block is copied when it is found, since the reader may reuse its own memory. The copies wait in a
-queue of bounded size; a block that does not fit is repaired when it is found the next time. Only blocks whose checksum
-was verified are repaired: otherwise wrong bytes would get a new, matching checksum.
+In this way, a new node gets its share of the blocks from their old owners, and a replica that lost a block gets it
+again. No caller waits for a repair. A block is copied when it is found, because the reader may reuse its own memory.
+The copies wait in a queue of bounded size. A block that does not fit is repaired when it is found the next time. Only
+blocks whose checksum was verified are repaired, because wrong bytes would otherwise get a new, matching checksum.
 
-A thread lives while there is something to repair. Thread-safe.
+The thread for repairs exists only while there is something to repair. Thread-safe.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvstore_client._links.block_mac import BlockMac, SecretMissing
 
 MAX_QUEUED_BYTES: Final = 64 << 20
-BATCH_BYTES: Final = 4 << 20  # small, so that repairs do not hold up a connection for long
+REPAIR_BATCH_BYTES: Final = 4 << 20  # small, so that repairs do not occupy a connection for long
 
 log = logging.getLogger("kvstore_client")
 
@@ -43,7 +43,7 @@ class _Repair(NamedTuple):
     key: bytes
     block: bytes
     attributes: Attributes  # one entry
-    generation: int  # of the namespace, before the block was read
+    generation: int  # the namespace's generation before the block was read
 
 
 class Repairs:
@@ -59,7 +59,7 @@ class Repairs:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything. Also called in a child process, where the thread does not exist."""
+        """Forget everything. This is also called in a child process, where the thread does not exist."""
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_Repair] = deque()
@@ -69,14 +69,14 @@ class Repairs:
     def put(
         self, link: Link, keys: KeyArray, blocks: Iterable[memoryview], attributes: Attributes, generation: int
     ) -> None:
-        """Queue copies of `blocks`, with what goes with each of them, to be set on `link`'s shard. Never blocks.
-        generation: of the namespace, before they were read."""
+        """Queue copies of `blocks`, with the attributes of each block, for setting them on the shard of `link`. Never
+        blocks. `generation`: the namespace's generation before the blocks were read."""
         if not self._enabled or link.broken is not None:
             return
         room = MAX_QUEUED_BYTES // self._block_bytes
         for number, block in enumerate(blocks):
             if len(self._queue) + len(self._under_way) >= room:
-                self._exchange.core.stats.repairs_dropped += len(keys) - number
+                self._exchange.pool.stats.repairs_dropped += len(keys) - number
                 return
             repair = _Repair(link, keys[number].tobytes(), bytes(block), attributes[number : number + 1], generation)
             with self._lock:
@@ -84,15 +84,15 @@ class Repairs:
                 if not self._running:
                     try:
                         threading.Thread(target=self._run, name="kvstore-repair", daemon=True).start()
-                    except RuntimeError as error:  # the system has no more threads, or the process ends
+                    except RuntimeError as error:  # the system has no more threads, or the process is ending
                         log.warning("%d blocks are not repaired: %s", len(self._queue), error)
                         self._queue.clear()
                         return
                     self._running = True
 
     def cancel(self, keys: KeyArray, timeout_s: float) -> None:
-        """Do not set these blocks again: they are about to be deleted or replaced. Waits up to `timeout_s` for a repair
-        of them that is under way."""
+        """Do not repair these blocks, because they are about to be deleted or replaced. If a repair of one of them is
+        in progress, wait up to `timeout_s` for it."""
         if not self._running:
             return
         names = {key.tobytes() for key in keys}
@@ -101,7 +101,7 @@ class Repairs:
             self._idle.wait_for(lambda: not any(repair.key in names for repair in self._under_way), timeout_s)
 
     def cancel_all(self, timeout_s: float) -> None:
-        """Set no block again: all are about to be removed. Waits up to `timeout_s` for repairs that are under way."""
+        """Drop all repairs, because all blocks will be removed. Wait up to `timeout_s` for repairs in progress."""
         with self._idle:
             self._queue.clear()
             self._idle.wait_for(lambda: not self._under_way, timeout_s)
@@ -112,15 +112,15 @@ class Repairs:
                 self._repair(batch)
             except KVStoreError as error:  # the next reader that finds the blocks repairs them
                 log.info("%d blocks were not repaired on %s: %s", len(batch), batch[0].link, error)
-            except Exception:  # a defect of ours must not end all repairs
+            except Exception:  # a defect must not end all repairs
                 log.exception("%d blocks were not repaired on %s", len(batch), batch[0].link)
 
     def _next_batch(self) -> list[_Repair]:
-        """The next blocks for one shard. Empty: the thread must end."""
+        """Return the next blocks for one shard. If the list is empty, the thread must end."""
         batch: list[_Repair] = []
-        per_batch = max(1, min(wire.MAX_FRAME_BLOCKS, BATCH_BYTES // self._block_bytes))
+        per_batch = max(1, min(wire.MAX_FRAME_BLOCKS, REPAIR_BATCH_BYTES // self._block_bytes))
         with self._lock:
-            if self._exchange.core.closed:
+            if self._exchange.pool.closed:
                 self._queue.clear()
             while self._queue and len(batch) < per_batch and (not batch or _go_together(self._queue[0], batch[0])):
                 batch.append(self._queue.popleft())
@@ -130,7 +130,7 @@ class Repairs:
         return batch
 
     def _repair(self, batch: Sequence[_Repair]) -> None:
-        core = self._exchange.core
+        pool = self._exchange.pool
         keys = np.frombuffer(b"".join(repair.key for repair in batch), dtype=np.uint8).reshape(len(batch), -1)
         source = BlockSource([repair.block for repair in batch], self._block_bytes)
         attributes = np.concatenate([repair.attributes for repair in batch]).tobytes()
@@ -139,7 +139,7 @@ class Repairs:
         def message(call: Call) -> Message:
             request = wire.Set(
                 call.id,
-                milliseconds(core.timeout_s),
+                milliseconds(pool.timeout_s),
                 len(keys),
                 keys.shape[1],
                 attributes=attributes,
@@ -147,10 +147,10 @@ class Repairs:
             )
             return set_message(request, keys, call.positions, source, macs)
 
-        call = Call(batch[0].link, core.next_id(), np.arange(len(keys)), message)
-        self._exchange.run([call], time.monotonic() + core.timeout_s)
+        call = Call(batch[0].link, pool.next_id(), np.arange(len(keys)), message)
+        self._exchange.run([call], time.monotonic() + pool.timeout_s)
         reply = outcome(call, wire.SetReply, fail_open=False)
-        core.stats.repaired += reply.created if reply is not None else 0
+        pool.stats.repaired += reply.created if reply is not None else 0
 
 
 def _go_together(one: _Repair, other: _Repair) -> bool:

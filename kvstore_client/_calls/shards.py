@@ -1,6 +1,6 @@
-"""Requests to every shard: their state, the shards of a key, and operations on a whole namespace.
+"""Requests to every shard: the shards' state, the shards that may have a key, and operations on a whole namespace.
 
-They are for people, scripts and tests, not for a data path: each call asks all shards, side by side.
+They are meant for people, scripts and tests, not for a data path, because each call asks all shards at the same time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._links.call import Call, Message
 from kvstore_client._links.link import Link
-from kvstore_client._links.view import NOBODY, Place
+from kvstore_client._links.view import NO_SHARD, ShardEntry
 from kvstore_client.errors import TRANSPORT_ERRORS, ProtocolError
 from kvstore_client.keys import KeyArray, Namespace
 from kvstore_client.results import Location, ShardStatus, StoreInfo
@@ -32,19 +32,19 @@ class Shards:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._core = exchange.core
+        self._pool = exchange.pool
 
     def sync(self, options: Options) -> None:
-        """Return when every set of this client can be read. Raises if as many nodes fail as there are copies of a
-        block, unless `fail_open`."""
-        places = {place.link: place.node for place in self._core.view.places}
-        calls = self._exchange.ask_all(wire.Sync, options, every_lane=True)  # a set may be under way on any of them
+        """Wait until all blocks that this client set can be read. Without `fail_open`, this raises an error if the
+        number of nodes that fail is at least the number of copies of a block."""
+        places = {place.link: place.node for place in self._pool.view.places}
+        calls = self._exchange.ask_all(wire.Sync, options, every_lane=True)  # a set may be in progress on any lane
         failed = {places.get(call.link.first, "") for call in calls if isinstance(call.error, TRANSPORT_ERRORS)}
         for call in calls:  # if fewer nodes failed than there are copies, the other nodes have the blocks
-            outcome(call, wire.SyncReply, options.fail_open or len(failed) < self._core.replicas)
+            outcome(call, wire.SyncReply, options.fail_open or len(failed) < self._pool.replicas)
 
     def ping(self, options: Options) -> float:
-        """-> seconds until all shards had answered. Raises if one does not."""
+        """Return the time in seconds until all shards have answered. Raises if one does not answer."""
         start = time.perf_counter()
         for call in self._exchange.ask_all(wire.Ping, options):
             if call.error is not None:
@@ -52,7 +52,7 @@ class Shards:
         return time.perf_counter() - start
 
     def scrub(self, options: Options) -> dict[str, int]:
-        """Have every shard check its disk. -> by shard, the number of the pass with which its check is complete."""
+        """Have every shard check its disk. Return, for each shard, the number of the pass that completes the check."""
         calls = self._exchange.ask_all(wire.Scrub, options)
         return {call.link.name: reply.passes for call, reply in _answered(calls, wire.ScrubReply, options)}
 
@@ -61,12 +61,12 @@ class Shards:
     ) -> dict[str, wire.PurgeReply]:
         """See `KVStoreClient.purge_shards`."""
         repairs.cancel_all(options.timeout_s / 2)
-        generations = self._core.generations
-        for link in self._core.links if model or prefix else ():
+        generations = self._pool.generations
+        for link in self._pool.links if model or prefix else ():
             if link.sock is not None and not link.knows_generations:
                 raise ProtocolError(
-                    f"{link.name}: a server of an earlier release, which would remove all namespaces: upgrade it "
-                    "first, or name the namespace in full. Nothing was removed"
+                    f"{link.name}: this server has an earlier release, which would purge all namespaces: upgrade "
+                    "the server first, or name the namespace in full. Nothing was removed"
                 )
         generation = max(generations.known + 1, time.time_ns())
 
@@ -82,7 +82,7 @@ class Shards:
     # ---- state of the shards ---------------------------------------------------------------------------------
 
     def info(self, namespace: Namespace, options: Options) -> StoreInfo:
-        """The shards that answer, and how many blocks of `namespace` they hold or have room for."""
+        """Return the shards' reports, and how many blocks of `namespace` these shards hold and have room for."""
         calls = self._exchange.ask_all(wire.Info, options)
         shards = [wire.decode_shard_info(reply.info) for _, reply in _answered(calls, wire.InfoReply, options)]
         block_bytes, total, full, free = namespace.block_bytes, 0, 0, 0
@@ -94,18 +94,18 @@ class Shards:
                 if each.id == namespace.id:
                     full += each.blocks
                     free += each.slots - each.transient_slots - (each.blocks - each.transient_blocks) - each.writing
-                elif not (each.blocks or each.writing):  # an empty namespace gives its segments to any that needs them
+                elif not (each.blocks or each.writing):  # an empty namespace gives its segments to any other namespace
                     free += each.segments * per_segment
         return StoreInfo(block_bytes, total, full, free, shards)
 
     def statuses(self, options: Options) -> list[ShardStatus]:
-        """The status of every shard of the present view, including shards that do not answer."""
-        places = {place.link: place for place in self._core.view.places}
+        """Return the status of every shard in the present view, including shards that do not answer."""
+        places = {place.link: place for place in self._pool.view.places}
         calls = self._exchange.ask_all(wire.Info, msgspec.structs.replace(options, fail_open=True))
         statuses = []
         for call in calls:
             place = places.get(call.link)
-            if place is None:  # it joined after `places` was made
+            if place is None:  # the shard joined after `places` was made
                 continue
             reply = call.reply
             info = None
@@ -129,12 +129,12 @@ class Shards:
         return statuses
 
     def locate(self, packed: KeyArray, replicas: int, ask: bool, options: Options) -> list[Location]:
-        """The shards that may have the block of one key, owners first. `ask`: ask them whether they have it."""
-        view = self._core.view
+        """Return the shards that may have the block of one key, owners first. `ask`: ask them if they have it."""
+        view = self._pool.view
         if not view.links:
-            raise self._core.no_shards()
+            raise self._pool.no_shards()
         owners = view.owners(packed, replicas)[0].tolist()
-        others = [number for number in view.readers(packed, replicas)[0].tolist() if number != NOBODY]
+        others = [number for number in view.readers(packed, replicas)[0].tolist() if number != NO_SHARD]
         places = [view.places[number] for number in dict.fromkeys([*owners, *others])]
         present = self._present(packed, places, options) if ask else {}
         owner, *copies = (view.places[number] for number in owners)
@@ -152,21 +152,21 @@ class Shards:
         ]
 
     def asked(self, packed: KeyArray, replicas: int) -> frozenset[Link]:
-        """The shards that a read of these keys asks first, now."""
-        view = self._core.view
+        """Return the shards to which a read of these keys would send its first requests now."""
+        view = self._pool.view
         if not view.links:
             return frozenset()
-        first = view.readers(packed, replicas, self._core.turn)[:, 0]
-        return frozenset(view.links[number] for number in np.unique(first).tolist() if number != NOBODY)
+        first = view.readers(packed, replicas, self._pool.preferred_replica)[:, 0]
+        return frozenset(view.links[number] for number in np.unique(first).tolist() if number != NO_SHARD)
 
-    def _present(self, packed: KeyArray, places: list[Place], options: Options) -> dict[Place, bool]:
-        """Whether each of these shards has the block; shards that do not answer are left out."""
+    def _present(self, packed: KeyArray, places: list[ShardEntry], options: Options) -> dict[ShardEntry, bool]:
+        """Return, for each of these shards, whether it has the block. Shards that do not answer are left out."""
 
         def message(call: Call) -> Message:
             request = wire.Contains(call.id, options.deadline_ms, 1, packed.shape[1])
             return keyed_message(request, packed)
 
-        calls = [Call(place.link, self._core.next_id(), np.arange(1), message) for place in places]
+        calls = [Call(place.link, self._pool.next_id(), np.arange(1), message) for place in places]
         self._exchange.run(calls, time.monotonic() + options.timeout_s)
         replies = [outcome(call, wire.ContainsReply, fail_open=True) for call in calls]
         return {
@@ -175,18 +175,18 @@ class Shards:
 
 
 def _answered(calls: list[Call], expected: type[_Reply], options: Options) -> list[tuple[Call, _Reply]]:
-    """The calls that were answered, with their replies. Raises for the others, except for transport errors under
-    `fail_open`."""
+    """Return the calls that were answered, with their replies. Raises the error of any other call, except transport
+    errors with `fail_open`."""
     replies = [(call, outcome(call, expected, options.fail_open)) for call in calls]
     return [(call, reply) for call, reply in replies if reply is not None]
 
 
-def _zone(place: Place) -> str:
-    """The zone of a place, empty if it has none: in a view, a node without a zone is a zone of its own."""
+def _zone(place: ShardEntry) -> str:
+    """Return the zone of a shard's node, empty if it has none. In a view, a node without a zone is its own zone."""
     return "" if place.zone == place.node else place.zone
 
 
-def _endpoint(place: Place) -> str:
+def _endpoint(place: ShardEntry) -> str:
     host, port = place.link.host, place.link.port
     scheme = "tcp" if place.link.connector.tls is None else "tls"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

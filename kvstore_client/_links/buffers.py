@@ -1,4 +1,4 @@
-"""The caller's memory as rows of bytes, without copying: NumPy arrays, CPU torch tensors, anything with a buffer."""
+"""The caller's memory as rows of bytes, without a copy. It may be a NumPy array, a CPU torch tensor, or any buffer."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from kvstore_client.errors import BlockSizeMismatch
 from kvstore_client.memory import SharedRegion, any_regions, region_of
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
-KEPT_BYTES: Final = 64 << 20
+KEPT_BUFFERS: Final = 64 << 20
 _FIRST: Final = np.zeros(1, dtype=np.int64)
 
 
 def _is_tensor(value: object) -> bool:
-    torch = sys.modules.get("torch")  # never imported here: tensors exist only if torch was imported already
+    torch = sys.modules.get("torch")  # not imported here, because there are tensors only if torch was imported already
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _tensor_bytes(tensor: Any, what: str) -> npt.NDArray[np.uint8]:
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu":
-        raise ValueError(f"{what}: a tensor on {tensor.device}: expected one in CPU memory")
+        raise ValueError(f"{what} is a tensor on {tensor.device}: expected one in CPU memory")
     return cast("npt.NDArray[np.uint8]", tensor.detach().view(torch.uint8).numpy())
 
 
 def as_array(value: Any, what: str) -> npt.NDArray[Any]:
-    """`value` as a NumPy array over the same memory. Raises `TypeError` if it has no buffer, `ValueError` for a tensor
-    that is not in CPU memory."""
+    """Return `value` as a NumPy array over the same memory. Raises `TypeError` if it has no buffer, and `ValueError` if
+    it is a tensor outside CPU memory."""
     if _is_tensor(value):
         return _tensor_bytes(value, what)
     if isinstance(value, np.ndarray):
@@ -42,78 +42,82 @@ def as_array(value: Any, what: str) -> npt.NDArray[Any]:
         return np.frombuffer(value, dtype=np.uint8)
     except (TypeError, ValueError, BufferError, AttributeError) as error:
         raise TypeError(
-            f"{what}: {type(value).__name__}: expected an array, a CPU tensor or a buffer: {error}"
+            f"{what} is of type {type(value).__name__}: expected an array, a CPU tensor or a buffer: {error}"
         ) from None
 
 
 def as_rows(value: Any, block_bytes: int, what: str) -> Rows:
-    """`value` as `(n, block_bytes)` uint8 over the same memory. Each row must be contiguous; gaps between rows are
-    allowed.
+    """Return `value` as an `(n, block_bytes)` array of uint8 over the same memory. Each row must be contiguous, but
+    gaps between rows are allowed.
 
-    Raises `BlockSizeMismatch` if a row has another size, `ValueError` if a row is not contiguous.
+    Raises `BlockSizeMismatch` if the rows have another size, and `ValueError` if a row is not contiguous.
     """
     array = as_array(value, what)
     if array.ndim == 0:
-        raise ValueError(f"{what}: a scalar: expected (n, {block_bytes}) bytes")
+        raise ValueError(f"{what} is a scalar: expected an array of (n, {block_bytes}) bytes")
     if array.ndim == 1:
         data = _flat_bytes(array, what)
         if data.size % block_bytes:
-            raise BlockSizeMismatch(f"{what}: {data.size} bytes: expected a multiple of block_bytes={block_bytes}")
+            raise BlockSizeMismatch(f"{what} has {data.size} bytes: expected a multiple of block_bytes={block_bytes}")
         return data.reshape(-1, block_bytes)
     row_bytes = array.nbytes // len(array) if len(array) else block_bytes
     if row_bytes != block_bytes:
-        raise BlockSizeMismatch(f"{what}: rows of {row_bytes} bytes: expected block_bytes={block_bytes}")
+        raise BlockSizeMismatch(f"{what} has rows of {row_bytes} bytes: expected block_bytes={block_bytes}")
     if not len(array):
         return np.empty((0, block_bytes), dtype=np.uint8)
     if not array[0].flags.c_contiguous:
-        raise ValueError(f"{what}: rows are not contiguous inside (strides {array.strides}); gather them first")
+        raise ValueError(
+            f"{what}: the bytes of a row are not contiguous (strides {array.strides}); copy the rows to contiguous "
+            "memory"
+        )
     return array.reshape(len(array), -1).view(np.uint8)
 
 
 def _flat_bytes(array: npt.NDArray[Any], what: str) -> npt.NDArray[np.uint8]:
     if not array.flags.c_contiguous:
-        raise ValueError(f"{what}: not contiguous (strides {array.strides}); copy it first")
+        raise ValueError(f"{what} is not contiguous (strides {array.strides}); copy it to contiguous memory")
     return array.view(np.uint8)
 
 
 def writable_rows(value: Any, block_bytes: int) -> Rows:
-    """`as_rows` of memory that blocks are written to. Raises `ValueError` for read-only memory."""
+    """Like `as_rows`, for memory that receives blocks. Also raises `ValueError` for read-only memory."""
     rows = as_rows(value, block_bytes, "out")
     if not rows.flags.writeable:
-        raise ValueError("out: read-only memory: expected writable memory for the blocks")
+        raise ValueError("out is read-only: expected writable memory for the blocks")
     return rows
 
 
 class ResultMemory:
-    """Memory for results, used again when nothing refers to it any more. Thread-safe.
+    """Memory for results, which is used again when nothing refers to it any more. Thread-safe.
 
-    What was given out last is kept, and if that is more than `KEPT_BYTES`, it is the kernel's while it is not in use.
+    The memory of the last result is kept. If it is larger than `KEPT_BUFFERS`, the kernel may reclaim its pages while
+    the memory is not in use.
     """
 
     def __init__(self) -> None:
         self._kept: deque[ReusableMemory] = deque(maxlen=1)
 
     def take(self, nbytes: int) -> Rows:
-        """-> `(nbytes,)` uint8 of any content. Nothing else refers to this memory."""
+        """Return an `(nbytes,)` array of uint8 with arbitrary content. Nothing else refers to its memory."""
         try:
             memory = self._kept.pop()
         except IndexError:
             memory = None
-        # A small result must not hold much memory.
-        if memory is None or memory.in_use or not nbytes <= len(memory) <= max(KEPT_BYTES, 2 * nbytes):
-            memory = ReusableMemory(nbytes, lend=nbytes > KEPT_BYTES)
+        # A small result must not keep a large piece of memory in use.
+        if memory is None or memory.in_use or not nbytes <= len(memory) <= max(KEPT_BUFFERS, 2 * nbytes):
+            memory = ReusableMemory(nbytes, lend=nbytes > KEPT_BUFFERS)
         rows = np.frombuffer(memory, np.uint8, nbytes)
         self._kept.append(memory)
         return rows
 
 
 class BlockSource:
-    """The blocks of a SET, in the caller's memory, which must not change while a view of them is in use. Nothing is
-    copied. Raises `TypeError`, `ValueError` or `BlockSizeMismatch` for blocks that do not fit."""
+    """The blocks of a SET in the caller's memory. Nothing is copied, so this memory must not change while a view of the
+    blocks is in use. Raises `TypeError`, `ValueError` or `BlockSizeMismatch` for unsuitable blocks."""
 
     def __init__(self, blocks: Any, block_bytes: int) -> None:
         self._flat: memoryview | None = None
-        self._address: npt.NDArray[np.int64] | None = None  # of `_flat`, or of each of `_views`
+        self._address: npt.NDArray[np.int64] | None = None  # the address of `_flat`, or those of all `_views`
         self._views: Sequence[memoryview] = ()
         self.block_bytes = block_bytes
         if _is_tensor(blocks) or isinstance(blocks, np.ndarray):
@@ -125,7 +129,7 @@ class BlockSource:
                 self._views = [memoryview(row) for row in rows]
             return
         if isinstance(blocks, bytes | bytearray | memoryview | str) or not isinstance(blocks, Iterable):
-            raise TypeError(f"blocks: a single {type(blocks).__name__}: expected a sequence of buffers or an array")
+            raise TypeError(f"blocks is of type {type(blocks).__name__}: expected a sequence of buffers, or an array")
         self._views = [self._one(number, block) for number, block in enumerate(blocks)]
         self.count = len(self._views)
 
@@ -138,12 +142,12 @@ class BlockSource:
             )
         if len(view) != self.block_bytes:
             raise BlockSizeMismatch(
-                f"block {number}: {len(view)} bytes: expected block_bytes={self.block_bytes} of the namespace"
+                f"block {number} has {len(view)} bytes: expected block_bytes={self.block_bytes} of the namespace"
             )
         return view
 
     def addresses(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where these blocks are in this process's memory."""
+        """Return the addresses of these blocks in this process's memory."""
         if self._address is None:
             views = self._views if self._flat is None else [self._flat]
             addresses = [np.frombuffer(view, np.uint8).__array_interface__["data"][0] for view in views]
@@ -151,7 +155,7 @@ class BlockSource:
         return self._address[0] + numbers * self.block_bytes if self._flat is not None else self._address[numbers]
 
     def only_region(self) -> SharedRegion | None:
-        """The memory that a server on this host can read in which all blocks lie; None: not all are in one such."""
+        """Return the one region that holds all blocks and that a server on this host can read, or None."""
         if not self.count or not any_regions():
             return None
         addresses = self.addresses(_FIRST if self._flat is not None else np.arange(self.count))
@@ -160,7 +164,7 @@ class BlockSource:
         return region_of(first, last + self.block_bytes - first)
 
     def view(self, number: int) -> memoryview:
-        """One block."""
+        """Return a view of one block."""
         if self._flat is None:
             return self._views[number]
         return self._flat[number * self.block_bytes : (number + 1) * self.block_bytes]
@@ -168,13 +172,13 @@ class BlockSource:
     def frames(
         self, head: bytes, numbers: npt.NDArray[np.int64], per_frame: int, sums: npt.NDArray[np.uint64] | None
     ) -> BlockFrames:
-        """These blocks, to be sent: see `BlockFrames`."""
+        """Return these blocks in the form that is sent: see `BlockFrames`."""
         if self._flat is not None:
             return BlockFrames(head, self._flat, self.block_bytes, per_frame, sums, numbers)
         return BlockFrames(head, map(self._views.__getitem__, numbers.tolist()), self.block_bytes, per_frame, sums)
 
     def views(self, numbers: Sequence[int]) -> list[memoryview]:
-        """These blocks in this order: a view of each, or a single view if they adjoin in one array."""
+        """Return a view of each of these blocks, in this order. If they are adjacent in one array, return one view."""
         if self._flat is not None and numbers[-1] - numbers[0] == len(numbers) - 1:
             first, block_bytes = numbers[0], self.block_bytes
             if list(numbers) == list(range(first, first + len(numbers))):

@@ -1,7 +1,7 @@
 """A call: one request in flight to one shard.
 
-The calling thread makes it. The thread that reads the connection at the moment (see `leading`) fills in its answer. The
-caller reads the answer once the call is `done`.
+The calling thread makes the call. Its answer is filled in by the thread that reads the connection at the time (see
+`leading`). The caller reads the answer once the call is `done`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy.typing as npt
 from kvstore import wire
 from kvstore._cext import BlockFrames
 from kvstore.wire import ErrorCode
-from kvstore.wire.dealer import Answer
+from kvstore.wire.dealer import ReplyCollector
 from kvstore.wire.remote_memory import RemoteMemoryError
 from kvstore_client._links.link import Link
 from kvstore_client._links.targets import PlacedBlocks
 from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, from_wire
 
-# Bytes or blocks to send next; or a condition: the next piece cannot be made before it holds, which an answer may bring
-# about.
+# Either bytes or blocks to send next, or a condition that must hold before the next piece can be made. A received
+# answer may fulfil the condition.
 Piece: TypeAlias = "list[memoryview | bytes] | BlockFrames | Callable[[], bool]"
 Message: TypeAlias = Iterable[Piece]
 RELEASE_BYTES: Final = 4 << 20
 
 
 class Call:
-    """A request: its link, the caller's positions that it is for, its message, and its answer.
+    """A request: its link, the positions of its keys in the caller's batch, its message, and its answer.
 
     `make_message(call)` yields the pieces of the message as they are needed. `make_answer(id)` makes the object that
     takes the reply.
@@ -43,12 +43,12 @@ class Call:
         request_id: int,
         positions: npt.NDArray[np.intp],
         make_message: Callable[[Call], Message],
-        make_answer: Callable[[int], Answer] = Answer,
+        make_answer: Callable[[int], ReplyCollector] = ReplyCollector,
     ) -> None:
         self.link = link
         self.positions = positions
         self.answer = make_answer(request_id)
-        self.connection = 0  # the number of the link's connection that it was sent on; 0: none yet
+        self.connection = 0  # the number of the link's connection that it was sent on; 0 if not sent
         self.renewed = False
         self._make_message = make_message
         self._make_answer = make_answer
@@ -64,7 +64,7 @@ class Call:
 
     @property
     def unfinished(self) -> bool:
-        """Whether more of the reply may come, or blocks were lent that have not been read."""
+        """Whether more of the reply may come, or some lent blocks have not been read."""
         return not self.answer.done or bool(self.answer.lent)
 
     @property
@@ -73,7 +73,7 @@ class Call:
 
     @property
     def error(self) -> KVStoreError | None:
-        """Why there is no reply: the connection was lost, the deadline has passed, or the shard refused the request."""
+        """Why there is no reply: the connection was lost, the deadline passed, or the shard refused the request."""
         reply, error = self.answer.reply, self.answer.error
         if error is None and isinstance(reply, wire.Error):
             return from_wire(reply.code, f"{self.link}: {reply.message}")
@@ -86,8 +86,8 @@ class Call:
 
     @property
     def retry(self) -> bool:
-        """Whether to try once more: on a new connection, because the old one had died without notice, or on the first
-        lane, because another lane was lost or the shard has no place for it."""
+        """Whether to send the request once more. After its connection was found dead, it is sent on a new one. After a
+        lane other than the first was lost, or the shard had no place for it, it is sent on the first lane."""
         answer = self.answer
         if answer.error is None and not isinstance(answer.reply, wire.Error):
             return False
@@ -97,7 +97,7 @@ class Call:
 
     @property
     def without_place(self) -> bool:
-        """Whether the shard has refused the request because it has no place for this lane, which is not the first."""
+        """Whether the request was sent on a lane other than the first, and the shard refused it for lack of a place."""
         reply = self.answer.reply
         refused = isinstance(reply, wire.Error) and reply.code == ErrorCode.NO_PLACE
         return refused and self.link is not self.link.first
@@ -106,7 +106,7 @@ class Call:
         return self._make_message(self)
 
     def read_lent(self) -> bool:
-        """Read blocks that were lent in shared memory, and give back what was read. -> whether there were any."""
+        """Read blocks that were lent in shared memory, and give them back. Return whether there were such blocks."""
         answer = self.answer
         if not answer.lent:
             return False
@@ -118,7 +118,7 @@ class Call:
             answer.return_loans()
             self.link.leave_shared_memory(str(error))
             return True
-        # A loan is released bit by bit, so that the shard sees that a slow reader reads.
+        # A loan is released in small parts, so that the shard can see the progress of a slow reader.
         count = answer.to_release(1 if lent is not None else RELEASE_BYTES)
         if count and lent is not None and answer.done and len(answer.lent) == 1:
             self.link.release(answer.id)
@@ -130,7 +130,7 @@ class Call:
         return True
 
     def fail(self, error: KVStoreError) -> None:
-        """End the call with an error: there is no reply, or not one of the expected type."""
+        """End the call with an error, because there is no reply or its type is unexpected."""
         self.answer.error = error
         self.answer.done = True
 
@@ -142,5 +142,5 @@ class Call:
 
 
 def protocol_error(link: Link, reply: object) -> ProtocolError:
-    """The error for a reply whose type does not answer the request."""
+    """Return the error for a reply whose type does not answer the request."""
     return ProtocolError(f"{link}: unexpected reply {type(reply).__name__}")

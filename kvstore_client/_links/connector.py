@@ -1,4 +1,4 @@
-"""Making a link's connection: connect, greet, say HELLO, go on over the Unix socket of a shard on this host."""
+"""Makes a link's connection: connects, greets, sends HELLO, and changes to the Unix socket of a shard on this host."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvstore_client._links.resolving import connected
 from kvstore_client.errors import ConnectionLost, ProtocolError, Timeout, from_wire, readable
 
 SharedMemory = Literal["auto"] | bool
-WITHOUT_MEMORY_S: Final = 30.0  # for which a shard whose memory could not be read is used without
+WITHOUT_MEMORY_S: Final = 30.0  # how long a shard's memory is not used after an attempt to read it failed
 
 
-class Link(Protocol):
-    """What is used of a link here."""
+class ConnectingLink(Protocol):
+    """The part of a link that this module uses."""
 
     name: str
     host: str
@@ -43,18 +43,20 @@ class Link(Protocol):
 
 
 class Connector:
-    """That of one link. One thread at a time, the owner of the link's `connecting`; any thread may `interrupt`.
+    """The connector of one link. Only the owner of the link's `connecting` may use it, but any thread may `interrupt`.
 
-    `hello()` makes the client's HELLO. `shared_memory`: connect to a shard on this host over its Unix socket, where it
-    lends blocks in shared memory; "auto": if that is possible. `transport`: how to read the memory of a shard elsewhere
-    that allows it; None: not at all. `tls`: how to connect with TLS; None: without it.
+    * `hello()`: Makes the client's HELLO.
+    * `shared_memory`: Whether to connect to a shard on this host through its Unix socket, so that the shard can lend
+      blocks in shared memory. "auto" does so if possible.
+    * `transport`: How to read the memory of a shard on another host, if the shard allows it; or None.
+    * `tls`: How to connect with TLS; None for connections without it.
     """
 
     sharing: Sharing = DESCRIPTORS  # how memory is shared with a shard on this host
 
     def __init__(
         self,
-        link: Link,
+        link: ConnectingLink,
         hello: Callable[[], wire.Hello],
         shared_memory: SharedMemory,
         transport: Transport | None,
@@ -65,19 +67,19 @@ class Connector:
         self._hello = hello
         self._shared_memory = shared_memory
         self._transport = transport
-        self._problem, self._problem_at = "", -math.inf  # why and when the shard's memory could not be read
-        self._unconnected: socket.socket | None = None  # a socket that is not the link's yet
+        self._problem, self._problem_at = "", -math.inf  # why and when reading the shard's memory last failed
+        self._unconnected: socket.socket | None = None  # the socket that is being connected for the link
 
     def connect(self, timeout_s: float) -> tuple[socket.socket, Dealer, wire.Welcome]:
-        """-> a connection on which HELLO was answered. Raises `ConnectionLost`, `Timeout`, `ProtocolError`, or the
-        server's refusal."""
+        """Make a connection, and return it when the server has answered HELLO. Raises `ConnectionLost`, `Timeout`,
+        `ProtocolError`, or the server's refusal."""
         link = self._link
         deadline = time.monotonic() + timeout_s
         try:
             sock = connected(link.host, link.port, deadline, self._note)
             link.on_this_host = sock.getpeername()[0] == sock.getsockname()[0]
             if self.tls is not None:
-                from kvstore.tls.outgoing import join  # imports `ssl`, for those who need it
+                from kvstore.tls.outgoing import join  # this imports `ssl`, which only TLS needs
 
                 sock = join(sock, link.host, self.tls, deadline, self._note)
         except TimeoutError:
@@ -90,12 +92,12 @@ class Connector:
             if link.fixed_name and name != link.name:
                 raise ConnectionLost(f"{link}: expected shard {link.name} there, but shard {name} answered")
             if self._shared_memory is not False:
-                must = str(link) if self._shared_memory is True else ""
-                sock, dealer = go_local(sock, dealer, welcome, deadline, self._shake_hands, must, self._why_in_band)
+                must, problem = self._shared_memory is True, self._why_in_band
+                sock, dealer = go_local(sock, dealer, welcome, deadline, self._shake_hands, str(link), must, problem)
             return sock, dealer, welcome
         except BaseException as error:
             sock.close()
-            # Another program may have the port of a server that is gone. A list may also have been wrong all along.
+            # Another program may have taken the port of a server that has ended, or the list of nodes may be wrong.
             stranger = ConnectionLost if link.fixed_name or link.connections else ProtocolError
             if isinstance(error, Refusal):
                 refused = from_wire(error.code, f"{link}: {error}")
@@ -118,25 +120,26 @@ class Connector:
         """Make another thread's `connect` fail now."""
         sock = self._unconnected
         if sock is not None:
-            with contextlib.suppress(OSError):  # the connection failed by itself
+            with contextlib.suppress(OSError):  # the connection has already failed
                 sock.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """In a child process: the thread that connects is the parent's."""
+        """Forget the socket that is being connected. This is for a child process, where the connecting thread does not
+        exist."""
         self._unconnected = None
 
     def avoid_memory(self, problem: str) -> None:
-        """The shard's memory cannot be read: do without it for a while."""
+        """Do not read the shard's memory for a while, because reading it failed."""
         self._problem, self._problem_at = problem, time.monotonic()
 
     @property
     def _why_in_band(self) -> str:
-        """Why the shard's memory is not to be read for now; empty if it may be."""
+        """Return why the shard's memory must not be read for now, or an empty string if it may be read."""
         return self._problem if time.monotonic() - self._problem_at < WITHOUT_MEMORY_S else ""
 
     def _shake_hands(self, sock: socket.socket, deadline: float, local: bool = False) -> tuple[Dealer, wire.Welcome]:
-        """Greet and say HELLO on a connected socket. `local`: it is connected to the shard's Unix socket. Raises
-        `OSError`, `ZMTPError`, `WireError` and `Refusal`."""
+        """Greet and send HELLO on a connected socket. `local`: whether it is the shard's Unix socket. Raises `OSError`,
+        `ZMTPError`, `WireError` and `Refusal`."""
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

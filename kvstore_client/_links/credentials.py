@@ -1,4 +1,4 @@
-"""The token that a client shows to servers. It is in no log line, no error and no `repr`. Thread-safe."""
+"""The token that a client sends to servers. No log line, error or `repr` contains the token. Thread-safe."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ MAX_TOKEN_BYTES: Final = 256
 
 
 class Credentials:
-    """A token, or a file with one, which is read at each connection: so a new token needs no restart.
+    """A token, or a file with a token. The file is read for each connection, so a new token needs no restart.
 
-    `token`: the token itself, or a path; None: what the variables name, ``KVSTORE_TOKEN`` first; without them, none.
-    Raises `TypeError` and `ValueError` for what cannot be a token, and for a file that cannot be read.
+    `token`: the token itself, or the path of a file. If it is None, the environment's variables are used,
+    ``KVSTORE_TOKEN`` first. Without them there is no token. Raises `TypeError` and `ValueError` for a value that cannot
+    be a token, and for a file that cannot be read.
     """
 
     def __init__(self, token: str | os.PathLike[str] | None) -> None:
@@ -36,7 +37,9 @@ class Credentials:
         elif isinstance(token, os.PathLike):
             self._file = os.fspath(token)
         elif token is not None:
-            raise TypeError(f"{where}: a {type(token).__name__}: expected a string, or a path of a file with a token")
+            raise TypeError(
+                f"{where} is of type {type(token).__name__}: expected a string, or the path of a file with a token"
+            )
         if self._file is not None:
             try:
                 self._token = _read(self._file)
@@ -45,12 +48,13 @@ class Credentials:
 
     @property
     def token(self) -> bytes:
-        """The token as HELLO carries it; empty: none. From a file that cannot be read now, the last one."""
+        """Return the token in the form that HELLO carries, or empty bytes if there is none. If its file cannot be read
+        now, return the token that was read last."""
         if self._file is not None:
             try:
                 self._token = _read(self._file)
             except (OSError, ValueError) as error:
-                log.warning("the token in %s cannot be read: %s; the last one is used", self._file, error)
+                log.warning("the token in %s cannot be read: %s; the earlier token is used", self._file, error)
         return self._token
 
 
@@ -63,7 +67,7 @@ def _read(file: str) -> bytes:
 def _check(token: str, where: str) -> bytes:
     if not token or len(token) > MAX_TOKEN_BYTES or not all("!" <= letter <= "~" for letter in token):
         raise ValueError(
-            f"{where}: {len(token)} characters that are no token: expected what `kvstore auth add` printed, up to "
-            f"{MAX_TOKEN_BYTES} visible ASCII characters"
+            f"{where}: these {len(token)} characters are not a token: expected one from `kvstore auth add`, which has "
+            f"at most {MAX_TOKEN_BYTES} visible ASCII characters"
         )
     return token.encode()

@@ -1,9 +1,11 @@
-"""When a client's links are connected: by a call that needs one, on its own time or beside it, or in the background.
+"""Decides when a client's links are connected, and on which thread: the caller's, a separate one for each link, or one
+in the background.
 
-When a connection is lost, the next call connects again, for at most `DEAD_AFTER_S`. If that fails, the link is
-*broken*: calls to it fail (or miss) at once, and it is tried again in the background, on a thread that lives only while
-a link is broken. The pauses between tries grow and are jittered, so that the clients of a fleet do not all return at
-the same instant. Lanes that are not connected are broken links, too. The owner of a link's `connecting` connects it.
+When a connection is lost, the next call tries to connect again, for at most `DEAD_AFTER_S`. If that fails, the link is
+*broken*: calls to it fail (or miss) at once, and a thread tries to connect it in the background. This thread exists
+only while a link is broken. The pauses between attempts grow and have random jitter, so that the clients of a fleet do
+not all return at the same instant. Lanes that are not connected count as broken links, too. Only the owner of a link's
+`connecting` connects it.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from kvstore_client.results import ClientStats
 
 log = logging.getLogger("kvstore_client")
 
-MOST_CONNECTING: Final = 16  # links at a time, by a call or in the background
-ENOUGH_TO_CONNECT_S: Final = 0.1  # if a caller with less time than this times out, that says nothing about the shard
+MOST_CONNECTING: Final = 16  # how many links a call, or the background thread, connects at a time
+ENOUGH_TO_CONNECT_S: Final = 0.1  # with less time than this, a call may time out although the shard is healthy
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
 PROBE_TIMEOUT_S: Final = 2.0
 
 
 class Dialer:
-    """Has the links of one client connected. `connect(link, timeout_s)` connects a link or raises `KVStoreError`.
-    `links()`: the present connections, of which the broken ones are probed. `wake()`: wakes those who wait.
-    Thread-safe; a child process makes a new dialer."""
+    """Connects the links of one client. `connect(link, timeout_s)` connects a link or raises `KVStoreError`.
+    `links()` returns the present links; the broken ones are probed. `wake()` wakes the threads that wait. Thread-safe.
+    A child process makes a new dialer."""
 
     def __init__(
         self,
@@ -49,16 +51,17 @@ class Dialer:
         self._wake = wake
         self._stats = stats
         self._lock = threading.Lock()
-        self._beside: set[Link] = set()  # being connected on threads of their own
+        self._beside: set[Link] = set()  # links that are being connected, each on its own thread
         self._probing: threading.Thread | None = None
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Connect nothing any more. What is under way ends by itself; `join` waits for the background's."""
+        """Start no more attempts to connect. The attempts in progress continue until they succeed or fail. `join` waits
+        for those in the background."""
         self._stopped.set()
 
     def join(self) -> None:
-        """Wait until nothing is probed, for as long as one try may take."""
+        """Wait until nothing is being probed, but not longer than one attempt may take."""
         thread = self._probing
         if thread is not None and thread is not threading.current_thread():
             thread.join(PROBE_TIMEOUT_S + 0.5)
@@ -66,8 +69,8 @@ class Dialer:
     # ---- for a call ------------------------------------------------------------------------------------------
 
     def connect(self, links: Sequence[Link], deadline: float) -> Iterator[Sequence[tuple[Link, KVStoreError | None]]]:
-        """Start to connect links, several side by side. -> an iterator over groups of links as they are done, each link
-        with None or the error."""
+        """Start to connect links, several at the same time. Return an iterator over groups of links whose attempts have
+        ended, each link with None or its error."""
         connected_by = min(deadline, time.monotonic() + DEAD_AFTER_S)
 
         def connect(link: Link) -> tuple[Link, KVStoreError | None]:
@@ -95,32 +98,32 @@ class Dialer:
         return results()
 
     def beside(self, link: Link) -> None:
-        """Start to connect a link on a thread of its own, unless one does already, or it would fail at once. Never
-        blocks; `is_connecting` tells when it is over, and who waits is woken then."""
+        """Start to connect a link on a thread of its own, unless it has one already or would fail at once. This never
+        blocks. When the attempt ends, `is_connecting` becomes False, and the threads that wait are woken."""
         with self._lock:
             if link in self._beside or link.broken is not None or link.retired or self._stopped.is_set():
                 return
             self._beside.add(link)
         try:
             threading.Thread(target=self._run_beside, args=[link], name="kvstore-connect", daemon=True).start()
-        except RuntimeError:  # the system has no more threads, or the process ends
+        except RuntimeError:  # the system has no more threads, or the process is ending
             self._beside.discard(link)
 
     def _run_beside(self, link: Link) -> None:
         try:
             self.ensure_up(link, time.monotonic() + DEAD_AFTER_S)
-        except KVStoreError as error:  # who needs the link finds out
+        except KVStoreError as error:  # a call that needs the link will get the error
             log.debug("%s: %s", link, error)
         finally:
             self._beside.discard(link)
             self._wake()
 
     def is_connecting(self, link: Link) -> bool:
-        """Whether a thread of `beside` still tries to."""
+        """Return whether a thread of `beside` is still trying to connect the link."""
         return link in self._beside
 
     def ensure_up(self, link: Link, deadline: float) -> None:
-        """Connect the link unless it is up. Raises at once if it is broken; also if it is not up by `deadline`."""
+        """Connect the link unless it is up. Raises if it is not up by `deadline`, or at once if it is broken."""
         if link.sock is not None:
             return
         if self._stopped.is_set():
@@ -129,7 +132,7 @@ class Dialer:
             raise ConnectionLost(f"{link}: it left the cluster")
         if link.broken is not None:
             raise type(link.broken)(f"{link.broken} (retrying in the background)")
-        # Another caller may be connecting, with more time than this one has.
+        # Another caller, which has more time than this one, may be connecting.
         me = object()
         try:
             mine = link.connecting.take(me, max(0.0, deadline - time.monotonic()))
@@ -154,7 +157,7 @@ class Dialer:
     # ---- broken links ----------------------------------------------------------------------------------------
 
     def break_link(self, link: Link, error: KVStoreError) -> None:
-        """Make calls to this shard fail at once from now on, and have it probed in the background."""
+        """Make calls to this shard fail at once from now on, and start to probe the shard in the background."""
         if link.broken is None and link.first is link:
             log.warning("%s; its blocks are misses until it is back", error)
         elif link.broken is None:
@@ -164,7 +167,7 @@ class Dialer:
         self._probe_broken()
 
     def open_lanes(self, link: Link) -> None:
-        """The first lane is connected: have those that are not connected in the background."""
+        """Connect the other lanes in the background, now that the first one is connected."""
         if link.by_reference:
             return
         for lane in link.lanes[1:]:
@@ -173,7 +176,7 @@ class Dialer:
                 self._probe_broken()
 
     def give_up_lane(self, lane: Link, error: KVStoreError) -> None:
-        """The shard refuses this connection, so do without it."""
+        """Stop using this lane, because the shard refuses the connection."""
         with self._lock:
             left = without(lane)
         if not lane.retired:
@@ -194,10 +197,10 @@ class Dialer:
             try:
                 if len(broken) == 1:
                     self._probe(broken[0])
-                elif broken:  # side by side: a shard that is back must not wait for shards that are not
+                elif broken:  # all at once, so that the others do not delay a shard that is back
                     with ThreadPoolExecutor(min(len(broken), MOST_CONNECTING), "kvstore-probe") as threads:
                         list(threads.map(self._probe, broken))
-            except Exception:  # a defect, or the system has no more threads: links must not stay broken for that
+            except Exception:  # links must not stay broken after a defect or a lack of threads
                 log.exception("probing %d broken connections failed; trying again", len(broken))
             with self._lock:
                 if all(link.broken is None for link in self._links()):
@@ -209,7 +212,7 @@ class Dialer:
         me = object()
         try:
             if not link.connecting.take(me, PROBE_TIMEOUT_S):
-                return  # a caller with more time is connecting it
+                return  # a caller that has more time is connecting it
             if link.sock is not None:  # a caller has connected it meanwhile
                 link.broken = None
             elif not (self._stopped.is_set() or link.retired):

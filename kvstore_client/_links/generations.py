@@ -1,12 +1,13 @@
-"""The generation of one client's namespace: what its links hear of it, and whom it tells.
+"""The generation of one client's namespace: the client learns it from some shards and passes it on to others.
 
-A purge raises the namespace's generation on all shards of the store (docs/protocol.md). Whatever was made before is of
-no use any more. Each shard says at which it is: in WELCOME, with RAISED, and when it refuses a SET. The highest counts.
-A shard that is behind has missed a purge. It is told, and if it may not be raised by this client, its blocks are
-misses: its link is broken until it has caught up.
+A purge raises the namespace's generation on all shards of the store (docs/protocol.md). Blocks that were made before
+the purge are of no use any more. Each shard reports its generation: in WELCOME, with RAISED, and when it refuses a SET.
+The highest generation counts. A shard that reports a lower one has missed a purge, so the client sends it the higher
+one. If this client may not raise a generation, the shard's blocks are misses: the link to the shard counts as broken
+until the shard has caught up.
 
-A client that keeps copies of blocks has a thread that hears of a purge while it asks for nothing, and tells the shards
-that its copies count no more.
+A client that keeps copies of blocks has a thread. This thread learns of a purge even while no call is in progress, and
+informs the shards that the client's copies no longer count.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from kvstore import wire
 from kvstore_client._links.notices import Notices
 
 LISTEN_S: Final = 0.1
-KNOWS_GENERATIONS: Final = 4  # the oldest protocol version that has them
+KNOWS_GENERATIONS: Final = 4  # the oldest protocol version with generations
 _LISTEN_BYTES: Final = 4096
 
 log = logging.getLogger("kvstore_client")
 
 
-class Link(Protocol):
-    """What is used of a link here."""
+class GenerationLink(Protocol):
+    """The part of a link that this module uses."""
 
     sock: Any
     generation: int
@@ -41,30 +42,34 @@ class Link(Protocol):
     def receive(self, budget: int) -> None: ...
 
 
-class Generations:
-    """Thread-safe. known: the highest generation that was heard of. heard: some shard has answered, ever."""
+class KnownGenerations:
+    """What a client knows about the generation of its namespace. Thread-safe.
+
+    * `known`: The highest generation that any shard has reported.
+    * `heard`: Whether any shard has ever answered.
+    """
 
     def __init__(self) -> None:
         self.known = 0
         self.heard = False
-        self._told = 0  # to which the other links were told to come
+        self._told = 0  # the generation that was last sent to other shards
         self._noted = 0
         self._warned = 0
         self.new_locks()
 
     def new_locks(self) -> None:
-        """Forget who holds the locks: after a fork."""
+        """Make a new lock after a fork, because a thread of the parent may hold the old one."""
         self._lock = threading.Lock()
 
-    def greet(self, link: Link, welcome: wire.Welcome) -> None:
-        """A shard has said at which it is. Raises `OSError` if it is behind, and stays there."""
+    def greet(self, link: GenerationLink, welcome: wire.Welcome) -> None:
+        """Note the generation in a shard's WELCOME. Raises `OSError` if it is lower than the known one."""
         link.knows_generations = welcome.protocol >= KNOWS_GENERATIONS
         self.heard = True
         if link.knows_generations:
             self.hear(link, max(welcome.generation, link.generation))  # RAISED may have come with WELCOME
 
-    def hear(self, link: Link, generation: int) -> None:
-        """A shard is at this generation. Raises `OSError` if it stays behind."""
+    def hear(self, link: GenerationLink, generation: int) -> None:
+        """Note that a shard is at this generation. Raises `OSError` if it is lower than the known one."""
         link.generation = generation
         self.learn(generation)
         if generation < self.known:
@@ -75,25 +80,27 @@ class Generations:
             raise ConnectionAbortedError(0, f"it lacks a purge of this namespace: purge again ({generation})")
 
     def learn(self, generation: int) -> None:
-        """Some shard, or another store, is at this generation."""
+        """Note that some shard, or another store, is at this generation."""
         if generation > self.known:
             with self._lock:
                 self.known = max(self.known, generation)
 
     @property
     def untold(self) -> bool:
-        """Whether there is something for `tell`."""
+        """Whether there is a new generation for `tell` to send."""
         return self._told != self.known
 
-    def tell(self, links: Sequence[Link]) -> None:
-        """Tell shards that may be behind, on every connection, before anything else is asked there. Never blocks."""
+    def tell(self, links: Sequence[GenerationLink]) -> None:
+        """Send the generation to shards that may have a lower one, on every connection and before any other request.
+        Never blocks."""
         known = self._told = self.known
         for link in links:
             if link.sock is not None and link.knows_generations and link.generation < known:
                 link.notices.post(wire.encode(wire.Raise(0, known)))
 
-    def note(self, links: Sequence[Link]) -> None:
-        """Tell all shards, on every connection, that copies of earlier generations count no more. Never blocks."""
+    def note(self, links: Sequence[GenerationLink]) -> None:
+        """Inform all shards, on every connection, that this client's copies of earlier generations no longer count.
+        Never blocks."""
         if self._noted == self.known:
             return
         known = self._noted = self.known
@@ -103,18 +110,18 @@ class Generations:
 
 
 class Listener:
-    """The thread that hears of purges. A child process makes a new one."""
+    """The thread that learns of purges. A child process makes a new one."""
 
-    def __init__(self, generations: Generations, links: Callable[[], Sequence[Link]]) -> None:
-        """links: the present connections; a method, whose object is not kept alive: a client that nobody closed must
-        not live for ever."""
+    def __init__(self, generations: KnownGenerations, links: Callable[[], Sequence[GenerationLink]]) -> None:
+        """`links`: a method that returns the present connections. The method's object is not kept alive, because a
+        client that was never closed must not live for ever."""
         self._generations = generations
         self._links = weakref.WeakMethod(links)
         self._stopped = threading.Event()
         threading.Thread(target=self._run, name="kvstore-listen", daemon=True).start()
 
     def stop(self) -> None:
-        """End soon. Does not wait."""
+        """Make the thread end soon. This does not wait for its end."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -122,17 +129,17 @@ class Listener:
             try:
                 if not self._listen():
                     return
-            except Exception:  # a defect must not leave the engine deaf
+            except Exception:  # a defect must not stop an engine from learning of purges
                 log.exception("listening for purges failed; trying again")
 
     def _listen(self) -> bool:
-        """-> whether the client is still there."""
+        """Check once for news of purges. Return whether the client still exists."""
         links_of = self._links()
         if links_of is None:
             return False
         links = links_of()
         for link in links:
-            if link.sock is not None and not link.pending:  # else a caller reads
+            if link.sock is not None and not link.pending:  # otherwise a caller reads the link
                 link.receive(_LISTEN_BYTES)
         if self._generations.untold:
             self._generations.tell(links)

@@ -1,12 +1,12 @@
 """Lanes: the connections of one client to one shard, when it has more than one.
 
-The first lane is the shard's `Link` itself, read by the caller that leads (see `leading`). Every other lane is a `Link`
-to the same shard, read by a thread of its own: `LaneReader` k reads the lanes k of all shards. A large read is cut into
-as many pieces as there are lanes, so that several cores receive it, or several flows share a network. Everything else
-goes whole, on the lane that waits for the fewest answers: blocks of a chain that are set by one call arrive in order.
+The first lane is the shard's `Link` itself, read by the caller that leads (see `leading`). Every other lane is another
+`Link` to the same shard, read by a thread: `LaneReader` k reads lane k of every shard. A large read is cut into as many
+pieces as there are lanes, so that several cores receive it, or several flows share a network. Every other request is
+sent whole, on the lane that waits for the fewest answers. So if one call sets blocks of a chain, they arrive in order.
 
-A lane that is not connected is not used, so it delays nothing. It is connected in the background, like a broken link.
-A shard on this host has one lane only, where shared memory is used.
+A lane that is not connected is not used, so it delays no call. It is connected in the background, like a broken link.
+If shared memory is used with a shard on this host, the shard has only one lane.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Final
 
 import numpy as np
 
-from kvstore_client._links.leading import READ_BUDGET_BYTES, WAIT_S
+from kvstore_client._links.leading import CLIENT_READ_BYTES, READ_WAIT_S
 from kvstore_client._links.link import Link
 from kvstore_client._links.polling import LOOK_ANYWAY_S, Poller
 from kvstore_client._links.view import Numbers
 
-MAX_CONNECTIONS: Final = 16
-PIECE_BYTES: Final = 4 << 20  # a read is cut into pieces of at least this size
+MAX_LANES: Final = 16
+MIN_LANE_BYTES: Final = 4 << 20  # a read is cut into pieces of at least this size
 
 log = logging.getLogger("kvstore_client")
 
 
 def usable(link: Link) -> list[Link]:
-    """The lanes of a shard that a request may be sent on: those that are connected, else the first."""
+    """Return the lanes of a shard that can take a request: all that are connected, or the first if none is."""
     return [lane for lane in link.lanes if lane.sock is not None] or [link]
 
 
 def least_busy(link: Link) -> Link:
-    """The lane on which a request is answered first, as far as is known."""
+    """Return the lane of the shard that is likely to answer a request soonest."""
     if len(link.lanes) == 1:
         return link
     return min(usable(link), key=_owed)
@@ -46,11 +46,11 @@ def _owed(lane: Link) -> int:
 
 
 def spread(groups: Sequence[tuple[Link, Numbers]], block_bytes: int) -> list[tuple[Link, Numbers]]:
-    """Cut what each shard is asked for into pieces, one for each of its lanes."""
+    """Cut the request to each shard into pieces, one for each lane of the shard."""
     pieces: list[tuple[Link, Numbers]] = []
     for link, positions in groups:
         lanes = usable(link) if len(link.lanes) > 1 else [link]
-        count = min(len(lanes), len(positions) * block_bytes // PIECE_BYTES)
+        count = min(len(lanes), len(positions) * block_bytes // MIN_LANE_BYTES)
         if count < 2:
             pieces.append((least_busy(link), positions))
         else:
@@ -60,7 +60,7 @@ def spread(groups: Sequence[tuple[Link, Numbers]], block_bytes: int) -> list[tup
 
 
 def without(lane: Link) -> int:
-    """Forget a lane of its shard. -> how many are left."""
+    """Remove a lane from its shard. Return how many lanes are left."""
     others = [other for other in lane.first.lanes if other is not lane]
     for other in others:
         other.lanes = others
@@ -68,7 +68,7 @@ def without(lane: Link) -> int:
 
 
 class LaneReaders:
-    """The readers of one client. Thread-safe. Valid in one process only."""
+    """The lane readers of one client. Thread-safe. Valid in one process only."""
 
     def __init__(self, arrived: Callable[[], None]) -> None:
         self._arrived = arrived
@@ -94,7 +94,7 @@ class LaneReaders:
             reader.close()
 
     def forget(self) -> None:
-        """In a child process, where the threads are not: close the child's descriptors."""
+        """Close the descriptors. This is for a child process, where the threads do not exist."""
         for reader in self._readers.values():
             reader.forget()
 
@@ -120,7 +120,7 @@ class LaneReader:
         try:
             while not self._closed:
                 self._read()
-        except Exception:  # a defect: calls on these lanes end at their deadline
+        except Exception:  # after a defect, calls on these lanes end at their deadline
             log.exception("the thread that reads connections ended")
 
     def _read(self) -> None:
@@ -130,10 +130,10 @@ class LaneReader:
         if readable is None:
             readable = links
         if len(readable) == 1:
-            readable[0].receive(READ_BUDGET_BYTES, self._poller.wake_fd, WAIT_S)
+            readable[0].receive(CLIENT_READ_BYTES, self._poller.wake_fd, READ_WAIT_S)
         else:
             for link in readable:
-                link.receive(READ_BUDGET_BYTES)
+                link.receive(CLIENT_READ_BYTES)
         self._arrived()
 
     def close(self) -> None:
@@ -144,5 +144,5 @@ class LaneReader:
         self._poller.close()
 
     def forget(self) -> None:
-        """In a child process, where the thread is not: close the child's descriptors."""
+        """Close the descriptors. This is for a child process, where the thread does not exist."""
         self._poller.close()

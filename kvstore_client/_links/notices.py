@@ -1,7 +1,7 @@
-"""Messages that have no reply: CREDIT, CANCEL, RELEASE and what is said of generations.
+"""Messages that have no reply: CREDIT, CANCEL, RELEASE and the messages about generations.
 
-Any thread posts them and none waits: whoever owns the link's `sending` sends them, between messages and when it gives
-it up.
+Any thread may post them without waiting. The owner of the link's `sending` sends them, between other messages and when
+it gives `sending` up.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvstore.wire import zmtp
 from kvstore_client._links.ownership import Ownership
 from kvstore_client.errors import ConnectionLost, KVStoreError, Timeout
 
-GIVE_BACK_S: Final = 0.2  # for the rest of a small message, when the socket takes nothing more
+GIVE_BACK_S: Final = 0.2  # the time for sending the rest of a small message if the socket is full
 
 
-class Link(Protocol):
-    """What is used of a link here."""
+class NoticedLink(Protocol):
+    """The part of a link that this module uses."""
 
     sock: socket.socket | None
     sending: Ownership
@@ -31,24 +31,24 @@ class Link(Protocol):
 
 
 class Notices:
-    """Those of one link. Thread-safe."""
+    """The notices of one link. Thread-safe."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: NoticedLink) -> None:
         self._link = link
         self._posted: deque[bytes] = deque()  # not sent yet
 
     def post(self, header: bytes) -> None:
-        """Send a message. Never blocks: if another thread is sending, that one sends it when its own message is sent in
-        whole; if the socket is full, the next one does."""
+        """Send a message. Never blocks. If another thread is sending, that thread sends this message after its own. If
+        the socket is full, the next thread that sends also sends this message."""
         self._posted.append(zmtp.frame(header, False))
         self.send()
 
     def clear(self) -> None:
-        """The connection has ended."""
+        """Drop the posted messages, because the connection has ended."""
         self._posted.clear()
 
     def send(self) -> None:
-        """Send what was posted, unless another thread is sending: it calls this when it is done."""
+        """Send the posted messages. If another thread is sending, that thread calls this method when it is done."""
         sending = self._link.sending
         while self._posted:
             me = object()
@@ -61,8 +61,8 @@ class Notices:
                     sending.wake()
 
     def flush(self) -> bool:
-        """Send what was posted; for the owner of `sending`, between messages. -> False if the socket takes no more now,
-        or the connection is lost."""
+        """Send the posted messages. The owner of `sending` calls this between messages. Return False if the socket is
+        full or the connection is lost."""
         link, posted = self._link, self._posted
         sock = link.sock
         try:
@@ -81,7 +81,7 @@ class Notices:
         except (OSError, ValueError, Timeout) as error:  # ValueError: another thread has just closed the socket
             link.drop(ConnectionLost(f"{link}: {error}"))
             return False
-        except BaseException:  # KeyboardInterrupt: perhaps a part of a message was sent
+        except BaseException:  # KeyboardInterrupt: a part of a message may have been sent
             link.drop(ConnectionLost(f"{link}: a call was interrupted"))
             raise
         return True

@@ -1,8 +1,9 @@
-"""Locks for a thread whose calls a signal may interrupt (Ctrl-C) at any moment.
+"""Locks for a thread whose calls may be interrupted by a signal (Ctrl-C) at any moment.
 
-A signal handler may raise between `lock.acquire(timeout=...)` and the caller's next step, and when a function that is
-to release the lock is entered. Then the lock would be held for ever. So what is owned names its owner, in an attribute:
-to give it up is an assignment, which no handler can come before in a `finally` block.
+A signal handler may raise between `lock.acquire(timeout=...)` and the caller's next step, or at the entry of the
+function that is to release the lock. The lock would then be held for ever. So an `Ownership` has an attribute that
+names its owner. The owner gives it up by an assignment, and in a `finally` block, no handler can run before the
+assignment.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-LOOK_S: Final = 0.05  # how often one that waits looks by itself, because an interrupted owner may not wake it
+OWNER_POLL_S: Final = 0.05  # how often waiting threads check the owner, because an interrupted owner may not wake them
 
 
 class Ownership:
-    """Owned by one object at a time. Thread-safe. The owner gives it up in a `finally`, in this way:
+    """A lock that is owned by one object at a time. Thread-safe. The owner gives it up in a `finally` block:
 
     try:
         if ownership.take(me, timeout_s):
@@ -36,7 +37,7 @@ class Ownership:
         self._waiting = 0
 
     def take(self, owner: object, timeout_s: float) -> bool:
-        """Make `owner` the owner as soon as nobody else is. -> False: somebody else still is, after `timeout_s`."""
+        """Make `owner` the owner when there is no other. Return False if there still is another after `timeout_s`."""
         with self._lock:
             if self.owner is not None and not self._wait(timeout_s):
                 return False
@@ -44,13 +45,13 @@ class Ownership:
             return True
 
     def wait(self, timeout_s: float, enough: Callable[[], bool]) -> None:
-        """Wait until nobody is the owner, or `enough()`, or for `timeout_s`."""
+        """Wait until there is no owner or `enough()` is true, but at most for `timeout_s`."""
         with self._lock:
             if self.owner is not None and not enough():
                 self._wait(timeout_s, enough)
 
     def wake(self) -> None:
-        """Wake those who wait, after the owner has given it up, or has news for them."""
+        """Wake the threads that wait. Call this after giving the ownership up, or after other progress."""
         if self._waiting:
             with self._lock:
                 self._freed.notify_all()
@@ -63,7 +64,7 @@ class Ownership:
                 left = deadline - time.monotonic()
                 if left <= 0 or (enough is not None and enough()):
                     return False
-                self._freed.wait(min(left, LOOK_S))
+                self._freed.wait(min(left, OWNER_POLL_S))
             return True
         finally:
             self._waiting -= 1

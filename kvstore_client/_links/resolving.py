@@ -1,9 +1,9 @@
-"""Resolves host names within a deadline, which the system's resolver does not have.
+"""Resolves host names within a deadline, because the system's resolver has none.
 
-A name is looked up on a thread of its own, which may run longer than its caller waits; the next caller then finds its
-result. The threads are daemons, because threads of an executor would keep a process with a silent resolver from ending.
-If the resolver fails or does not answer, the last answer stays valid. Thread-safe. A child process keeps the last
-answers and starts its lookups anew.
+Each name is looked up on a thread of its own, which may run longer than its caller waits. The next caller then finds
+the result. The threads are daemons: if the resolver is silent, threads of an executor would keep the process from
+ending. If the resolver fails or does not answer, the last answer stays valid. Thread-safe. A child process keeps the
+last answers and starts its lookups anew.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Callable
 from concurrent import futures
 from typing import Any, TypeAlias
 
-Address: TypeAlias = "tuple[socket.AddressFamily, Any]"  # a family, and what `connect` takes
+Address: TypeAlias = "tuple[socket.AddressFamily, Any]"  # a family and the argument for `connect`
 
 
 def resolve(host: str, port: int, timeout_s: float) -> list[Address]:
-    """The addresses of `host`, at least one. Raises `OSError` if it has none, `TimeoutError` after `timeout_s`."""
+    """Return at least one address of `host`. Raises `OSError` if it has none, and `TimeoutError` after `timeout_s`."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         return [(family, (host, port))]
     except ValueError:
-        pass  # a name
+        pass  # `host` is a name, not an address
     with _lock:
         lookup = _pending.get((host, port))
         if lookup is None:
@@ -35,7 +35,7 @@ def resolve(host: str, port: int, timeout_s: float) -> list[Address]:
             _pending[host, port] = lookup
     try:
         return lookup.result(timeout_s)
-    except (OSError, futures.TimeoutError) as error:  # in Python 3.10 the second is no subclass of the first
+    except (OSError, futures.TimeoutError) as error:  # in Python 3.10, the futures' `TimeoutError` is no `OSError`
         last = _last.get((host, port))
         if last:
             return last
@@ -45,7 +45,7 @@ def resolve(host: str, port: int, timeout_s: float) -> list[Address]:
 
 
 def _run(lookup: futures.Future[list[Address]], host: str, port: int) -> None:
-    """Look the name up and set the result. Runs on a thread of its own."""
+    """Look up the name and set the result. This runs on a thread of its own."""
     addresses: list[Address] = []
     failure: OSError | None = None
     try:
@@ -53,7 +53,7 @@ def _run(lookup: futures.Future[list[Address]], host: str, port: int) -> None:
         addresses = [(family, address) for family, _, _, _, address in found]
     except OSError as error:
         failure = error
-    except ValueError as error:  # an invalid name: UnicodeError, a zero byte
+    except ValueError as error:  # the name is invalid: a `UnicodeError`, or a zero byte in it
         failure = OSError(f"{host!r} is not a host name: {error}")
     with _lock:
         if addresses:
@@ -80,8 +80,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def connected(host: str, port: int, deadline: float, trying: Callable[[socket.socket], None]) -> socket.socket:
-    """-> a socket that is connected to one of the host's addresses. `trying(sock)` is told each socket before it
-    connects. Raises `OSError`."""
+    """Return a socket that is connected to one of the host's addresses. Before each attempt to connect, `trying(sock)`
+    is called with the socket. Raises `OSError`."""
     addresses = resolve(host, port, max(0.001, deadline - time.monotonic()))
     for left, (family, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
         sock = socket.socket(family, socket.SOCK_STREAM)

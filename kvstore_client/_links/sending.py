@@ -1,8 +1,8 @@
 """Sends requests to all shards at once, to each shard as fast as it takes them.
 
-The requests of one shard are sent in order, piece by piece. A piece of a message is handed to the kernel before the
+The requests to one shard are sent in order, piece by piece. A piece of a message is handed to the kernel before the
 next piece is made. So the bytes that were read to make a piece (for its checksums) are still in the CPU's cache when
-the kernel copies them. No shard waits for another: if a socket is full, it is the next one's turn.
+the kernel copies them. No shard waits for another, because the next socket is tried whenever one is full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 from kvstore._cext import BlockFrames, send_views
 from kvstore.wire import zmtp
 from kvstore_client._links.call import Call, Piece
-from kvstore_client._links.leading import WAIT_S
+from kvstore_client._links.leading import READ_WAIT_S
 from kvstore_client._links.link import Link
 from kvstore_client.errors import ConnectionLost, KVStoreError, Timeout
 
@@ -27,29 +27,29 @@ _LOOK_AFTER_S: Final = 0.1
 
 
 class Sending:
-    """The calls of one exchange to one shard, on their way out. Used by the calling thread only. It owns the link's
-    `sending` while a message is begun and not sent in whole."""
+    """The calls of one exchange to one shard while they are being sent. For use by the calling thread only. This object
+    owns the link's `sending` from the first to the last byte of a message."""
 
     def __init__(self, link: Link, calls: Sequence[Call]) -> None:
         self.link = link
-        self._left = deque(calls)  # those that have not begun
+        self._left = deque(calls)  # calls that have not begun to be sent
         self.done = not calls
         self._current: Call | None = None
-        self._connection = 0  # the number of the link's connection that the current message was begun on
+        self._connection = 0  # the number of the connection that carries the current message
         self._pieces: Iterator[Piece] = iter(())
         self._views: list[memoryview | bytes] = []
         self._frames: BlockFrames | None = None
-        self.wait_s = 0.0  # how long blocks wait for room in the socket, before it is the turn of others
-        self._blocked = False  # the socket was full at the last try
-        self.waits_for: Callable[[], bool] | None = None  # what must hold before the next piece can be made
+        self.wait_s = 0.0  # how long to wait for room in the socket before trying others
+        self._blocked = False  # whether the socket was full at the last attempt
+        self.waits_for: Callable[[], bool] | None = None  # the condition for making the next piece
 
     @property
     def began(self) -> bool:
-        """Whether a message was begun and is not sent in whole."""
+        """Whether only a part of a message has been sent."""
         return self._current is not None
 
     def advance(self, lock_wait_s: float) -> bool:
-        """Send as much as the socket takes. -> False if it is full, or another thread is sending a message on it."""
+        """Send as much as the socket takes. Return False if the socket is full or another thread is sending on it."""
         while not self.done:
             if self._current is None and not self._next_call(lock_wait_s):
                 return self.done
@@ -64,7 +64,7 @@ class Sending:
         return True
 
     def _next_call(self, lock_wait_s: float) -> bool:
-        """Begin the next message. -> False if there is none left, or another thread is sending."""
+        """Begin the next message. Return False if no message is left or another thread is sending."""
         link = self.link
         if not link.sending.take(self, lock_wait_s):
             return False
@@ -82,7 +82,8 @@ class Sending:
         return True
 
     def _send_message(self) -> bool:
-        """Send pieces until the message is whole (True) or the socket is full (False). Raises `OSError`."""
+        """Send pieces of the message. Return True when it is complete, or False when the socket is full. Raises
+        `OSError`."""
         while True:
             if not self._views and self._frames is None:
                 if self.waits_for is not None and not self.waits_for():
@@ -110,7 +111,7 @@ class Sending:
                 return False
 
     def _send_some(self, sock: socket.socket) -> bool:
-        """Send bytes or blocks. -> False if the socket is full. Raises `OSError`."""
+        """Send bytes or blocks. Return False if the socket is full. Raises `OSError`."""
         frames = self._frames
         if frames is not None:
             before = frames.sent
@@ -130,7 +131,7 @@ class Sending:
         return not full
 
     def abandon(self, error: KVStoreError) -> None:
-        """Send no more and fail the calls that are left. If a message was begun, its connection is dropped."""
+        """Stop sending and fail the calls that are left. If only a part of a message was sent, drop its connection."""
         if self._current is not None:
             self._lose(error)
         self._give_up()
@@ -164,17 +165,20 @@ def send_all(
     look_after: Callable[[], None],
     read: Callable[[Callable[[], bool], float], bool],
 ) -> list[Sending]:
-    """Send everything; calls that are not sent by the deadline fail with `Timeout`. -> the sendings that stopped in the
-    middle of a message. The others only waited for their turn, which says nothing about their shard. `look_after()` is
-    called now and then while no socket takes bytes; it drops the links of shards that are silent for too long.
-    `read(ready, deadline)` reads replies until `ready()`, which may tell that a shard has read more."""
+    """Send everything. Calls that are not sent by the deadline fail with `Timeout`. Return the sendings that stopped in
+    the middle of a message, because their shards did not take it. The others may only have waited for another thread.
+
+    While no socket takes bytes, `look_after()` is called from time to time. It drops the links of shards that are
+    silent for too long. `read(ready, deadline)` reads replies until `ready()` is true, because a reply may show that a
+    shard has read more.
+    """
     active = list(sendings)
     try:
-        active = [sending for sending in sendings if not sending.advance(0.0)]  # usually, that is all
+        active = [sending for sending in sendings if not sending.advance(0.0)]  # usually this sends everything
         while active:
             wait_s = max(0.0, min(deadline - time.monotonic(), _LOOK_AFTER_S)) if len(active) == 1 else _LOCK_WAIT_S
             for sending in active:
-                sending.wait_s = min(wait_s, WAIT_S) if len(active) == 1 else 0.0
+                sending.wait_s = min(wait_s, READ_WAIT_S) if len(active) == 1 else 0.0
             blocked = [sending for sending in active if not sending.advance(wait_s)]
             active = [sending for sending in active if not sending.done]
             if not active:
@@ -187,7 +191,7 @@ def send_all(
                 return stuck
             if len(blocked) == len(active):
                 conditions = [sending.waits_for for sending in blocked if sending.waits_for is not None]
-                if conditions:  # the others' sockets are looked at again soon
+                if conditions:  # but the sockets of the others are tried again soon
                     wait_s = _LOOK_AFTER_S if len(conditions) == len(blocked) else _LOCK_WAIT_S
                     read(functools.partial(_one_holds, conditions), min(deadline, time.monotonic() + wait_s))
                 else:
@@ -196,7 +200,7 @@ def send_all(
         return []
     except BaseException:
         for sending in active:
-            sending.abandon(ConnectionLost(f"{sending.link}: the call was broken off"))
+            sending.abandon(ConnectionLost(f"{sending.link}: the call was interrupted"))
         raise
 
 
@@ -211,6 +215,6 @@ def _await_room(blocked: Sequence[Sending], left: float) -> None:
         if sock is not None:
             try:
                 poll.register(sock, select.POLLOUT)
-            except ValueError:  # another thread has just closed it, which the next `advance` finds out
+            except ValueError:  # another thread has just closed the socket, which the next `advance` notices
                 return
     poll.poll(left * 1000)

@@ -1,10 +1,11 @@
 """Sets to a shard on this host: the blocks' bytes stay in this process, and the shard copies them from there.
 
-Blocks in memory that the shard can map (`kvstore_client.memory`) are only hashed and named. Others are copied to a ring
-of such memory first, hashed on the way, a group at a time: while the shard copies one group out of the ring, the next
-one is copied into it. The ring is small, so its bytes stay in the CPU's cache in between.
+Blocks in memory that the shard can map (`kvstore_client.memory`) are only hashed and *named*: their addresses are sent.
+Other blocks are first *staged*: they are copied to a ring of such memory, a group at a time, and hashed during the
+copy. While the shard copies one group out of the ring, the next group is copied into it. The ring is small, so its
+bytes stay in the CPU's cache between the two copies.
 
-A `Staging` belongs to one connection. Its ring is used by the owner of the link's `sending`.
+A `SharedStaging` belongs to one connection. Only the owner of the link's `sending` uses its ring.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore._cext import checksum_at, copy_blocks
-from kvstore.wire.dealer import Answer
+from kvstore.wire.dealer import ReplyCollector
 from kvstore.wire.shared import MAX_FILES, STAGED, staged_blocks
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client.memory import SharedRegion
@@ -27,16 +28,16 @@ from kvstore_client.memory import SharedRegion
 if TYPE_CHECKING:
     from kvstore_client._links.block_mac import BatchMacs
 
-GROUP_BYTES: Final = 4 << 20  # staged at a time, or one block
-NAMED_BYTES: Final = 8 << 20  # named at a time, or one block
-FIRST_BYTES: Final = 1 << 20  # the first time of a SET: until then the shard has nothing to do
-GROUPS: Final = 4  # of them in the ring
+STAGED_GROUP_BYTES: Final = 4 << 20  # the most that is staged at a time, or one block if it is larger
+NAMED_BYTES: Final = 8 << 20  # the most that is named at a time, or one block if it is larger
+FIRST_BYTES: Final = 1 << 20  # the size of a SET's first part, small because the shard waits for it
+GROUPS: Final = 4  # the number of groups in the ring
 
 Entries = npt.NDArray[np.void]  # of dtype `STAGED`
 
 
-class SetAnswer(Answer):
-    """The answer to a SET by references. `taken`: the shard has read so many of its blocks."""
+class SetAnswer(ReplyCollector):
+    """The answer to a SET by references. `taken`: the number of its blocks that the shard has read so far."""
 
     __slots__ = ("taken",)
 
@@ -51,33 +52,34 @@ class SetAnswer(Answer):
         super().begin_message(reply)
 
 
-class Staging:
-    """What one connection has shared with its shard."""
+class SharedStaging:
+    """The memory that one connection has shared with its shard."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self.group = max(1, min(GROUP_BYTES // block_bytes, staged_blocks(block_bytes)))  # blocks, in the ring
+        self.group = max(1, min(STAGED_GROUP_BYTES // block_bytes, staged_blocks(block_bytes)))  # the blocks in a group
         self.named = max(1, min(NAMED_BYTES // block_bytes, staged_blocks(block_bytes)))  # the most blocks in one frame
-        self.sharing = threading.Lock()  # held by the thread that shares something
+        self.sharing = threading.Lock()  # held by the thread that shares a region
         self.ring: SharedRegion | None = None
-        self.shared: set[int] = set()  # numbers of the regions that the shard has
-        self.refused = False  # it takes none, so blocks are sent through the socket
-        self._next = 0  # the group of the ring that is used next
-        self._users: deque[tuple[SetAnswer, int]] = deque()  # of the groups in use: a SET, and the end of its blocks
+        self.shared: set[int] = set()  # the numbers of the regions that the shard has mapped
+        self.refused = False  # the shard takes no memory, so blocks are sent through the socket
+        self._next = 0  # the number of the ring's group that is used next
+        self._users: deque[tuple[SetAnswer, int]] = deque()  # for each group in use: its SET, and where its blocks end
 
     @property
     def full(self) -> bool:
-        """Whether only the ring can be shared any more."""
+        """Whether no memory except the ring can be shared any more."""
         return len(self.shared) >= MAX_FILES - 1
 
     def ready_for(self, region: SharedRegion | None) -> bool:
-        """Whether nothing must be shared before blocks in this region are set; None: blocks anywhere."""
+        """Return whether blocks in this region can be set without sharing more memory. If `region` is None, the blocks
+        are in other memory."""
         if self.refused or (self.ring is not None and self.ring.number in self.shared):
             return self.refused or region is None or region.number in self.shared or self.full
         return region is not None and region.number in self.shared
 
     def sizes(self, named: bool) -> Iterator[int]:
-        """-> how many blocks to name, or to stage, at a time: few at first, then more each time."""
+        """Yield the number of blocks to name or to stage at a time. It is small at first, and then grows."""
         most = self.named if named else self.group
         size = min(most, max(1, FIRST_BYTES // self.block_bytes))
         while True:
@@ -85,13 +87,13 @@ class Staging:
             size = min(most, 2 * size)
 
     def make_ring(self) -> SharedRegion:
-        """-> a ring, which is to be shared. Raises `OSError`."""
+        """Return a new ring, which the caller must share. Raises `OSError`."""
         ring = SharedRegion(GROUPS * self.group * self.block_bytes)
         ring.populate()
         return ring
 
     def has_room(self) -> bool:
-        """Whether a group of the ring is free."""
+        """Return whether a group of the ring is free."""
         users = self._users
         while users and (users[0][0].done or users[0][0].taken >= users[0][1]):
             users.popleft()
@@ -100,7 +102,7 @@ class Staging:
     def name(
         self, source: BlockSource, numbers: npt.NDArray[np.int64], region: SharedRegion, macs: BatchMacs | None
     ) -> Entries:
-        """Hash blocks that are in a region that the shard has. -> their entries."""
+        """Hash blocks in a region that the shard has mapped. Return their entries."""
         entries = np.empty(len(numbers), dtype=STAGED)
         entries["file"] = region.number
         entries["offset"] = offsets = source.addresses(numbers) - region.address
@@ -113,8 +115,8 @@ class Staging:
     def stage(
         self, source: BlockSource, numbers: list[int], answer: SetAnswer, end: int, macs: BatchMacs | None
     ) -> Entries:
-        """Copy at most `group` blocks to the ring, which has room. -> their entries. `end`: when the shard has read so
-        many blocks of the SET of `answer`, it has read these."""
+        """Copy at most `group` blocks to the ring, which must have room. Return their entries. `answer`: the answer to
+        the SET of these blocks. `end`: when the shard has read this many blocks of the SET, it has read these."""
         ring, count, block_bytes = self.ring, len(numbers), self.block_bytes
         assert ring is not None
         start = self._next % GROUPS * self.group * block_bytes

@@ -1,6 +1,6 @@
-"""The memory that receives the blocks of a GET: the caller's own rows, or buffers that are handed to the caller.
+"""The memory that receives the blocks of a GET: the caller's own rows, or buffers that the caller receives.
 
-The thread that reads a connection fills it, under that link's `receive_lock`.
+The thread that reads a connection fills this memory, under the `receive_lock` of the connection's link.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvstore._cext import Landing, LentBlocks, checksum_into
 from kvstore.wire import ErrorCode, Part, Reply, WireError, frame_blocks
-from kvstore.wire.dealer import FrameBuffers, GetAnswer, Lent
+from kvstore.wire.dealer import FrameBuffers, GetAnswer, SharedBlocks
 from kvstore.wire.remote_memory import RemoteBlocks
 from kvstore.wire.shared import MAX_REFERENCES
 from kvstore_client._links.buffers import Rows
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class PlacedBlocks(GetAnswer):
-    """The answer to a GET, whose blocks go to `target`. `positions[i]` is the caller's position of the request's
-    key i. `key_bytes`: of the keys, if the GET asks for attributes; then `attributes[i]` are those of key i."""
+    """The answer to a GET, whose blocks go to `target`. `positions[i]`: the position of the request's key i in the
+    caller's batch. `key_bytes`: the size of a key if the GET asks for attributes, which are then in `attributes[i]`."""
 
     __slots__ = ("_landing", "_placing", "arrived", "attributes", "hit", "positions", "read", "target")
 
@@ -38,10 +38,10 @@ class PlacedBlocks(GetAnswer):
             self.attributes = np.zeros(len(positions), dtype=self.part_attributes.dtype)
         self.positions = positions
         self.target = target
-        self.arrived = self.hit = 0  # blocks that arrived, and how many of them have the right bytes
-        self.read = 0  # blocks that were lent and read, and are to be released
-        self._landing: Landing | None = None  # of blocks whose place is known beforehand
-        self._placing: list[int] = []  # the caller's positions of the blocks in the part that is arriving
+        self.arrived = self.hit = 0  # how many blocks arrived, and how many of these have the right bytes
+        self.read = 0  # the number of lent blocks that were read but not released yet
+        self._landing: Landing | None = None  # receives blocks whose destinations are known beforehand
+        self._placing: list[int] = []  # the positions of the blocks in the part that is arriving
 
     def land(self) -> Landing | None:
         if len(self.attributes):
@@ -50,7 +50,7 @@ class PlacedBlocks(GetAnswer):
         return self._landing
 
     def settle(self) -> None:
-        """Nothing more comes: take in what has landed."""
+        """Check and count the blocks that were received. This is called when no more blocks come."""
         landing, self._landing = self._landing, None
         if landing is not None:
             right, wrong = self.target.landed(self.positions, landing)
@@ -59,7 +59,7 @@ class PlacedBlocks(GetAnswer):
 
     def begin_message(self, reply: Reply) -> None:
         if self._landing is not None and isinstance(reply, Part):
-            raise WireError(ErrorCode.PROTOCOL, "a PART that does not fit its GET, or a block that came before")
+            raise WireError(ErrorCode.PROTOCOL, "a PART does not match its GET, or has a block that came before")
         super().begin_message(reply)
         if len(self.attributes) and isinstance(reply, Part):
             self.attributes[self.part_positions] = self.part_attributes
@@ -72,9 +72,9 @@ class PlacedBlocks(GetAnswer):
         self.arrived += len(self._placing)
         self.hit += self.target.placed(self._placing, self.part_sums)
 
-    def read_lent(self) -> Lent | None:
-        """Read blocks of the first loan in `lent`. -> the loan, if it is to be given back now: then it stays in `lent`
-        until that is done. Called by the caller's own thread."""
+    def read_lent(self) -> SharedBlocks | None:
+        """Read blocks of the first loan in `lent`. If the loan is to be given back now, return it. The loan stays in
+        `lent` until the caller has given it back. Only the calling thread of the GET calls this."""
         lent = self.lent[0]
         end = lent.read + self.target.at_once
         some = slice(lent.read, end)
@@ -87,12 +87,13 @@ class PlacedBlocks(GetAnswer):
             return None
         if not self.target.keep(self, lent):
             return lent
-        self.kept = True  # first: an interrupt may come in between
+        self.kept = True  # before `popleft`, because an interrupt may come in between
         self.lent.popleft()
         return None
 
     def to_release(self, at_least: int) -> int:
-        """-> how many blocks that were read may be released now, if they are so many bytes; else 0."""
+        """Return how many of the blocks that were read may be released now. Return 0 if they have fewer than `at_least`
+        bytes."""
         if self.kept or self.read * self.target.block_bytes < at_least:
             return 0
         count, self.read = self.read, 0
@@ -100,44 +101,45 @@ class PlacedBlocks(GetAnswer):
 
 
 class BlockTarget:
-    """The memory for the blocks of one call. `macs`: of its blocks, whose checksums are MACs; None: they are not.
-    `bad`: positions of blocks whose bytes do not match their checksum."""
+    """The memory for the blocks of one call. `macs`: computes the MACs of the blocks, or None if their checksums are
+    not MACs. `bad`: the positions of blocks whose bytes do not match their checksum."""
 
     def __init__(self, block_bytes: int, verify: bool, macs: BatchMacs | None = None) -> None:
         self.block_bytes = block_bytes
         self.verify = verify or macs is not None
         self.macs = macs
         self.bad: list[int] = []
-        self.at_once = MAX_REFERENCES  # blocks that are copied from shared memory at a time, at most
+        self.at_once = MAX_REFERENCES  # the most blocks that are copied from shared memory at a time
 
     def landing(self, request_id: int, positions: npt.NDArray[np.intp]) -> Landing | None:
-        """What receives these blocks, if their places are known before they come. Then `landed` is called."""
+        """Return an object that receives these blocks, or None if their destinations are not known beforehand. When the
+        blocks have arrived, `landed` is called."""
         return None
 
     def landed(
         self, positions: npt.NDArray[np.intp], landing: Landing
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Take in what a landing has received. -> which blocks are right, and which are wrong."""
+        """Note the blocks that `landing` has received. Return which have the right bytes, and which the wrong ones."""
         raise NotImplementedError
 
     def views(self, positions: list[int]) -> list[memoryview]:
-        """Writable memory for these blocks, in this order."""
+        """Return writable memory for these blocks, in this order."""
         raise NotImplementedError
 
     def placed(self, positions: list[int], sums: npt.NDArray[np.uint64]) -> int:
-        """Take in blocks whose bytes have arrived. -> how many of them have the right bytes."""
+        """Check and note blocks whose bytes have arrived. Return how many of them have the right bytes."""
         raise NotImplementedError
 
     def copy(self, positions: list[int], blocks: RemoteBlocks, sums: npt.NDArray[np.uint64]) -> int:
-        """Copy blocks from shared memory. -> how many of them have the right bytes."""
+        """Copy blocks from shared memory. Return how many of them have the right bytes."""
         raise NotImplementedError
 
-    def keep(self, answer: PlacedBlocks, lent: Lent) -> bool:
-        """Whether what was lent is read on after it was taken in: then this target returns it."""
+    def keep(self, answer: PlacedBlocks, lent: SharedBlocks) -> bool:
+        """Return whether the lent memory is read after this call, too. If so, this target gives the loan back later."""
         return False
 
     def _copied(self, found: npt.NDArray[np.uint64], positions: list[int], sums: npt.NDArray[np.uint64]) -> list[bool]:
-        """-> which blocks have the right bytes: those whose checksums `found` are as they should be."""
+        """Return which blocks have the right bytes: those whose computed checksums `found` equal `sums`."""
         if not self.verify:
             return [True] * len(positions)
         good = found == sums
@@ -156,7 +158,7 @@ class BlockTarget:
 
 
 class IntoTarget(BlockTarget):
-    """The caller's own rows: block of position i goes to `rows[slots[i]]` (`rows[i]` without slots)."""
+    """The caller's own rows. The block at position i goes to `rows[slots[i]]`, or to `rows[i]` without slots."""
 
     def __init__(
         self, rows: Rows, slots: Sequence[int] | None, count: int, verify: bool, macs: BatchMacs | None = None
@@ -168,7 +170,7 @@ class IntoTarget(BlockTarget):
         self.present = np.zeros(count, dtype=np.bool_)
 
     def landing(self, request_id: int, positions: npt.NDArray[np.intp]) -> Landing | None:
-        self.present[positions] = False  # a row may hold its block from an earlier try, and is about to be overwritten
+        self.present[positions] = False  # a row may have its block from an earlier attempt, but is overwritten now
         slots = self._slots
         places = np.ascontiguousarray(positions if slots is None else np.array(slots)[positions], dtype=np.int64)
         verify = self.verify and self.macs is None
@@ -188,14 +190,14 @@ class IntoTarget(BlockTarget):
         return right, wrong
 
     def row(self, position: int) -> memoryview:
-        """The memory of one block."""
+        """Return the memory of one block."""
         number = position if self._slots is None else self._slots[position]
         if self._flat is None:
             return memoryview(self._rows[number])
         return self._flat[number * self.block_bytes : (number + 1) * self.block_bytes]
 
     def views(self, positions: list[int]) -> list[memoryview]:
-        self.present[positions] = False  # a row may hold its block from an earlier try, and is about to be overwritten
+        self.present[positions] = False  # a row may have its block from an earlier attempt, but is overwritten now
         count, first = len(positions), positions[0]
         if self._slots is None and self._flat is not None and positions == list(range(first, first + count)):
             return [self._flat[first * self.block_bytes : (first + count) * self.block_bytes]]
@@ -219,13 +221,14 @@ class IntoTarget(BlockTarget):
 
 
 class QueueTarget(BlockTarget):
-    """Buffers, handed to the caller in order of arrival. A buffer is used again only when no view of it is left."""
+    """Buffers that the caller receives in the order in which they are filled. A buffer is used again only when no view
+    of it is left."""
 
     def __init__(self, buffers: FrameBuffers, block_bytes: int, verify: bool, macs: BatchMacs | None = None) -> None:
         super().__init__(block_bytes, verify, macs)
-        self.ready: deque[tuple[int, memoryview | None]] = deque()  # None: the block's bytes were wrong
+        self.ready: deque[tuple[int, memoryview | None]] = deque()  # the view is None if the block's bytes were wrong
         self._buffers = buffers
-        self._filling: dict[int, memoryview] = {}  # by first position: several links may receive a frame at once
+        self._filling: dict[int, memoryview] = {}  # by first position, because several links may receive frames at once
         self.at_once = frame_blocks(block_bytes)
 
     def views(self, positions: list[int]) -> list[memoryview]:
@@ -258,8 +261,8 @@ class QueueTarget(BlockTarget):
 
 
 class BorrowTarget(QueueTarget):
-    """Blocks that are read where they are: in the server's memory, as far as it lends them, else in buffers.
-    `blocks[i]`: the block of position i, None until it is there."""
+    """Blocks that are read in place: in the server's memory if the server lends them, else in buffers. `blocks[i]`: the
+    block at position i, or None until it has arrived."""
 
     def __init__(
         self, buffers: FrameBuffers, block_bytes: int, count: int, verify: bool, macs: BatchMacs | None = None
@@ -267,13 +270,13 @@ class BorrowTarget(QueueTarget):
         super().__init__(buffers, block_bytes, verify, macs)
         self.at_once = MAX_REFERENCES
         self.blocks: list[memoryview | None] = [None] * count
-        self.lent: list[tuple[PlacedBlocks, Lent]] = []  # to be returned
+        self.lent: list[tuple[PlacedBlocks, SharedBlocks]] = []  # loans to be given back
         self.present = np.zeros(count, dtype=np.bool_)
-        self.exporters: list[LentBlocks] = []  # of the blocks in the server's memory
+        self.exporters: list[LentBlocks] = []  # objects that keep the lent blocks in the server's memory
 
     def copy(self, positions: list[int], blocks: RemoteBlocks, sums: npt.NDArray[np.uint64]) -> int:
         exporter = blocks.lent()
-        if exporter is None:  # they are read, a buffer at a time
+        if exporter is None:  # these blocks are not lent, so read them one buffer at a time
             hit, group = 0, frame_blocks(self.block_bytes)
             for start in range(0, len(positions), group):
                 some = slice(start, start + group)
@@ -283,7 +286,7 @@ class BorrowTarget(QueueTarget):
         views = exporter.views()
         return self._hand_out(positions, views, self._check(views, positions, sums))
 
-    def keep(self, answer: PlacedBlocks, lent: Lent) -> bool:
+    def keep(self, answer: PlacedBlocks, lent: SharedBlocks) -> bool:
         self.lent.append((answer, lent))
         return True
 

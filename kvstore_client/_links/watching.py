@@ -1,7 +1,7 @@
 """Watching a cluster: all clients of a process share one follower.
 
-An engine has a client for each rank and purpose, and etcd should send each change to the process only once.
-Thread-safe. A child process starts without followers: its clients watch anew (`Core.after_fork`).
+An engine has a client for each rank and purpose, but etcd should send each change to the process only once.
+Thread-safe. A child process starts without followers, and its clients begin to watch anew (`LinkPool.after_fork`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ OnChange = Callable[[Membership], None]
 
 
 class Watch:
-    """One client's watch of a cluster. `on_change` is called with each view: with the current one at once, if there is
-    one, later on the follower's thread. It must be a method; its object is not kept alive. `tls`: how to ask nodes,
-    where that tells who is there. Raises as `Follower` does."""
+    """One client's watch of a cluster. Raises the errors of `Follower`.
+
+    * `on_change`: A method that is called with each view: at once with the current one, if there is one, and with later
+      ones on the follower's thread. The method's object is not kept alive.
+    * `tls`: How to connect to nodes, if the nodes themselves are asked which of them are up.
+    """
 
     def __init__(self, url: str, on_change: OnChange, tls: TLSOptions | None = None) -> None:
         self.url = url
         self._key = url, tls
-        self._on_change = weakref.WeakMethod(on_change)  # a client that nobody closed must not live for ever
+        self._on_change = weakref.WeakMethod(on_change)  # because a client that was never closed must not live for ever
         self._closed = False
         with _lock:
             shared = _shared.get(self._key)
@@ -41,7 +44,7 @@ class Watch:
             self.tell(shared.follower.current)
 
     def tell(self, membership: Membership) -> None:
-        """Pass a view on. Two threads may call this at once: an older view is never passed on after a newer one."""
+        """Pass on a view. Two threads may call this at once, but no older view is passed on after a newer one."""
         with self._shared.telling:
             on_change = self._on_change()
             if on_change is not None and not self._closed and self._shared.follower.current is membership:
@@ -50,16 +53,16 @@ class Watch:
             self.close()
 
     def wait(self, timeout_s: float) -> Membership:
-        """The current view. Raises `DirectoryError` if there is none within `timeout_s`."""
+        """Return the current view. Raises `DirectoryError` if there is none within `timeout_s`."""
         return self._shared.follower.wait(timeout_s)
 
     @property
     def lost(self) -> str:
-        """Why the directory cannot be asked; empty if it can."""
+        """The reason why the directory does not answer; empty if it answers."""
         return self._shared.follower.lost
 
     def close(self) -> None:
-        """Stop watching. The last watch of a cluster also closes the follower."""
+        """Stop watching. When the last watch of a cluster stops, the follower is closed too."""
         with _lock:
             self._closed = True
             self._shared.watches.discard(self)
@@ -71,7 +74,7 @@ class Watch:
 
 
 class _Shared:
-    """A follower and its watches."""
+    """A follower and the watches that use it."""
 
     def __init__(self, url: str, tls: TLSOptions | None) -> None:
         self.watches: set[Watch] = set()
@@ -86,7 +89,7 @@ class _Shared:
             try:
                 watch.tell(membership)
             except Exception:  # a defect in one client must not hide the view from the others
-                log.exception("a client failed to take a new view of %s", watch.url)
+                log.exception("a client could not use a new view of %s", watch.url)
 
 
 _lock = threading.Lock()

@@ -1,1 +1,1 @@
-"""The parts that any engine can use: failures become misses; lookups and transfers run in the background."""
+"""Modules that any engine can use: failures become misses; lookups and transfers run in the background."""

@@ -1,9 +1,9 @@
-"""Whether to load blocks or to have the engine compute them: what is sooner.
+"""Decides whether to load blocks or to have the engine compute them, whichever ends sooner.
 
-Two paces are measured while the engine works: blocks that arrive from the store in a second, and how long the engine
-computes a prompt (`ComputingPace`). A load pays if its blocks, behind those of the loads before it, arrive before the
-engine would have computed them without a store, behind the prompts before it. What is not known yet is tried, one load
-at a time; a store that was too slow is tried again with a few blocks.
+Two things are measured while the engine works: how many blocks arrive from the store per second, and how long the
+engine takes to compute a prompt (`ComputingPace`). A load waits for earlier loads, and a computation waits for earlier
+prompts. A load is useful if its blocks arrive before the engine would have computed them without a store. While a rate
+is not known, one load at a time is tried. A store that was too slow is tried again with a few blocks.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ import math
 import time
 from typing import Final
 
-# Seconds of work after which what was measured before counts half.
+# After this many seconds of work, a measurement counts half as much.
 HALF_LIFE_S: Final = 5.0
-# A store that was slow is believed to be twice as fast after so many seconds, so that it is tried again, …
+# The assumed speed of a slow store doubles every HOPE_S seconds, so that the store is tried again.
 HOPE_S: Final = 5.0
-# … with such a part of what a request could load.
+# A trial loads this fraction of the blocks that the request could load.
 TRIAL: Final = 1 / 8
-# What is taken to have arrived when nothing has: from a pace of 0 hope could not grow.
+# How many blocks count as arrived when none has arrived, because doubling a rate of 0 has no effect.
 LEAST_BLOCKS: Final = 0.5
-# For how long further loads wait for the first one, which tells how fast the store is.
+# How long further loads wait for the first load, which shows how fast the store is.
 FIRST_LOAD_S: Final = 0.25
-# The least time that a load, or a lookup, is given: less is a matter of chance.
-LEAST_S: Final = 0.05
-# A lookup may take such a part of the time in which all would be computed that the store may have.
+# The shortest time limit of a load or a lookup. With a shorter one, chance would decide whether it ends in time.
+MIN_LOOKUP_S: Final = 0.05
+# A lookup may take at most this fraction of the time that computing all the blocks in question would take.
 LOOKUP_SHARE: Final = 0.1
 
 
-class Pace:
-    """An amount per second, of which the newest seconds count most. Not thread-safe."""
+class RecentRate:
+    """An average rate, in which the newest measurements count most. Not thread-safe."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
         self.measured_at = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """So much was done in these seconds of work."""
+        """Record that `amount` was done in `seconds` of work."""
         if seconds <= 0:
             return
         kept = math.pow(0.5, seconds / HALF_LIFE_S)
@@ -45,29 +45,33 @@ class Pace:
 
     @property
     def per_s(self) -> float | None:
-        """None: nothing was measured."""
+        """The rate. It is None if nothing was measured."""
         return self._amount / self._seconds if self._seconds else None
 
 
 class Admission:
-    """The loads of one engine. Not thread-safe.
+    """Decides about the loads of one engine. Not thread-safe.
 
-    arriving: blocks that come from the store. computing_s: how long the engine, without a store, would compute until it
-    had what is loaded: the prompts before it, and then its own. Unknown is `math.inf`.
+    `arriving` is the rate at which blocks come from the store, in blocks per second.
+
+    In the methods, `computing_s` is the time in seconds until the engine would have computed the blocks without a
+    store. It includes the time for earlier prompts. It is `math.inf` if it is not known.
     """
 
     def __init__(self, *, timeout_s: float, always: bool = False) -> None:
-        """timeout_s: how long a load may take at most, once it has begun. always: every load pays."""
-        self.arriving = Pace()
+        """`timeout_s`: the longest time that a load may take once it has begun, in seconds. `always`: load whatever the
+        store has, without comparing times."""
+        self.arriving = RecentRate()
         self._timeout_s = timeout_s
         self._always = always
         self._ahead = 0  # blocks of loads that have not ended
-        self._ended = False  # whether one has: its first blocks alone tell little
+        self._ended = False  # whether a load has ended; before that, the measured rate is uncertain
         self._first_began = 0.0
 
     def judge(self, blocks: int, computing_s: float) -> int | None:
-        """How many of the blocks to load that the store has of a prompt, from its beginning; 0: computing them is
-        sooner. None: ask again, the first load will tell soon."""
+        """Return how many of a prompt's leading blocks to load, given that the store has the first `blocks` of them.
+        Return 0 if computing them takes less time. Return None if the caller should ask again, because the first load
+        will soon show how fast the store is."""
         arriving = self.arriving.per_s
         if self._always:
             return blocks
@@ -82,33 +86,34 @@ class Admission:
         return math.ceil(blocks * TRIAL) if self._ahead + blocks <= hoped * seconds else 0
 
     def patience_s(self, blocks: int, computing_s: float) -> float:
-        """How long to wait to be told what the store has of a prompt: so many blocks at most. 0: it would be computed
-        all the same."""
+        """Return how long to wait for a lookup of a prompt, in seconds. `blocks`: the number of the prompt's blocks
+        that the store could have. Return 0 if the prompt would be computed even if the store had all of them."""
         if self._always:
             return math.inf
         if self.judge(blocks, computing_s) == 0:
             return 0.0
-        return max(LEAST_S, LOOKUP_SHARE * self._most_s(computing_s))
+        return max(MIN_LOOKUP_S, LOOKUP_SHARE * self._most_s(computing_s))
 
     def begin(self, blocks: int, computing_s: float) -> float:
-        """A load of so many blocks begins. -> how long it may take from when its turn begins, in seconds: as long as
-        computing takes."""
+        """Note that a load of this many blocks begins. Return the time limit of its transfer in seconds, which is the
+        time that computing the blocks would take."""
         if not self._ahead:
             self._first_began = time.monotonic()
         self._ahead += blocks
-        return max(LEAST_S, self._most_s(computing_s))
+        return max(MIN_LOOKUP_S, self._most_s(computing_s))
 
     def latest_s(self, computing_s: float) -> float:
-        """In how many seconds from now a load is of no use any more, whenever its turn begins: all would be computed
-        by then."""
-        return math.inf if self._always else max(LEAST_S, computing_s)
+        """Return the number of seconds from now after which a load is useless, because the engine would have computed
+        all its blocks by then. This limit applies whenever the transfer begins."""
+        return math.inf if self._always else max(MIN_LOOKUP_S, computing_s)
 
     def arrived(self, blocks: float, seconds: float) -> None:
-        """So many blocks came from the store while some were on their way for so long."""
+        """Record that this many blocks came from the store while transfers were in progress for this many
+        seconds."""
         self.arriving.add(max(LEAST_BLOCKS, blocks), seconds)
 
     def end(self, blocks: int) -> None:
-        """A load of so many blocks has ended."""
+        """Note that a load of this many blocks has ended."""
         self._ahead -= blocks
         self._ended = True
 

@@ -1,10 +1,12 @@
-"""The blocks that engines have, from their KV events: an index that follows a prompt block by block.
+"""An index of the blocks that engines have, built from their KV events. A lookup follows a prompt block by block.
 
-It needs no hash function: an event carries a block's tokens and its parent. Each engine has an index of its own, so
-engines whose hashes mean different things, as those of different models do, are never mixed. Beside its tokens, a block
-is known by its adapter and by what else its hash covers: the cache salt, pictures, embeddings.
+It needs no hash function, because an event carries a block's tokens and its parent. Each engine has an index of its
+own. So engines whose hashes mean different things, such as engines of different models, are never mixed. A block is
+identified by its tokens, its adapter, and everything else that its hash covers: the cache salt, pictures and
+embeddings.
 
-Bounded: what was heard of, or asked for, longest ago goes first, of the engine that has most.
+The index is bounded. When it is full, it drops blocks of the engine whose blocks take the most memory. The blocks that
+were reported or looked up longest ago are dropped first.
 """
 
 from __future__ import annotations
@@ -20,29 +22,32 @@ import xxhash
 
 GPU: Final = "GPU"
 STORAGE: Final = "STORAGE"
-MEMORY_BYTES: Final = 256 << 20
-BLOCK_BYTES: Final = 400  # of a block, in one tier, at most: tests/unit/test_block_index.py measures it
-_HOLDING_BYTES: Final = 110  # in each further tier or group of layers
-# What vLLM calls the groups of layers that keep every token; None: it does not say.
+INDEX_MEMORY_BYTES: Final = 256 << 20
+INDEXED_BLOCK_BYTES: Final = 400  # the most memory for a block in one tier; measured by tests/unit/test_block_index.py
+_HOLDING_BYTES: Final = 110  # the memory for the same block in each further tier or group of layers
+# vLLM's names for groups of layers that keep every token. None stands for an event without a name.
 _WHOLE: Final = (None, "full_attention", "mla_attention")
 
 Hash = bytes | int
-# What one tier of an engine has, by group of its layers. A block is there if all groups have it.
+# The blocks in one tier of an engine, for each group of layers. A block is in the tier if all groups have it.
 _Tier = dict[int, set[Hash]]
 
 
 @dataclass(frozen=True)
-class BlockKeys:
-    """What decides the blocks of a prompt beside its tokens. lora_name: of the adapter; empty: none. media: pictures
-    and the like, in order, by vLLM's identifier (the request's ``uuid``, or a hash that vLLM makes), and where their
-    placeholders are: the first token, and how many."""
+class PromptExtras:
+    """What identifies the blocks of a prompt in addition to its tokens.
+
+    lora_name: the adapter's name, empty if there is none.
+    media: pictures and other media, in order. Each entry has vLLM's identifier (either the request's ``uuid`` or a hash
+        that vLLM makes), the position of the placeholder's first token, and the number of the placeholder's tokens.
+    """
 
     lora_name: str = ""
     cache_salt: str = ""
     media: Sequence[tuple[str, int, int]] = ()
 
     def of_block(self, start: int, tokens: int) -> tuple[Any, ...]:
-        """-> the ``extra_keys`` of the block that begins at token `start`, as events have them."""
+        """Return the ``extra_keys`` of the block that begins at token `start`, in the form that events use."""
         found: list[Any] = [self.lora_name] if self.lora_name else []
         found += [
             (name, first - start) for name, first, size in self.media if first < start + tokens and start < first + size
@@ -54,7 +59,8 @@ class BlockKeys:
 
 @dataclass
 class _Engine:
-    """What one engine has. A place is a digest of a block's parent, its tokens, and the rest of what it is known by."""
+    """The blocks of one engine. A place is a digest of everything that identifies a block: its parent, its tokens, its
+    adapter and the rest."""
 
     children: dict[bytes, Hash] = field(default_factory=dict)  # by place
     places: OrderedDict[Hash, bytes] = field(default_factory=OrderedDict)  # oldest first
@@ -64,7 +70,7 @@ class _Engine:
 
     @property
     def held_bytes(self) -> int:
-        return len(self.places) * (BLOCK_BYTES - _HOLDING_BYTES) + self.holdings * _HOLDING_BYTES
+        return len(self.places) * (INDEXED_BLOCK_BYTES - _HOLDING_BYTES) + self.holdings * _HOLDING_BYTES
 
     def sets(self) -> Iterator[set[Hash]]:
         return (blocks for tier in self.tiers.values() for blocks in tier.values())
@@ -109,7 +115,7 @@ class _Engine:
         if self.children.get(place) == block_hash:
             del self.children[place]
 
-    def chain(self, tokens: np.ndarray[Any, np.dtype[np.int64]], keys: BlockKeys) -> tuple[list[Hash], int]:
+    def chain(self, tokens: np.ndarray[Any, np.dtype[np.int64]], keys: PromptExtras) -> tuple[list[Hash], int]:
         longest: tuple[list[Hash], int] = ([], next(iter(self.sizes), 1))
         for size in self.sizes:
             hashes: list[Hash] = []
@@ -122,7 +128,7 @@ class _Engine:
                 hashes.append(parent)
             if len(hashes) * size > len(longest[0]) * longest[1]:
                 longest = hashes, size
-        for block_hash in reversed(longest[0]):  # of a prompt, the end goes before the beginning
+        for block_hash in reversed(longest[0]):  # so the end of a prompt is dropped before its beginning
             self.places.move_to_end(block_hash)
         return longest
 
@@ -133,15 +139,18 @@ class _Engine:
 
 
 class Index:
-    """The blocks of many engines, from their events. Thread-safe.
+    """An index of the blocks of many engines, built from their events. Thread-safe.
 
-    Of an engine whose layers are in several groups, those count that keep every token. Of the others, such as sliding
-    windows, an engine has what it needs at the end of a prefix, or computes it. memory_bytes: about, for all engines.
-    storage: blocks in the store are kept, too; that engines have put them there is all that is known, and only what
-    their names are is of use.
+    If an engine has its layers in several groups, the index considers only the groups that keep every token. For other
+    groups, such as sliding windows, an engine either has the blocks that it needs at the end of a prefix, or computes
+    them.
+
+    memory_bytes: the approximate memory for all engines together, in bytes.
+    storage: whether to keep blocks in the tier ``STORAGE``, too. Only their names are useful, because the store may
+        have evicted these blocks since.
     """
 
-    def __init__(self, memory_bytes: int = MEMORY_BYTES, *, storage: bool = False) -> None:
+    def __init__(self, memory_bytes: int = INDEX_MEMORY_BYTES, *, storage: bool = False) -> None:
         self._lock = threading.Lock()
         self._memory_bytes = memory_bytes
         self._storage = storage
@@ -149,7 +158,8 @@ class Index:
         self._held_bytes = 0
 
     def apply(self, engine: str, event: dict[str, Any]) -> None:
-        """Take in an event of vLLM, as its msgpack decodes. Unknown kinds are ignored: later versions may have more."""
+        """Process an event of vLLM in its decoded form. Unknown kinds are ignored, because later versions may have
+        more."""
         kind, medium, group = event.get("type"), event.get("medium") or GPU, event.get("group_idx") or 0
         if event.get("kv_cache_spec_kind") not in _WHOLE or (medium == STORAGE and not self._storage):
             return
@@ -160,7 +170,7 @@ class Index:
                 blocks.store(medium, group, event)
             elif kind == "BlockRemoved":
                 blocks.remove(blocks.tiers.get(medium, {}).get(group, set()), event["block_hashes"])
-            elif kind == "AllBlocksCleared":  # of the engine's own cache; of others each block is told
+            elif kind == "AllBlocksCleared":  # of the GPU cache only; removals from other tiers are reported by block
                 for each in blocks.tiers.get(GPU, {}).values():
                     blocks.remove(each, list(each))
             self._held_bytes += blocks.held_bytes - before
@@ -171,16 +181,16 @@ class Index:
                 self._held_bytes += largest.held_bytes - before
 
     def forget(self, engine: str) -> None:
-        """The engine has gone, or what it has is not known any more."""
+        """Forget all blocks of an engine, because the engine is gone or its blocks are no longer known."""
         with self._lock:
             blocks = self._engines.pop(engine, None)
             self._held_bytes -= blocks.held_bytes if blocks is not None else 0
 
     def chain(
-        self, token_ids: Sequence[int], keys: BlockKeys = BlockKeys(), engine: str | None = None
+        self, token_ids: Sequence[int], keys: PromptExtras = PromptExtras(), engine: str | None = None
     ) -> tuple[list[Hash], int]:
-        """-> the hashes of the prompt's leading blocks that an engine has, and the tokens of a block; without `engine`,
-        of the one that has most."""
+        """Return the hashes of the prompt's leading blocks that `engine` has, and the number of tokens in a block. If
+        `engine` is None, use the engine that has the longest prefix."""
         tokens = np.asarray(token_ids, dtype=np.int64)
         with self._lock:
             asked = [each for name, each in self._engines.items() if engine in (None, name)]
@@ -188,26 +198,26 @@ class Index:
         return max(chains, key=lambda chain: len(chain[0]) * chain[1], default=([], 1))
 
     def runs(self, hashes: Sequence[Hash], engine: str | None = None) -> dict[str, dict[str, int]]:
-        """-> by engine and tier, how many leading ones of these blocks it has; ``any``: in its own tiers together.
-        Without `engine`, of all."""
+        """Return, for each engine and each of its tiers, how many leading blocks of `hashes` are there. The entry
+        ``any`` counts the engine's own tiers together. If `engine` is None, all engines are included."""
         with self._lock:
             return {name: each.runs(hashes) for name, each in self._engines.items() if engine in (None, name)}
 
     @property
     def engines(self) -> list[str]:
-        """Those that have told anything."""
+        """The engines that have sent an event."""
         with self._lock:
             return list(self._engines)
 
     @property
     def blocks(self) -> int:
-        """How many blocks engines have; one that two engines have counts twice."""
+        """The number of blocks that engines have. A block that two engines have counts twice."""
         with self._lock:
             return sum(len(engine.places) for engine in self._engines.values())
 
     @property
     def held_bytes(self) -> int:
-        """What all of it takes, about."""
+        """The memory that the index takes, approximately."""
         return self._held_bytes
 
 
@@ -218,12 +228,12 @@ def _place(
 
 
 def _tuples(value: Any) -> Any:
-    """-> the value with tuples for lists: msgpack does not know which it was."""
+    """Return the value with its lists replaced by tuples, because msgpack does not distinguish them."""
     return tuple(_tuples(each) for each in value) if isinstance(value, list | tuple) else value
 
 
 def _leading(hashes: Sequence[Hash], tiers: Sequence[_Tier]) -> int:
-    """How many leading ones of these blocks are in one of the tiers, in each group."""
+    """Return how many leading blocks every group has in at least one of the tiers."""
     groups = {group for tier in tiers for group in tier}
     by_group = [[tier[group] for tier in tiers if group in tier] for group in groups]
     if not by_group:

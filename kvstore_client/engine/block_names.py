@@ -1,7 +1,9 @@
-"""How an engine names its blocks, told in short: two engines find each other's blocks only if all of it is the same.
+"""A short description of how an engine names its blocks. Two engines find each other's blocks only if their
+descriptions are equal.
 
-Engines tell it in their directory record, and to whoever asks (``kv_transfer_params``, ``{"kvstore": {"describe":
-true}}``), so that a proxy hands prompts over between engines that fit, and says of others why they do not.
+Engines put the description in their directory record, and answer requests for it (``kv_transfer_params``, ``{"kvstore":
+{"describe": true}}``). A proxy uses it to hand prompts over only between engines whose descriptions match, and to say
+why others do not match.
 """
 
 from __future__ import annotations
@@ -12,14 +14,19 @@ from typing import Annotated, Final
 import msgspec
 import xxhash
 
-# Instead of a digest: the engine loads and saves nothing at the moment, as its weights may have changed.
+# Stands in place of a digest while the engine loads and saves nothing, because its weights may have changed.
 NOT_SHARED: Final = "none"
 
 
 class BlockNames(msgspec.Struct, frozen=True):
-    """namespaces: a digest of the namespaces of all ranks, and of what the weights are called; empty: not known;
-    `NOT_SHARED`. generation: of the namespaces, the highest that the engine knows; -1: the store was never reached.
-    adapter: a digest of the LoRA adapter's content, where one was asked for; empty: none, or not known."""
+    """How an engine names its blocks.
+
+    namespaces: one digest of the namespaces of all ranks and the name of the weights. It is empty if it is not known.
+        It is `NOT_SHARED` while the engine shares no blocks.
+    generation: the highest generation of these namespaces that the engine knows, -1 if the store was never reached.
+    adapter: a digest of the content of the LoRA adapter that a request named. It is empty if the request named none, or
+        if the content is not known.
+    """
 
     namespaces: Annotated[str, msgspec.Meta(max_length=64)] = ""
     generation: Annotated[int, msgspec.Meta(ge=-1)] = -1
@@ -27,6 +34,7 @@ class BlockNames(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, generations: Mapping[str, int], weights: str, adapter: str = "") -> BlockNames:
-        """generations: by the namespaces' ids. weights: what they are called, beside what the namespaces say."""
+        """`generations`: the generation of each namespace, by namespace id. `weights`: the name of the weights, which
+        the namespaces do not include. `adapter`: the attribute of this name."""
         digest = xxhash.xxh3_128_hexdigest("\n".join([*sorted(generations), weights]).encode())
         return cls(digest, max(generations.values(), default=-1), adapter)

@@ -1,4 +1,4 @@
-"""A client as a `Store`, and the options that all clients of one engine have in common."""
+"""`ClientStore`, a client that implements `Store`, and the options that all clients of one engine share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore_client.engine.store import Present
 
 
 class ClientStore(KVStoreClient):
-    """What an engine asks of a client beside the calls that everybody may use."""
+    """A client with the additional calls that an engine needs."""
 
     def in_remote(self, keys: Sequence[bytes]) -> Present:
         return self.contains(keys)
@@ -38,13 +38,14 @@ class ClientStore(KVStoreClient):
         return self._asked(keys)
 
     def learn_generation(self, generation: int) -> None:
-        """Another store is at this generation: this one's shards are told before anything else is asked of them."""
-        self._core.generations.learn(generation)
+        """Raise this store's generation to that of another store. Each shard is informed before its next request."""
+        self._pool.generations.learn(generation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ClientOptions:
-    """Options of `KVStoreClient` that an engine's operator chooses: the names, values and defaults are the client's."""
+    """Options of `KVStoreClient` that an engine's operator chooses. Names, values and defaults are those of the
+    client."""
 
     replicas: int = 1
     connections: int = DEFAULT_CONNECTIONS
@@ -57,7 +58,7 @@ class ClientOptions:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """As `KVStoreClient` takes them."""
+        """The options as keyword arguments of `KVStoreClient`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 

@@ -1,13 +1,13 @@
-"""Which engines there are: each registers itself in etcd under a lease, and a proxy follows the list.
+"""The list of engines in etcd. Each engine registers itself under a lease, and a proxy follows the list.
 
-    /kvstore/NAME/engines/ID   an `EngineRecord`, as JSON; gone when its engine leaves, or stops keeping its lease alive
+    /kvstore/NAME/engines/ID   an `EngineRecord` as JSON, until its engine leaves or no longer keeps the lease alive
 
-`Registered` is an engine's own entry, kept by a thread; `EngineList` follows all of them, with a thread that calls
-back. Neither raises after its start, and etcd's failures never reach an engine's requests: an entry is written again as
-soon as etcd answers, and a follower keeps the last list while it does not. Records are not trusted: one that cannot be
-read, or names no usable address, is left out and logged once.
+`Registered` is an engine's own entry, which a thread maintains. `EngineList` follows all entries; its thread calls a
+function after each change. Neither raises after its start, and failures of etcd never affect an engine's requests.
+After a failure, an entry is written again as soon as etcd answers. `EngineList` keeps the last list while etcd does not
+answer. Records are not trusted: a record that cannot be read, or has no usable address, is left out and logged once.
 
-Needs requests: the extra ``llm-kvstore[cluster]``.
+Needs the package requests, which the extra ``llm-kvstore[cluster]`` installs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvstore.cluster.url import EtcdURL, is_name
 
 log = logging.getLogger(__name__)
 
-TTL_S: Final = 10  # without news of an engine, until its record is gone
+ENGINE_TTL_S: Final = 10  # a record is removed when its engine has not renewed the lease for this time
 _TIMEOUT_S: Final = 2.0
 _WATCH_S: Final = 30.0
 _FOLDER: Final = "engines"
@@ -37,9 +37,10 @@ _Text = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class EngineRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
-    """An engine. `weights`: their version, empty if there is none; engines are paired only if it is the same.
-    `events`, `replay`: the addresses of its KV events as a proxy reaches them, empty if it publishes none.
-    `namespaces`, `generation`: see `BlockNames`; not known before the engine's first step."""
+    """An engine's entry in the list. `weights`: the version of the weights, empty if there is none. Engines are paired
+    only if their versions are the same. `events`, `replay`: the addresses at which a proxy reaches the engine's KV
+    events. They are empty if the engine publishes none. `namespaces`, `generation`: as in `BlockNames`; they are not
+    known before the engine's first step."""
 
     url: Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s/?#]+$", max_length=1024)]
     roles: Annotated[tuple[Literal["prefill", "decode"], ...], msgspec.Meta(min_length=1, max_length=2)]
@@ -56,14 +57,15 @@ _read_record: Final = msgspec.json.Decoder(EngineRecord).decode
 
 
 def _checked(record: EngineRecord) -> bytes:
-    """-> what is written, once it was checked as a reader will check it. Raises `msgspec.ValidationError`."""
+    """Return the record as the bytes to write, after the same check that readers make. Raises
+    `msgspec.ValidationError`."""
     value = msgspec.json.encode(record)
     _read_record(value)
     return value
 
 
 def parse_engines_url(url: str) -> EtcdURL:
-    """-> etcd://HOST:PORT[,HOST:PORT...]/NAME. Raises `ValueError`."""
+    """Parse etcd://HOST:PORT[,HOST:PORT...]/NAME. Raises `ValueError`."""
     parsed = parse_cluster_url(url)
     if not isinstance(parsed, EtcdURL):
         raise ValueError(f"{url!r}: expected etcd://HOST:PORT[,HOST:PORT...]/NAME; engines register in etcd only")
@@ -71,7 +73,8 @@ def parse_engines_url(url: str) -> EtcdURL:
 
 
 class Registered:
-    """An engine's entry, while this object is open. Thread-safe. The constructor does not wait for etcd."""
+    """Keeps an engine's entry in the list while this object is open. Thread-safe. The constructor does not wait for
+    etcd."""
 
     def __init__(
         self,
@@ -79,12 +82,13 @@ class Registered:
         name: str,
         record: EngineRecord,
         *,
-        ttl_s: int = TTL_S,
+        ttl_s: int = ENGINE_TTL_S,
         latest: Callable[[EngineRecord], EngineRecord] = lambda record: record,
     ) -> None:
-        """`url`: of the directory. `name`: of the engine, the same after a restart. `latest`: makes the present record
-        from the last one; called in a thread of this object, three times in `ttl_s`, and by `update`. Raises
-        `ValueError` for what cannot be used, `DirectoryError` if requests is not installed."""
+        """`url`: the directory. `name`: the engine's name, which must be the same after a restart. `record`: the first
+        record. `ttl_s`: the lease's time to live, in seconds. `latest`: a function that returns the present record,
+        given the last one. A thread of this object calls it three times in `ttl_s`, and after each `update`. Raises
+        `ValueError` for an unusable argument, and `DirectoryError` if requests is not installed."""
         if not is_name(name):
             raise ValueError(f"the engine's name is {name!r}; expected 1 to 64 letters, digits, '.', '_' and '-'")
         self.record = record
@@ -94,22 +98,23 @@ class Registered:
         self._name = name
         self._ttl_s = ttl_s
         self._lease = 0
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # there is something to tell etcd
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry for each call that must write to etcd
         self._withdrawn = False
         self._thread = threading.Thread(target=self._run, name="kvstore-engine-registration", daemon=True)
         self._thread.start()
 
     def update(self) -> None:
-        """Something has changed: ask for the latest record now. Does not wait for etcd."""
+        """Have the thread get the latest record now and write it if it has changed. Does not wait for etcd."""
         self._news.put(None)
 
     def withdraw(self) -> None:
-        """End the entry, for good: the thread tells etcd at once. Takes no lock, so a signal handler may call it."""
+        """End the entry permanently. The thread removes it from etcd at once. This takes no lock, so a signal handler
+        may call it."""
         self._withdrawn = True
         self._news.put(None)
 
     def close(self) -> None:
-        """Withdraw the entry. Takes some seconds at most, also without etcd."""
+        """Withdraw the entry. This takes a few seconds at most, even if etcd does not answer."""
         self.withdraw()
         self._thread.join(4 * _TIMEOUT_S)
         self._directory.close()
@@ -134,7 +139,7 @@ class Registered:
                 failing = False
             except DirectoryError as error:
                 if not failing:
-                    log.warning("kvstore: engine %s is not registered: %s; tried again", self._name, error)
+                    log.warning("kvstore: engine %s is not registered: %s; trying again", self._name, error)
                 failing = True
             with contextlib.suppress(queue.Empty):
                 self._news.get(timeout=self._ttl_s / 3)
@@ -142,25 +147,26 @@ class Registered:
             if self._lease:
                 self._directory.withdraw(self._name, self._lease)
         except DirectoryError as error:
-            log.info("kvstore: engine %s was not withdrawn: %s; its lease ends by itself", self._name, error)
+            log.info("kvstore: engine %s was not withdrawn: %s; its entry ends with its lease", self._name, error)
 
     def _now(self) -> bytes:
-        """-> what is to be written."""
+        """Return the present record as the bytes to write."""
         try:
             record = self._latest(self.record)
             if record != self.record:
                 self._value, self.record = _checked(record), record
         except Exception:  # a defect must not end the registration
-            log.exception("kvstore: engine %s: the last record counts", self._name)
+            log.exception("kvstore: the record of engine %s cannot be renewed; the last one is kept", self._name)
         return self._value
 
 
 class EngineList:
-    """Follows the engines. `changed` is called in a thread of this object with all of them, by name: at first, and
-    after each change. It must not block for long."""
+    """Follows the list of engines. A thread of this object calls `changed` at the start and after each change, with all
+    records by engine name. `changed` must not block for long."""
 
     def __init__(self, url: str, changed: Callable[[dict[str, EngineRecord]], None]) -> None:
-        """Raises `ValueError` for a URL that cannot be used, `DirectoryError` if requests is not installed."""
+        """Start to follow the list at `url`. Raises `ValueError` for a URL that cannot be used, and `DirectoryError` if
+        requests is not installed."""
         self._directory = EtcdDirectory(parse_engines_url(url), _TIMEOUT_S, _FOLDER)
         self._changed = changed
         self._complained: dict[str, bytes] = {}
@@ -188,7 +194,7 @@ class EngineList:
                 self._directory.wait_for_change(epoch, _WATCH_S)
             except DirectoryError as error:
                 if not failing and not self._end.is_set():
-                    log.warning("kvstore: the list of engines: %s; the last one counts", error)
+                    log.warning("kvstore: the list of engines cannot be read: %s; the last list is used", error)
                 failing = True
                 self._end.wait(1.0)
 

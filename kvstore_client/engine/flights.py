@@ -1,13 +1,14 @@
-"""Prefixes on their way: what this engine has promised to set, and what it expects others to set.
+"""The blocks that this engine has promised to set, and those that it expects other engines to set.
 
-A flight is the way of one prompt's blocks into the store. An engine that will compute them promises them, and learns
-which of them are there or promised by others: those it may wait for, instead of computing them again (single flight).
-An engine to which a prompt is handed over expects its blocks: it waits until another one has promised them.
+A flight tracks the blocks of one prompt until they are in the store. An engine that will compute the blocks promises
+them, and learns which of them are stored already or promised by other engines. It may wait for the promised ones
+instead of computing them again (single flight). An engine to which a prompt is handed over expects its blocks: it waits
+until another engine has promised them.
 
-A promise is renewed until the flight ends. It ends early, and who waits misses at once, when this engine withdraws it,
-or is gone: the store ends the promises of a lost connection.
+A promise is renewed until the flight ends. It ends early when this engine withdraws it, or when the engine's connection
+is lost. For a client that waits for the promise, the blocks are then misses at once.
 
-Threads: only the scheduler's thread calls a `Flights`, and no call blocks. Threads of its own ask the store.
+Threads: only the scheduler's thread calls a `Flights` object. Threads of that object send the requests to the store.
 """
 
 from __future__ import annotations
@@ -22,58 +23,59 @@ from typing import Final
 import numpy as np
 
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.store import Present, Promised, Store
+from kvstore_client.engine.store import Present, Store, StorePromise
 from kvstore_client.results import Lookup
 
-# How long a promise holds if nobody renews it, and how often it is renewed. A producer that hangs, but keeps its
-# connection, is waited for so long.
+# How long a promise is valid if it is not renewed, and how often it is renewed. If a producer hangs but keeps its
+# connection, other engines wait PROMISE_S for it.
 PROMISE_S: Final = 30.0
-RENEW_S: Final = 10.0
-# How often the store is asked whether expected blocks were promised: at first, and at most. The time doubles.
-FIRST_LOOK_S: Final = 0.002
+RENEW_PROMISE_S: Final = 10.0
+# The first and the longest pause between two checks of whether expected blocks were promised. The pause doubles.
+FIRST_POLL_S: Final = 0.002
 LAST_LOOK_S: Final = 0.05
-# How much later than its deadline a flight may become known: its threads may ask for others, or wait for a store that
-# stands still.
-LATE_S: Final = 0.25
-# How long the end of a prompt may be promised later than all before it.
+# How long after its deadline a flight's result may still arrive. The threads may be busy with other flights, or wait
+# for a store that has stalled.
+FLIGHT_GRACE_S: Final = 0.25
+# How much later the end of a prompt may be promised than the blocks before that end.
 ENOUGH_S: Final = 0.01
-# Most flights under way. With more, the engine has more requests than it could wait for.
+# The most flights in progress. Blocks of further requests are neither promised nor expected.
 MOST_FLIGHTS: Final = 1024
 THREADS: Final = 2
 
 
 @dataclass(eq=False)
 class Flight:
-    """Of one request. coming: how many leading blocks are in the store, or are promised by others; None until known."""
+    """The flight of one request. `coming`: how many leading blocks are in the store or promised by other engines. It is
+    None until that is known."""
 
     keys: Sequence[bytes]
-    deadline: float  # until when it may stay unknown
+    deadline: float  # when `coming` must be known
     coming: int | None = None
-    known_at: float = 0.0  # when that became known, by `time.monotonic`
+    known_at: float = 0.0  # when `coming` became known, by `time.monotonic`
     ended: bool = False
-    promises: list[Promised] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the promises and `ended`
-    enough: int = 0  # of an expected one: leading blocks that need not be followed by the others
-    seen: int = 0  # of an expected one: leading blocks that were coming at the last look
+    promises: list[StorePromise] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards `promises` and `ended`
+    enough: int = 0  # for expected blocks: when this many leading ones are coming, the wait for the rest is short
+    seen: int = 0  # for expected blocks: how many leading ones were coming at the last check
     next_look: float = 0.0
-    look_s: float = FIRST_LOOK_S
+    look_s: float = FIRST_POLL_S
 
 
 class Flights:
-    """The flights of one engine. ``guards``: one for each distinct namespace of the ranks.
+    """The flights of one engine. `guards` has one entry for each distinct namespace of the ranks.
 
-    Call every method from the scheduler's thread. No method blocks, but for `close`. A store that fails counts as a
-    store in which nobody has promised anything.
+    Call every method from the scheduler's thread. No method except `close` blocks. If the store fails, it counts as a
+    store without promises.
     """
 
     def __init__(self, guards: Sequence[StoreGuard], *, timeout_s: float, counters: Counters) -> None:
-        """timeout_s: how long the answer to a promise is waited for."""
+        """`timeout_s`: how long to wait for the answer to a promise, in seconds."""
         self._guards = guards
         self._timeout_s = timeout_s
         self._counters = counters
         self._closed = threading.Event()
         self._flights: dict[Flight, None] = {}
-        self._news = threading.Event()  # wakes the thread that looks
+        self._news = threading.Event()  # wakes the thread that watches
         self._asked: SimpleQueue[Flight | None] = SimpleQueue()
         self._expected: dict[Flight, None] = {}
         self._lock = threading.Lock()
@@ -81,19 +83,21 @@ class Flights:
 
     @property
     def pending(self) -> int:
-        """Flights under way."""
+        """The number of flights in progress."""
         return len(self._flights)
 
     def promise(self, keys: Sequence[bytes]) -> Flight:
-        """Promise what nobody has set or promised; `poll` tells what others have. Until `end`."""
+        """Promise the blocks that are neither set nor promised yet. The promise lasts until `end`. `poll` returns how
+        many leading blocks are stored or promised by others."""
         flight = Flight(keys, time.monotonic() + self._timeout_s)
         if self._begin(flight):
             self._asked.put(flight)
         return flight
 
     def expect(self, keys: Sequence[bytes], enough: int, within_s: float) -> Flight:
-        """Wait until all keys are there or promised, for `within_s` at most; `poll` tells when. enough: once so many
-        leading ones are, the others are not waited for: they are promised with them, or never."""
+        """Start to wait until all blocks are stored or promised, for at most `within_s` seconds. `poll` returns the
+        result. `enough`: when this many leading blocks are stored or promised, the wait ends soon, because an engine
+        promises the rest together with them or never."""
         flight = Flight(keys, time.monotonic() + within_s, enough=enough)
         if self._begin(flight):
             with self._lock:
@@ -102,14 +106,15 @@ class Flights:
         return flight
 
     def poll(self, flight: Flight) -> int | None:
-        """-> `flight.coming`; None while it is not known, until `LATE_S` after its deadline."""
-        if flight.coming is None and time.monotonic() >= flight.deadline + LATE_S:
+        """Return `flight.coming`, or None while it is not known. It is known `FLIGHT_GRACE_S` after the flight's
+        deadline at the latest."""
+        if flight.coming is None and time.monotonic() >= flight.deadline + FLIGHT_GRACE_S:
             flight.coming = flight.seen
         return flight.coming
 
     def end(self, flight: Flight) -> None:
-        """What was promised and not set will not be."""
-        flight.ended = True  # before it is put: who takes it withdraws
+        """Withdraw the promised blocks that are not set."""
+        flight.ended = True  # set before the flight is queued, so that the thread that takes it withdraws
         if flight in self._flights:
             del self._flights[flight]
             self._asked.put(flight)
@@ -158,14 +163,16 @@ class Flights:
                     flight.coming = flight.coming or 0
 
     def _promise(self, flight: Flight) -> int:
-        """The first namespace decides who computes a block: engines that ask at once must not each have some ranks."""
+        """Promise the blocks in all namespaces, the first one first. The answer for the first namespace decides which
+        engine computes a block. Otherwise, if two engines ask at the same time, each could get the blocks of some
+        ranks."""
         others: Present | None = None
         coming: Present = np.zeros(len(flight.keys), dtype=np.bool_)
         for guard in self._guards:
             asked = np.arange(len(flight.keys)) if others is None else np.flatnonzero(~others)
             keys = [flight.keys[at] for at in asked.tolist()]
 
-            def ask(store: Store, keys: Sequence[bytes] = keys) -> Promised:
+            def ask(store: Store, keys: Sequence[bytes] = keys) -> StorePromise:
                 return store.promise(keys, ttl_s=PROMISE_S, timeout_s=self._timeout_s)
 
             if not keys or (promised := guard.call(ask, None)) is None:
@@ -178,7 +185,7 @@ class Flights:
         return _leading(coming)
 
     def _watch(self) -> None:
-        """Look for what is expected, and renew what is promised."""
+        """Check the expected blocks, and renew the promises."""
         renewed = time.monotonic()
         while not self._closed.is_set():
             now = time.monotonic()
@@ -186,18 +193,18 @@ class Flights:
                 due = [flight for flight in self._expected if flight.next_look <= now]
             for flight in due:
                 self._look(flight)
-            if now - renewed > RENEW_S:
+            if now - renewed > RENEW_PROMISE_S:
                 renewed = now
                 self._renew()
             with self._lock:
                 looks = [flight.next_look for flight in self._expected]
                 self._news.clear()
-            self._news.wait(max(0.0, min([renewed + RENEW_S, *looks]) - time.monotonic()))
+            self._news.wait(max(0.0, min([renewed + RENEW_PROMISE_S, *looks]) - time.monotonic()))
 
     def _look(self, flight: Flight) -> None:
         coming = len(flight.keys)
         for guard in self._guards:
-            timeout_s = min(self._timeout_s, max(LATE_S, flight.deadline - time.monotonic()))
+            timeout_s = min(self._timeout_s, max(FLIGHT_GRACE_S, flight.deadline - time.monotonic()))
 
             def ask(store: Store, timeout_s: float = timeout_s) -> Lookup:
                 return store.lookup(flight.keys, timeout_s=timeout_s)
@@ -205,7 +212,7 @@ class Flights:
             found = guard.call(ask, None)
             coming = min(coming, found.promised if found is not None else 0)
         now, flight.seen = time.monotonic(), coming
-        if flight.enough <= coming < len(flight.keys):  # it was looked at while the rest was on its way to other shards
+        if flight.enough <= coming < len(flight.keys):  # promises for the rest may be on their way to other shards
             flight.deadline, flight.enough = min(flight.deadline, now + ENOUGH_S), len(flight.keys)
         if coming == len(flight.keys) or now >= flight.deadline:
             if not coming:

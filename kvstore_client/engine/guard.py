@@ -1,7 +1,7 @@
-"""A client that never raises into its engine: every failure counts as a miss and is logged at most every 10 s.
+"""A client whose calls never raise. Every failure counts as a miss, and failures are logged at most every 10 s.
 
 The client itself ends each call by a deadline, fails at once while a shard is out of reach, and probes that shard in
-the background. This module adds two things: an engine may start before its store, and a call never raises.
+the background. This module adds two things: an engine may start before its store, and calls never raise.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from kvstore_client._links.block_mac import mac_of
 from kvstore_client._links.link import Link
 from kvstore_client.engine.client_store import DEFAULT_OPTIONS, ClientOptions, ClientStore
 from kvstore_client.engine.local_first import LocalFirstStore
-from kvstore_client.engine.parts import SlicedStore
+from kvstore_client.engine.slices import SlicedStore
 from kvstore_client.engine.store import Store
 from kvstore_client.errors import KVStoreError, Timeout
 from kvstore_client.keys import Namespace
 
 T = TypeVar("T")
 
-LOG_INTERVAL_S: Final = 10.0
-# Pause before connecting again to a store that refused this client (another version, no rights).
+FAILURE_LOG_INTERVAL_S: Final = 10.0
+# Pause before connecting again to a store that refused this client, because of its version or its rights.
 REFUSED_PAUSE_S: Final = 10.0
-# Pause between looks at whether the store has answered.
+# Pause between two checks of whether the store has answered.
 AWAIT_PAUSE_S: Final = 0.01
 
 
@@ -40,7 +40,8 @@ _forkable: weakref.WeakSet[Counters | StoreGuard] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """Another thread may have held a lock at the fork; in the child nobody would ever release it."""
+    """Replace all locks. Another thread may have held one at the time of the fork, and no thread of the child would
+    ever release it."""
     for each in list(_forkable):
         each.new_locks()
 
@@ -49,7 +50,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Counters:
-    """Named counters. Thread-safe; usable in a child after a fork."""
+    """Named counters. Thread-safe. A child process may use them after a fork."""
 
     def __init__(self) -> None:
         self._news: dict[str, float] = {}
@@ -57,7 +58,7 @@ class Counters:
         _forkable.add(self)
 
     def new_locks(self) -> None:
-        """Forget who holds the locks."""
+        """Replace the lock, whether or not it is held."""
         self._lock = threading.Lock()
 
     def add(self, name: str, amount: float = 1) -> None:
@@ -74,7 +75,8 @@ class Counters:
 
 
 class StoreGuard:
-    """Access to one namespace of a store, for one component of an engine. Thread-safe; usable after a fork."""
+    """Access to one namespace of a store, for one component of an engine. Thread-safe. A child process may use it after
+    a fork."""
 
     def __init__(
         self,
@@ -85,21 +87,31 @@ class StoreGuard:
         timeout_s: float,
         counters: Counters,
         local: str = "",
-        parts: Sequence[range] = (),
+        slices: Sequence[range] = (),
         logger: logging.Logger | None = None,
     ) -> None:
-        """Connects. If the store is out of reach or refuses this client, that is logged. Raises ValueError for an
-        invalid endpoint or option. timeout_s: the deadline of each call that sets none of its own. local: the address
-        of a server on this host, in front of the store; empty: there is none. It has one copy of each block, whatever
-        `options.replicas` is. parts: those parts of blocks that calls are about, if the namespace has blocks in parts;
-        and those of these parts."""
+        """Connect. If the store is out of reach or refuses this client, that is logged. Raises `ValueError` for an
+        invalid endpoint or option.
+
+        * `endpoint`: The address of the store, in the form that `KVStoreClient` takes.
+        * `namespace`: The namespace of all blocks. With a block secret, the attribute `namespace` is another namespace,
+          which has a mark of the secret.
+        * `options`: Further options of the client.
+        * `timeout_s`: The time limit of a call without a time limit of its own, in seconds.
+        * `counters`: The counters to which failures are added.
+        * `local`: The address of a server on this host in front of the store, empty if there is none. That server has
+          one copy of each block, whatever `options.replicas` is.
+        * `slices`: The slices that calls read and write, if the namespace keeps blocks in slices. With several ranges,
+          the second one divides the slices of the first, and so on.
+        * `logger`: The logger for failures; by default "kvstore_client".
+        """
         mac = mac_of(namespace, options.block_secret)
         self.namespace = namespace if mac is None else mac.namespace
         self.timeout_s = timeout_s
         self._endpoint = endpoint
         self._options = options
         self._local = local
-        self._parts = parts
+        self._slices = slices
         self._counters = counters
         self._logger = logger or logging.getLogger("kvstore_client")
         self._client: Store | None = None
@@ -107,7 +119,7 @@ class StoreGuard:
         self._refused_until = 0.0
         self._next_log = 0.0
         self._unlogged = 0
-        self._unanswered = 0  # what the client has counted of blocks that a shard did not answer for, and was told
+        self._unanswered = 0  # `stats.unanswered` of the client when it was last reported here
         self.new_locks()
         _forkable.add(self)
         try:
@@ -117,24 +129,28 @@ class StoreGuard:
 
     @property
     def block_bytes(self) -> int:
-        """The size of a block, or of those parts of it that calls are about."""
-        return self.namespace.block_bytes * math.prod(map(len, self._parts))
+        """The size in bytes of the slices of a block that calls read and write. Without slices, it is the size of a
+        block."""
+        return self.namespace.block_bytes * math.prod(map(len, self._slices))
 
     @property
     def generation(self) -> int:
-        """A number that rises when somebody purges the namespace, in the store or in the server on this host. What was
-        made or read under another one is of no use any more. -1: the store was never reached."""
+        """A number that rises when the namespace is purged, either in the store or in the server on this host. Do not
+        use blocks that were computed or read under a lower number. It is -1 until the store has answered."""
         client = self._client
         return client.generation if client is not None and client.reached else -1
 
     def new_locks(self) -> None:
-        """Forget who holds the locks."""
+        """Replace the locks, whether or not they are held."""
         self._lock = threading.Lock()
         self._log_lock = threading.Lock()
 
     def call(self, operation: Callable[[Store], T], miss: T) -> T:
-        """Return ``operation(client)``, or ``miss`` when it fails. Never raises. If one shard fails, only its own
-        blocks are misses in the result of ``operation``; the failure of the shard is counted and logged as well."""
+        """Return `operation(store)`, or `miss` if it fails. Never raises.
+
+        If one shard fails, only that shard's blocks are misses in the result of `operation`. That failure, too, is
+        counted and logged.
+        """
         try:
             client = self._client or self._connect()
             result = operation(client)
@@ -145,8 +161,11 @@ class StoreGuard:
         return result
 
     def await_store(self, timeout_s: float) -> bool:
-        """Wait until the store has answered, so that `generation` is known: for at most `timeout_s`, and not if it
-        refuses connections. -> whether it has. Never raises."""
+        """Wait until the store has answered, so that `generation` is known. Return whether it has. Never raises. The
+        wait ends at once if the store refuses connections.
+
+        * `timeout_s`: The longest wait, in seconds.
+        """
         deadline = time.monotonic() + timeout_s
         while self.generation < 0 and (left_s := deadline - time.monotonic()) > 0:
             self.call(functools.partial(_info, left_s), None)
@@ -157,8 +176,8 @@ class StoreGuard:
         return self.generation >= 0
 
     def steps(self, operation: Callable[[Store], Steps[T]], miss: T) -> Steps[T]:
-        """The same for an operation in steps. Connecting to a store that has refused this client blocks; then it has no
-        call under way."""
+        """Do the same as `call`, for an operation in steps. If the store has refused this client, connecting again
+        blocks; no other call to that store is then in progress."""
         try:
             client = self._client or self._connect()
             result = yield from operation(client)
@@ -169,12 +188,12 @@ class StoreGuard:
         return result
 
     def first_shards(self, keys: Sequence[bytes]) -> Set[Link]:
-        """See `Store`."""
+        """Return the shards to which a read sends its first requests; see `Store.first_shards`."""
         client = self._client
         return client.first_shards(keys) if client is not None else frozenset()
 
     def _note_unanswered(self, client: Store) -> None:
-        """Count and log that a shard has failed, once for each time that the client counted it."""
+        """Count and log a failure of a shard if the client has counted new blocks without an answer."""
         unanswered = client.stats.unanswered
         with self._log_lock:
             news, self._unanswered = unanswered > self._unanswered, max(unanswered, self._unanswered)
@@ -199,7 +218,7 @@ class StoreGuard:
             if self._client is None:
                 if time.monotonic() < self._refused_until:
                     raise KVStoreError(
-                        f"the store refused this client; it is asked again every {REFUSED_PAUSE_S:.0f} s"
+                        f"the store refused this client, which tries again every {REFUSED_PAUSE_S:.0f} s"
                     )
                 self._refused_until = time.monotonic() + REFUSED_PAUSE_S
                 remote = self._open(self._endpoint, self._options)
@@ -207,8 +226,8 @@ class StoreGuard:
                 if self._local:
                     near = self._open(self._local, dataclasses.replace(self._options, replicas=1))
                     store = LocalFirstStore(near, remote)
-                for parts in reversed(self._parts):
-                    store = SlicedStore(store, parts)
+                for slices in reversed(self._slices):
+                    store = SlicedStore(store, slices)
                 self._client = store
             return self._client
 
@@ -232,7 +251,7 @@ class StoreGuard:
             if now < self._next_log:
                 self._unlogged += 1
                 return
-            self._next_log = now + LOG_INTERVAL_S
+            self._next_log = now + FAILURE_LOG_INTERVAL_S
             unlogged, self._unlogged = self._unlogged, 0
         self._logger.warning(
             "kvstore: a call to %s (rank %d) failed and counts as a miss (%d more since the last message): %s: %s",
@@ -250,24 +269,26 @@ def _info(timeout_s: float, store: Store) -> None:
 
 
 class Purges:
-    """Whether somebody has purged the store: then what this engine holds of before is of no use any more.
+    """Notices purges of the store. After a purge, do not use blocks that this engine had before the purge. Not
+    thread-safe.
 
-    Blocks are saved with the generations that were known when they were computed, so a shard that knows of a purge
-    refuses what was planned before the engine did. Not thread-safe.
+    Blocks are saved with the generations that were known when the blocks were computed. So a shard that knows of a
+    purge refuses saves that an engine planned before the engine knew of the purge.
 
-    guards: one for each distinct namespace of the ranks. known: their generations, by the namespaces' ids, as `noticed`
-    saw them last; -1: the store was never reached."""
+    * `guards`: One for each distinct namespace of the ranks.
+    * `known`: The generations by namespace id at the last call of `noticed`, -1 if the store was never reached.
+    """
 
     def __init__(self, guards: Sequence[StoreGuard] = ()) -> None:
         self._guards = guards
         self.known: Mapping[str, int] = self.now()
 
     def now(self) -> dict[str, int]:
-        """-> the generations at this moment. Any thread may ask."""
+        """Return the present generations by namespace id. Any thread may call this."""
         return {guard.namespace.id: guard.generation for guard in self._guards}
 
     def noticed(self) -> bool:
-        """Whether there was a purge since the last call."""
+        """Return whether there was a purge since the last call."""
         now = self.now()
         if now == self.known:
             return False

@@ -1,4 +1,4 @@
-"""A job of `TransferIn`: what it is to fetch, in how long, and how far it is."""
+"""A job of `TransferIn`: the blocks that it fetches, its time limit, and its progress."""
 
 from __future__ import annotations
 
@@ -21,32 +21,42 @@ Arrived: TypeAlias = "Callable[[int, Hits], bool]"
 
 
 class Within:
-    """The time of a load: so many seconds from when its turn begins, but not beyond ``latest``, on the clock of
-    `time.monotonic`. The jobs of one load share it."""
+    """The time limit of a load. All jobs of the load share it.
+
+    * `seconds`: How many seconds the load may take once it has begun.
+    * `latest`: The time by which the load must end in any case, on the clock of `time.monotonic`.
+    * `deadline`: The time by which the load must end, on the same clock. It is None until the load has begun.
+    """
 
     def __init__(self, seconds: float, latest: float = math.inf) -> None:
         self.seconds = seconds
         self.latest = latest
-        self.deadline: float | None = None  # None: its turn has not begun
+        self.deadline: float | None = None  # None: it has not begun
 
     def begin(self, now: float) -> float:
-        """-> the deadline."""
+        """Start the time limit, unless it has started already. Return the deadline.
+
+        * `now`: The present time of `time.monotonic`.
+        """
         if self.deadline is None:
             self.deadline = min(now + self.seconds, self.latest)
         return self.deadline
 
 
 class State(enum.Enum):
-    """What a job waits for."""
+    """The state of a job. The value says what the job waits for."""
 
-    QUEUED = "its turn, or that its next chunk is sent"
+    QUEUED = "its start, or its next chunk"
     ON_THE_WIRE = "a chunk"
-    PLACING = "the thread that places, which also ends it"
+    PLACING = "the placing thread, which also ends it"
     OVER = "nothing"
 
 
-class Job:
-    """Blocks to fetch for one caller. Changed by the thread that its state names alone; ``stopped`` by any."""
+class FetchJob:
+    """The blocks to fetch for one caller. `TransferIn.submit` describes the fields.
+
+    Only the thread that a job waits for, according to its state, changes the job. Any thread may set `stopped`.
+    """
 
     def __init__(
         self,
@@ -64,18 +74,18 @@ class Job:
         self.slots = slots
         self.within = within
         self.waits = waits
-        self.missed = "unkept_blocks" if waits else "missed_blocks"  # the counter
+        self.missed = "unkept_blocks" if waits else "missed_blocks"  # the counter of its misses
         self.arrived = arrived
         self.done = done
         self.stripe = stripe
         self.state = State.QUEUED
         self.stopped = False
         self.asked_at = time.monotonic()
-        self.rows: Rows | None = None  # from its turn on
+        self.rows: Rows | None = None  # None before the job begins
         self.began = 0.0
         self.tries = False
         self.first = self.end = 0  # the present chunk
-        self.task: Task | None = None  # that has it on the wire
+        self.task: Task | None = None  # the call that fetches the present chunk
         self.sent_at = 0.0
-        self.took_s = 0.0  # the chunk before
-        self.shards: Set[Link] = frozenset()  # that it needs; empty: nobody has asked
+        self.took_s = 0.0  # how long the last chunk took
+        self.shards: Set[Link] = frozenset()  # the shards that it needs; empty until they are known

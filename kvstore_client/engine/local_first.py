@@ -1,11 +1,13 @@
-"""Two stores as one: a server on the engine's host in front of the store that the fleet shares.
+"""Combines two stores into one: a server on the engine's host, and behind it the remote store that all engines share.
 
-The engines of one host share the local server's memory at the speed of memory, and it outlives them. What it lacks
-is asked of the fleet's store; what is found there is also set in the local one. Blocks are set in both. The fleet's
-store decides whether a block is stored; the local one is only a copy that is near, and its failures are misses.
+The engines of one host share the local server's memory at memory speed, and the server outlives them. Blocks that the
+local server lacks are requested from the remote store; blocks that are found there are then set in the local server as
+well. A set goes to both. A block counts as stored only if the remote store has it. The local server only has copies,
+and its failures are misses.
 
-Each of the two has a generation of the namespace. A purge of the fleet's store is told to the local one before anything
-else is asked of it, so it makes both empty. One of the local server alone leaves the fleet's store as it is.
+Each of the two stores has its own generation of the namespace. The local server learns of a purge of the remote store
+before its next request, so a purge of the remote store empties both. A purge of the local server does not affect the
+remote store.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ from kvstore_client.errors import KVStoreError
 from kvstore_client.promises import Promise
 from kvstore_client.results import ClientStats, Lookup, SetResult
 
-LOCAL_SHARE: Final = 0.5  # of a call's time that the local server may take; after that the fleet's store is asked
-PROMOTED_BYTES: Final = 64 << 20  # blocks that wait to be set in the local store, at most; others are dropped
+LOCAL_SHARE: Final = 0.5  # the local server's share of a call's time; the rest is for the remote store
+PROMOTED_BYTES: Final = 64 << 20  # limit of the blocks that wait to be set in the local store
 _SUMMED: Final = [field.name for field in dataclasses.fields(ClientStats) if field.type == "int"]
 
 log = logging.getLogger("kvstore_client")
 
 
 class _Call:
-    """The time of one call over both stores, in seconds."""
+    """Divides the time of one call between the two stores. All times are in seconds."""
 
     def __init__(self, timeout_s: float) -> None:
         self._deadline = time.monotonic() + timeout_s
@@ -46,16 +48,16 @@ class _Call:
 
     @property
     def left_s(self) -> float:
-        """What is left for the fleet's store, at least a millisecond."""
+        """The time that is left for the remote store; at least a millisecond."""
         return max(0.001, self._deadline - time.monotonic())
 
 
-_LOCAL_BITS: Final = 64  # of the number that stands for both generations
+_LOCAL_BITS: Final = 64  # the width of the local part in the number that combines both generations
 
 
 class LocalFirstStore:
-    """A `Store` of two clients. Both are `fail_open`. Its `generation` rises when either is purged; what it says of the
-    store's state is the fleet's store's. Thread-safe; usable in a child after a fork."""
+    """A `Store` that uses two clients, both with `fail_open`. Its `generation` rises when either store is purged.
+    `info` reports the state of the remote store. Thread-safe, and usable in a child process after a fork."""
 
     def __init__(self, local: ClientStore, remote: ClientStore) -> None:
         self.local = local
@@ -77,12 +79,12 @@ class LocalFirstStore:
 
     @property
     def generation(self) -> int:
-        """Of both stores, in one number."""
+        """Both stores' generations, combined in one number."""
         self._tell_local()
         return self.remote.generation << _LOCAL_BITS | self.local.generation
 
     def _tell_local(self) -> None:
-        """Have the local server learn of a purge of the fleet's store, before anything else that it is asked."""
+        """Have the local server informed of a purge of the remote store, before it gets its next request."""
         self.local.learn_generation(self.remote.generation)
 
     @property
@@ -126,7 +128,8 @@ class LocalFirstStore:
         timeout_s: float | None = None,
         alone: bool = False,
     ) -> Steps[Present]:
-        """Blocks come from the local store if it has them. What the other one had is set in the local store soon."""
+        """Receive blocks from the local store if it has them, and the others from the remote store. Those from the
+        remote store are set in the local one soon after."""
         generation = self.generation
         call = _Call(self._timeout_s if timeout_s is None else timeout_s)
         present = yield from self.local.get_into_steps(keys, out, slots, timeout_s=call.local_s, alone=alone)
@@ -155,23 +158,23 @@ class LocalFirstStore:
         ttl_s: float | None = None,
         generation: int | None = None,
     ) -> SetResult:
-        """In both stores. -> what the fleet's store says."""
+        """Set blocks in both stores. Return the remote store's result."""
         how: dict[str, Any] = {"deferred": deferred, "parent": parent, "priority": priority, "ttl_s": ttl_s}
         fleet, here = divmod(self.generation if generation is None else generation, 1 << _LOCAL_BITS)
         call = _Call(self._timeout_s)
         try:
             self.local.set(keys, blocks, timeout_s=call.local_s, generation=here, **how)
-        except KVStoreError as error:  # a refusal: the local store is of no use for these
+        except KVStoreError as error:  # the local store refused these blocks
             log.debug("kvstore: the local store refused %d blocks: %s", len(keys), error)
         return self.remote.set(keys, blocks, timeout_s=call.left_s, generation=fleet, **how)
 
     def expire(self, keys: Sequence[bytes], *, ttl_s: float | None = None) -> Present:
-        """In both stores. -> which ones the fleet's store has."""
+        """Replace the time to live in both stores. Return which blocks the remote store has."""
         call = _Call(self._timeout_s)
         try:
             self.local.expire(keys, ttl_s=ttl_s, timeout_s=call.local_s)
         except KVStoreError as error:
-            log.debug("kvstore: the local store gives %d blocks no other time: %s", len(keys), error)
+            log.debug("kvstore: the local store did not change the time to live of %d blocks: %s", len(keys), error)
         return self.remote.expire(keys, ttl_s=ttl_s, timeout_s=call.left_s)
 
     def info(self, *, timeout_s: float | None = None) -> Any:
@@ -179,8 +182,9 @@ class LocalFirstStore:
 
     @property
     def stats(self) -> ClientStats:
-        """The sum of both clients' counters; `path` is the local one's. `unanswered` is the fleet's store's alone: what
-        the local one did not answer was asked there."""
+        """The sum of both clients' counters, except two: `path` is the local client's, and `unanswered` is the remote
+        client's. If the local server does not answer for a block, the block is requested from the remote store, so only
+        the remote store's answer matters."""
         local, remote = self.local.stats, self.remote.stats
         summed = {name: getattr(local, name) + getattr(remote, name) for name in _SUMMED}
         return ClientStats(**{**summed, "unanswered": remote.unanswered}, path=local.path)
@@ -189,7 +193,7 @@ class LocalFirstStore:
         return self.remote.why_unanswered()
 
     def close(self) -> None:
-        """Disconnect from both. Blocks that wait to be promoted are dropped."""
+        """Disconnect from both stores. Blocks that wait to be promoted are dropped."""
         if self._pid != os.getpid():
             self._new_process()
         with self._changed:
@@ -207,8 +211,8 @@ class LocalFirstStore:
     def _promote(
         self, keys: Sequence[bytes], found: list[int], out: Any, slots: Sequence[int], generation: int
     ) -> None:
-        """Have blocks that were found remotely set in the local store: their rows are copied, because the caller may
-        use them for something else at once. generation: before they were read."""
+        """Queue blocks from the remote store to be set in the local one. Their rows are copied, because the caller may
+        reuse them at once. `generation`: the generation before the blocks were read."""
         if self._pid != os.getpid():
             self._new_process()
         size = len(found) * self._block_bytes
@@ -241,7 +245,7 @@ class LocalFirstStore:
                 self.local.set(keys, rows, parent=parents, generation=generation)
             except KVStoreError as error:
                 log.debug("kvstore: the local store refused %d blocks: %s", len(keys), error)
-            except Exception:  # a bug must not end the thread: nothing would be promoted any more
+            except Exception:  # a bug must not end the thread, because then nothing more would be promoted
                 log.exception("kvstore: %d blocks were not set in the local store", len(keys))
             finally:
                 with self._changed:

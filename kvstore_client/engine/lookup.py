@@ -1,13 +1,14 @@
-"""Prefix lookups in the background: how many leading blocks of a chain the store holds. The scheduler never waits.
+"""Looks up in the background how many leading blocks of a chain the store has. The scheduler never waits.
 
 A block counts as stored only if every rank's namespace has it, so each question goes to all namespaces at once. An
-answer is kept for a second and shared. If many requests have one prefix, the first request asks for it; the others
-wait for that answer and then ask only for the keys after the prefix. Blocks that were found are pinned on the server
-for `PIN_S`, so that they are still there when they are read.
+answer is kept for a second and shared. If many requests have the same prefix, only the first request asks for it. The
+others wait for that answer and then ask only for the keys after the prefix. Blocks that were found are pinned on the
+server for `LOOKUP_PIN_S`, so that they are still there when they are read.
 
-In a model with states, a block may be stored without the states behind it. Then an answer also says where they are.
+For a model with states, a block may be stored without the states at its end. The answer then also says after which
+blocks the states are stored.
 
-Threads: only the scheduler's thread calls a `PrefixLookups`. Threads of the lookups' own ask the store and wait for
+Threads: only the scheduler's thread calls a `PrefixLookups` object. Threads of that object ask the store and wait for
 it. They append the answers to a deque, which every poll empties.
 """
 
@@ -26,27 +27,37 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.parts import GroupParts, SlicedStore
+from kvstore_client.engine.slices import GroupSlices, SlicedStore
 from kvstore_client.engine.store import Store
 
-# How long "found" is believed, both by a request that waits for room and by others with the same prefix.
+# How long the answer "found" is valid, both for a request that waits for room and for others with the same prefix.
 FOUND_VALID_S: Final = 1.0
-# How long "missing" is believed. Short, because another request may be computing the block.
+# How long the answer "missing" is valid. This is short, because another request may be computing the block.
 MISSING_VALID_S: Final = 0.1
-# How long found blocks are pinned: longer than an answer is valid, and longer than a load waits for its turn.
-PIN_S: Final = 10.0
-# Most questions under way. Further ones wait in line, so that each is answered soon after it is asked.
+# How long found blocks are pinned. This is longer than an answer is valid, and longer than a load waits before it
+# begins.
+LOOKUP_PIN_S: Final = 10.0
+# The most questions in progress. Further lookups wait in line, so that each question is answered soon after it is
+# asked.
 MOST_QUESTIONS: Final = 256
-# Two threads per rank, up to this many: while one prepares a question, the other waits for an answer.
+# There are two threads per rank, but at most this many in total. While one prepares a question, the other waits for an
+# answer.
 MOST_THREADS: Final = 16
 
 
 @dataclass
 class PrefixLookup:
-    """The lookup of one request. ``stored``: how many leading blocks of ``keys`` the store has; None until known. If
-    not ``certain``, the store did not answer in full in time, and it may have more than ``stored``. ``states``: behind
-    how many leading blocks the store has the states, of those that were found. ``asked_at``: when its last question
-    was asked; until then, when it came."""
+    """The lookup of one request.
+
+    * `keys`: The chain of the request, head first.
+    * `asked_at`: When its last question was asked, or when the request came if none was asked yet. The clock is
+      `time.monotonic`.
+    * `stored`: How many leading blocks the store has. It is None until that is known.
+    * `certain`: False if the store did not answer in full in time, so that it may have more than `stored`.
+    * `known`: How many leading blocks have been found by now.
+    * `states`: Each entry is a number of leading blocks, among those found, after which the store has the states.
+    * `question`: The question in progress whose answer it needs. Another request may have asked it.
+    """
 
     keys: Sequence[bytes]
     asked_at: float
@@ -54,24 +65,24 @@ class PrefixLookup:
     certain: bool = True
     known: int = 0  # leading blocks found so far
     states: list[int] = field(default_factory=list)
-    question: _Question | None = None  # that is under way and will tell more, perhaps asked for another request
+    question: _Question | None = None  # in progress; perhaps another request asked it
 
 
 @dataclass
 class _Question:
     keys: Sequence[bytes]
     asked_at: float
-    unanswered: int  # ranks that have not answered yet
-    length: int  # leading keys that every rank has, among the ranks that answered
-    states: set[int]  # and of these, the keys of which every rank has the states, by their indices
-    certain: bool = True  # every shard of those ranks answered
-    answered_at: float = math.inf  # when the first of these ranks answered
-    lookups: list[PrefixLookup] = field(default_factory=list)  # that wait for it
+    unanswered: int  # namespaces without an answer yet
+    length: int  # leading keys that every namespace with an answer has
+    states: set[int]  # the indices of those keys whose states all these namespaces have
+    certain: bool = True  # whether every shard answered for these namespaces
+    answered_at: float = math.inf  # when the first answer came
+    lookups: list[PrefixLookup] = field(default_factory=list)  # the lookups that wait for the answer
 
 
 class _Answer(NamedTuple):
-    """The length of the stored prefix, the indices of its keys whose states are stored, and whether that is certain,
-    because every shard that was asked answered."""
+    """The length of the stored prefix, the indices of its keys whose states are stored, and whether every shard
+    answered, so that this is certain."""
 
     length: int
     states: set[int]
@@ -79,32 +90,39 @@ class _Answer(NamedTuple):
 
 
 class _Fact(NamedTuple):
-    """What the store has said of a block."""
+    """The store's answer about one block."""
 
     valid_until: float
     there: bool | None  # None: the store did not answer in full
-    state: bool = False  # whether the states behind it are there
+    state: bool = False  # whether the states at its end are stored
 
 
 class PrefixLookups:
-    """The lookups of one engine. ``guards``: one for each distinct namespace of the ranks.
+    """The lookups of one engine.
 
-    Call every method from the scheduler's thread. No method blocks. A store that fails counts as a store that has
-    nothing, and the lookup is then not ``certain``.
+    Call every method from the scheduler's thread. No method blocks. If the store fails, it counts as a store that has
+    nothing, and the lookup is then not `certain`.
     """
 
     def __init__(
-        self, guards: Sequence[StoreGuard], *, timeout_s: float, counters: Counters, groups: GroupParts | None = None
+        self, guards: Sequence[StoreGuard], *, timeout_s: float, counters: Counters, groups: GroupSlices | None = None
     ) -> None:
-        """groups: of a model with states, for which the guards do not add them; None: the keys are whole blocks'."""
+        """Start the threads.
+
+        * `guards`: One for each distinct namespace of the ranks.
+        * `timeout_s`: The deadline of a question, in seconds.
+        * `counters`: Where lookups are counted.
+        * `groups`: The groups of a model with states, if the guards do not add them to the keys. If it is None, each
+          key stands for a whole block.
+        """
         self._guards = guards
         self._groups = groups
         self._timeout_s = timeout_s
         self._counters = counters
         self._closed = False
-        self._answers: deque[tuple[_Question, _Answer, float]] = deque()  # with when it came
-        self._questions: dict[bytes, _Question] = {}  # under way, by their first key, the oldest first
-        self._line: deque[PrefixLookup] = deque()  # wait until fewer questions are under way
+        self._answers: deque[tuple[_Question, _Answer, float]] = deque()  # with the time of each answer
+        self._questions: dict[bytes, _Question] = {}  # in progress, by first key, the oldest first
+        self._line: deque[PrefixLookup] = deque()  # lookups that wait until fewer questions are in progress
         self._facts: dict[bytes, _Fact] = {}
         self._expiring: deque[tuple[float, Sequence[bytes]]] = deque()
         # SimpleQueue: its put neither blocks nor releases the GIL, so it costs the scheduler next to nothing.
@@ -118,11 +136,15 @@ class PrefixLookups:
 
     @property
     def pending(self) -> int:
-        """Questions under way."""
+        """The number of questions in progress."""
         return len(self._questions)
 
     def ask(self, keys: Sequence[bytes]) -> PrefixLookup:
-        """Start a lookup; `poll` returns its result. If other requests have asked for the keys, it is known at once."""
+        """Start a lookup, whose result `poll` returns. The result is known at once if other requests have asked for the
+        keys.
+
+        * `keys`: The chain to look up, head first.
+        """
         now = time.monotonic()
         lookup = PrefixLookup(keys, now)
         self._counters.add("lookups")
@@ -131,15 +153,17 @@ class PrefixLookups:
         return lookup
 
     def poll(self, lookup: PrefixLookup) -> int | None:
-        """Return ``lookup.stored``, None while it is not known. Never blocks. If the question is not answered in time,
-        the blocks found so far are the result. A lookup that waits in line is given up when the oldest question is
-        overdue."""
+        """Return `lookup.stored`, or None while it is not known. Never blocks.
+
+        If the question is not answered in time, the blocks found so far are the result. A lookup that waits in line is
+        given up when the oldest question is overdue.
+        """
         if lookup.stored is not None:
             return lookup.stored
         now = time.monotonic()
         self._take_answers(now)
         if lookup.stored is None:
-            # Another request may have asked its question earlier.
+            # The question may be older than the lookup, because another request asked it.
             asked_at = lookup.asked_at if lookup.question else next(iter(self._questions.values())).asked_at
             if now >= asked_at + self._timeout_s:
                 self._counters.add("lookup_timeouts" if lookup.question else "skipped_lookups")
@@ -147,30 +171,35 @@ class PrefixLookups:
         return lookup.stored
 
     def give_up(self, lookup: PrefixLookup) -> None:
-        """End a lookup: the blocks found so far are its result, and the store is not asked for more of it."""
+        """End a lookup. Its result is the blocks found so far, and the store is not asked about the rest."""
         if lookup.stored is None:
             lookup.stored, lookup.certain = lookup.known, False
 
     def came(self, key: bytes) -> None:
-        """The store has this block now, or the states behind it: that it was missing is not believed any longer."""
+        """Note that the store now has this block or the states at its end. An earlier answer that said that the block
+        or the states are missing is no longer valid."""
         fact = self._facts.get(key)
         if fact is not None and not (fact.there and (fact.state or self._groups is None)):
             del self._facts[key]
 
     def forget(self) -> None:
-        """Believe no answer any longer in new lookups: a read has shown that blocks that were found are not there."""
+        """Ignore all earlier answers in new lookups, because a read has shown that a block that was found is not
+        there."""
         self._facts.clear()
         self._expiring.clear()
 
     def close(self) -> None:
-        """End the threads. Questions under way end by their deadlines; their answers are ignored."""
+        """End the threads. Questions in progress end by their deadlines; their answers are ignored."""
         self._closed = True
         for _ in self._threads:
             self._asked.put(None)
 
     def _go_on(self, lookup: PrefixLookup, now: float, known_at: float | None = None) -> None:
-        """Learn from what is known; then wait for a question under way, or ask one, or stand in line. known_at: when
-        the answer came that the lookup has waited for: however old, that one counts."""
+        """Use the facts that are known. Then wait for a question in progress, ask a new one, or wait in line.
+
+        * `known_at`: The arrival time of the answer for which the lookup has waited. That answer counts, however old it
+            is.
+        """
         while lookup.known < len(lookup.keys):
             fact = self._facts.get(lookup.keys[lookup.known])
             if fact is None or fact.valid_until < (now if known_at is None else known_at):
@@ -223,7 +252,8 @@ class PrefixLookups:
             if question.unanswered:
                 continue
             del self._questions[question.keys[0]]
-            # From when it came: an engine that does nothing takes it with the next request, perhaps much later.
+            # Use the time when the answer came, because an idle engine takes it with its next request, perhaps much
+            # later.
             known_at = question.answered_at
             found = question.keys[: question.length]
             for index, key in enumerate(found):
@@ -240,18 +270,18 @@ class PrefixLookups:
                 self._go_on(lookup, now)
 
 
-def _match_prefix(keys: Sequence[bytes], timeout_s: float, groups: GroupParts | None, client: Store) -> _Answer:
+def _match_prefix(keys: Sequence[bytes], timeout_s: float, groups: GroupSlices | None, client: Store) -> _Answer:
     before = client.stats.unanswered
     if groups is None:
-        length = client.match_prefix(keys, refresh=True, pin_s=PIN_S, timeout_s=timeout_s)
+        length = client.match_prefix(keys, refresh=True, pin_s=LOOKUP_PIN_S, timeout_s=timeout_s)
         return _Answer(length, set(), client.stats.unanswered == before)
     length = len(keys)
     if groups.tables:
         tables = SlicedStore(client, groups.tables)
-        length = tables.match_prefix(keys, refresh=True, pin_s=PIN_S, timeout_s=timeout_s)
+        length = tables.match_prefix(keys, refresh=True, pin_s=LOOKUP_PIN_S, timeout_s=timeout_s)
     found: set[int] = set()
     if length:
         states = client if len(groups.tables) + len(groups.states) == 1 else SlicedStore(client, groups.states)
-        there = states.contains(keys[:length], refresh=True, pin_s=PIN_S, timeout_s=timeout_s)
+        there = states.contains(keys[:length], refresh=True, pin_s=LOOKUP_PIN_S, timeout_s=timeout_s)
         found.update(np.flatnonzero(there).tolist())
     return _Answer(length, found, client.stats.unanswered == before)

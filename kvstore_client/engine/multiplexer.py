@@ -1,23 +1,25 @@
-"""Many calls of a store under way on one thread.
+"""Runs many calls to a store at the same time on one thread.
 
-A `Multiplexer` runs calls in steps (see `kvstore_client._calls.exchange`). Its thread waits on the client's
-links until any call can go on, or the earliest deadline passes, and then goes on with those that can. A call that waits
-costs no thread, only a look at its answers whenever something has arrived. With a server on the host in front of the
-store there are two clients, and one thread waits for one client: the second thread is made when a call needs it.
+A `Multiplexer` runs calls in steps (see `kvstore_client._calls.exchange`). Its thread waits on the client's links until
+a call can continue or the earliest deadline passes. Then it runs the next step of each call that can continue. A
+waiting call needs no thread. Its answers are checked whenever something has arrived. If a server on the host is
+in front of the store, there are two clients. A thread can wait for only one client, so a second thread is started when
+a call needs it.
 
-Where a call sends, its thread is busy for as long as the kernel takes the bytes, and for 0.2 s at most where it has to
-send the rest of a message that another thread has begun. It waits for nothing else.
+While a call sends, its thread is busy until the kernel has taken the bytes. If the thread has to send the rest of a
+message that another thread has begun, that takes 0.2 s at most. The thread waits for nothing else.
 
-What holds at any time, so that every call ends:
+These rules hold at any time, so that every call ends:
 
-* A task is with one driver, in its inbox or among its tasks, until its end is told. It is told exactly once.
-* Only the thread of that driver runs the task's generator. A task is handed on between two steps.
-* Nothing is put where a thread that has ended would find it: under the driver's lock either it is taken by that thread,
-  or the one that puts it is told, and ends the task itself.
-* No wake-up is lost: who has news notes it before it wakes. The driver first says that it waits, and then looks for
-  news before it sleeps. The client's `wake` is remembered until the next look, whoever reads the links then; if that is
-  another thread, it wakes those that wait with it.
-* No step waits longer than its deadline, and every call has finitely many steps.
+* A task is with exactly one driver, either in the driver's inbox or among its tasks, until the task's end is reported.
+  The end is reported exactly once.
+* Only the thread of that driver runs the task's generator. A task moves to another driver only between two steps.
+* No task is left with a thread that has ended. Under the driver's lock, either the thread takes the task, or the caller
+  learns that the thread has ended and ends the task itself.
+* No wake-up is lost. A thread with news sets the driver's flag before it wakes the driver. The driver first says that
+  it waits, and then checks the flag before it sleeps. The client remembers a `wake` until its links are read next. If
+  another thread reads the links, that thread wakes all others that wait for them.
+* No step waits longer than its deadline, and every call has a finite number of steps.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from kvstore_client._calls.exchange import Awaited, Steps
-from kvstore_client._links.core import Core
 from kvstore_client._links.link import Link
+from kvstore_client._links.link_pool import LinkPool
 
 Ended: TypeAlias = "Callable[[Any], None]"
 
-AFTER_DEFECT_S: Final = 0.1  # so that a defect does not keep a core busy
+AFTER_DEFECT_S: Final = 0.1  # a pause after a defect, so that it does not keep a core busy
 
 log = logging.getLogger("kvstore_client")
 
 
 class Task:
-    """A call under way. ``stopped``: it is to end where it waits; who sets that wakes the multiplexer. After its
-    ``ended(None)`` no byte is written to its memory."""
+    """A call in progress. To end it at its next wait, set `stopped` and then wake the multiplexer. After its
+    `ended(None)`, nothing writes to the call's memory."""
 
     __slots__ = ("awaited", "ended", "steps", "stopped")
 
@@ -56,17 +58,18 @@ class Task:
 
     @property
     def awaited_shards(self) -> set[Link]:
-        """The shards that owe it an answer."""
+        """The shards whose answers the call still waits for."""
         awaited = self.awaited
         return {call.link.first for call in awaited.calls if not call.done} if awaited is not None else set()
 
 
 class Multiplexer:
-    """Runs tasks. Thread-safe. Valid in one process only.
+    """Runs tasks. Thread-safe. It must not be used in a child process after a fork.
 
-    ``plan()`` is called on the first thread, at first and after every `wake`. It may `start` tasks, and returns when to
-    call it again at the latest, by `time.monotonic`. It must not raise. A task's ``ended(result)`` is called on one of
-    the threads, with None if the call was stopped or has raised; it must be short and must not raise.
+    `plan()` is called on the first thread, at the start and after every `wake`. It may `start` tasks. It returns the
+    time by which to call it again, on the clock of `time.monotonic`. It must not raise. A task's `ended(result)` is
+    called on one of the threads; `result` is None if the call was stopped or has raised. `ended` must be short and must
+    not raise.
     """
 
     def __init__(self, plan: Callable[[], float]) -> None:
@@ -74,42 +77,43 @@ class Multiplexer:
         self._drivers = [_Driver(self, "kvstore-transfer-in", plan)]
 
     def start(self, steps: Steps[Any], ended: Ended) -> Task:
-        """Run a call. Never blocks."""
+        """Start to run a call. Never blocks."""
         task = Task(steps, ended)
         self._drivers[0].take(task)
         return task
 
     def wake(self) -> None:
-        """Have ``plan`` called again, and tasks looked at that were stopped. Never blocks."""
+        """Have the threads call `plan` again and end stopped tasks. Never blocks."""
         for driver in list(self._drivers):
             driver.wake()
 
-    def hand_on(self, task: Task, core: Core) -> None:
-        """A task awaits something of another client than that of the driver that runs it."""
+    def hand_on(self, task: Task, pool: LinkPool) -> None:
+        """Move a task to the driver of `pool`, because the task waits for a different client than its present
+        driver."""
         with self._lock:
-            driver = next((each for each in self._drivers if each.core is core), None)
+            driver = next((each for each in self._drivers if each.pool is pool), None)
             if driver is None:
                 driver = _Driver(self, "kvstore-transfer-in-2", lambda: math.inf)
-                driver.core = core
+                driver.pool = pool
                 self._drivers.append(driver)
         driver.take(task)
 
     def close(self) -> None:
-        """Stop all tasks, and wait until their end was told. Later ones end at once."""
-        for driver in self._drivers:  # also those that are added meanwhile
+        """Stop all tasks, and wait until their ends have been reported. Tasks that are started later end at once."""
+        for driver in self._drivers:  # also drivers that are added meanwhile
             driver.close()
 
 
 class _Driver:
-    """One thread, and the tasks that wait for one client."""
+    """One thread, with the tasks that wait for one client."""
 
     def __init__(self, owner: Multiplexer, name: str, plan: Callable[[], float]) -> None:
-        self.core: Core | None = None  # that of its first task
+        self.pool: LinkPool | None = None  # the pool of its first task
         self._owner = owner
         self._plan = plan
         self._changed = threading.Condition()
         self._inbox: deque[Task] = deque()
-        self._tasks: dict[Task, None] = {}  # that wait; of this thread alone
+        self._tasks: dict[Task, None] = {}  # the tasks that wait; used by this thread only
         self._news = True
         self._reads = False  # whether it waits on the client's links
         self._closed = False
@@ -118,7 +122,7 @@ class _Driver:
         self._thread.start()
 
     def take(self, task: Task) -> None:
-        """Run this task. If the thread has ended, the task ends here."""
+        """Run this task. If the thread has ended, end the task at once."""
         with self._changed:
             taken = not self._over
             if taken:
@@ -129,14 +133,14 @@ class _Driver:
             self._end(task)
 
     def wake(self) -> None:
-        """There is news."""
+        """Wake the thread, because there is news."""
         with self._changed:
             self._news = True
             self._changed.notify()
-        core = self.core
-        if self._reads and core is not None:
-            with contextlib.suppress(OSError):  # the client was closed just now, and wakes all that wait
-                core.wake()
+        pool = self.pool
+        if self._reads and pool is not None:
+            with contextlib.suppress(OSError):  # the client was closed just now, which wakes all threads that wait
+                pool.wake()
 
     def close(self) -> None:
         self._closed = True
@@ -151,11 +155,11 @@ class _Driver:
             while not self._closed:
                 try:
                     if self._news or time.monotonic() >= until:
-                        self._news = False  # first: what comes meanwhile is news
+                        self._news = False  # before `plan`, so that news that comes meanwhile is not lost
                         until = self._plan()
                     if not self._go_on():
                         self._wait(until)
-                except Exception:  # a defect of ours: whoever waits for a task must not wait for ever
+                except Exception:  # a defect of ours; a caller that waits for a task must not wait forever
                     log.exception("kvstore: an error in the thread that loads blocks; please report it")
                     time.sleep(AFTER_DEFECT_S)
                     self._news = True
@@ -167,9 +171,9 @@ class _Driver:
                 self._end(task)
 
     def _go_on(self) -> bool:
-        """Go on with all tasks that can. -> whether there were any."""
+        """Run the next step of each task that can continue. Return whether there was any."""
         now = time.monotonic()
-        closed = self.core is not None and self.core.closed
+        closed = self.pool is not None and self.pool.closed
         some: list[tuple[Task, bool]] = []
         for task in self._tasks:
             awaited = task.awaited
@@ -199,13 +203,13 @@ class _Driver:
             self._end(task)
         else:
             task.awaited = awaited
-            if awaited.core is None:
+            if awaited.pool is None:
                 return
-            if self.core is None:
-                self.core = awaited.core
-            elif self.core is not awaited.core:
+            if self.pool is None:
+                self.pool = awaited.pool
+            elif self.pool is not awaited.pool:
                 del self._tasks[task]
-                self._owner.hand_on(task, awaited.core)
+                self._owner.hand_on(task, awaited.pool)
 
     def _end(self, task: Task, result: Any = None) -> None:
         self._tasks.pop(task, None)
@@ -218,15 +222,15 @@ class _Driver:
     def _wait(self, until: float) -> None:
         awaited = [task.awaited for task in self._tasks if task.awaited is not None]
         deadline = min([until, *(each.deadline for each in awaited)])
-        if self.core is None or not any(each.core is not None for each in awaited):
+        if self.pool is None or not any(each.pool is not None for each in awaited):
             with self._changed:
                 if not self._news:
                     left = deadline - time.monotonic()
                     self._changed.wait(max(0.0, left) if left < threading.TIMEOUT_MAX else None)
             return
-        self._reads = True  # first: from now on, `wake` wakes the client
+        self._reads = True  # before the wait, because `wake` wakes the client only if this is set
         try:
-            self.core.wait(self._can_go_on, deadline)
+            self.pool.wait(self._can_go_on, deadline)
         finally:
             self._reads = False
 

@@ -1,11 +1,12 @@
-"""Which engine has how much of a prompt, and in which tier: for routers that send a request where its prefix is.
+"""Tells a router how much of a prompt each engine has, and in which tier, so that the router can send each request to
+an engine that has its prefix.
 
-Engines publish KV events: vLLM does, for its own cache and for what this project's connector keeps (``medium`` ``GPU``,
-``CPU``, ``STORAGE``). `Routes` listens to many engines and answers for a list of tokens, and what else decides their
-blocks: `block_index`. What the store has now the store itself is asked, since it does not tell anybody what it evicts;
-what engines say that they have put there is kept only to know what to ask for.
+vLLM publishes KV events for its own cache and for the tiers of this project's connector (``medium`` ``GPU``, ``CPU``,
+``STORAGE``). `Routes` receives them from many engines. A query gives a list of tokens, and everything else that
+identifies the blocks (`block_index`). The store does not report its evictions, so a query also asks the store itself
+which blocks it has. The events provide only the names of the blocks to ask for.
 
-Needs pyzmq: the extra ``llm-kvstore[routing]``; vLLM brings it.
+Needs pyzmq, which the extra ``llm-kvstore[routing]`` installs. vLLM also installs it.
 """
 
 from __future__ import annotations
@@ -21,29 +22,30 @@ from typing import Any, Final, Protocol
 import msgspec
 import xxhash
 
-from kvstore_client.engine.block_index import MEMORY_BYTES, BlockKeys, Index
+from kvstore_client.engine.block_index import INDEX_MEMORY_BYTES, Index, PromptExtras
 
 log = logging.getLogger(__name__)
 
-_REPLAY_S: Final = 5.0  # for an engine to answer a request for what was missed
-_CHECKED_S: Final = 1.0  # is less than an engine needs to start again
-_LOOK_S: Final = 0.05  # between two looks at what has come
+_REPLAY_S: Final = 5.0  # time for an engine to answer a request for missed events
+_CHECKED_S: Final = 1.0  # less time than an engine needs to restart
+_ROUTE_POLL_S: Final = 0.05  # the pause between two checks for new events
 
 
 class PrefixStore(Protocol):
-    """What is asked of a client of the store."""
+    """The one method that `Routes` needs from a client of the store."""
 
     def match_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys are there."""
+        """Return how many leading keys are stored."""
 
 
 @dataclass(frozen=True)
 class Found:
     """Where a prompt's blocks are. Tokens are counted from the prompt's beginning, in whole blocks.
 
-    tokens: how many of them some engine, or the store, has. engines: by name and then by tier, how many an engine has
-    without a gap, in this tier alone; under ``any``, in its tiers together. store: how many the store has; None: it was
-    not asked.
+    tokens: the number of leading tokens whose blocks at least one engine has reported.
+    engines: the number of leading tokens without a gap, for each engine by name and for each of its tiers. The entry
+        ``any`` counts the engine's tiers together.
+    store: the number of leading tokens that the store has, None if it was not asked.
     """
 
     tokens: int
@@ -51,7 +53,7 @@ class Found:
     store: int | None = None
 
     def best(self) -> str | None:
-        """The engine that has most in its own tiers; None if none has anything."""
+        """Return the engine that has the most tokens in its own tiers, or None if no engine has any."""
         have = {name: tiers.get("any", 0) for name, tiers in self.engines.items()}
         return max(have, key=lambda name: have[name]) if any(have.values()) else None
 
@@ -62,20 +64,25 @@ class _Engine:
     live: Any  # sockets
     replay: Any
     model: str
-    next: int = 0  # number of the next batch
-    last: bytes = b""  # a digest of the batch before
-    checked: float = float("-inf")  # when it had that batch still, of `time.monotonic`
+    next: int = 0  # the number of the next batch
+    last: bytes = b""  # a digest of the previous batch
+    checked: float = float("-inf")  # when the engine was last seen to have that batch, by `time.monotonic`
     synced: bool = False
 
 
 class Routes:
-    """Listens to engines, and says where a prompt is. Thread-safe; a thread of its own listens.
+    """Receives the events of engines, and finds where the blocks of a prompt are. Thread-safe. A thread of its own
+    receives the events.
 
-    `stores`: clients of the store, one for each rank's namespace; a block counts if all of them have it. They are asked
-    with the hashes that the events carry, which must be whole: ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``. Where the
-    store has blocks in parts, `SlicedStore(ClientStore(…), range(N))` of `kvstore_client.engine` asks for all N:
-    engines with ``head_shards`` or ``layer_parts``, and models of N groups of layers. `tokenize`: makes tokens of text.
-    `memory_bytes`: for what engines have, about; what was heard of or asked for longest ago goes first.
+    `stores`: clients of the store, one for each rank's namespace. A block counts if all of them have it. The keys are
+    the block hashes of the events, so these must not be shortened. Set ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``.
+
+    With ``head_shards`` or ``layer_parts``, and for models with several groups of layers, the store keeps blocks in
+    slices. For N slices, use `SlicedStore(ClientStore(…), range(N))` of `kvstore_client.engine`, which asks for all
+    of them.
+
+    `tokenize`: a function that turns text into tokens. `memory_bytes`: the approximate memory for the index of the
+    engines' blocks. The blocks that were reported or looked up longest ago are dropped first.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class Routes:
         stores: Sequence[PrefixStore] = (),
         tokenize: Callable[[str], Sequence[int]] | None = None,
         *,
-        memory_bytes: int = MEMORY_BYTES,
+        memory_bytes: int = INDEX_MEMORY_BYTES,
     ) -> None:
         import zmq
 
@@ -99,13 +106,13 @@ class Routes:
         self._thread.start()
 
     def add(self, name: str, events: str, replay: str = "", *, model: str = "") -> None:
-        """Listen to an engine's publisher at ``events``, and ask for what was missed at ``replay``: the addresses of
-        its ``--kv-events-config``. Without ``replay``, what an engine had before is not known. ``model``: what it
-        serves, for `find`, where engines serve several. Raises `ValueError` for an address that ZeroMQ cannot use, and
-        a name that is there."""
+        """Receive an engine's events from its publisher at `events`, and request missed events at `replay`. Both are
+        addresses in the engine's ``--kv-events-config``. Without `replay`, blocks that the engine stored earlier are
+        not known. `model`: the model that the engine serves, if engines serve different ones; see `find`. Raises
+        `ValueError` for an address that ZeroMQ cannot use, and for a name that exists already."""
         with self._lock:
             if name in self._engines:
-                raise ValueError(f"engine {name!r} was added before; expected another name")
+                raise ValueError(f"an engine named {name!r} was added before; expected another name")
             live = self._connected(self._zmq.SUB, events)
             try:
                 again = self._connected(self._zmq.DEALER, replay) if replay else None
@@ -135,8 +142,9 @@ class Routes:
         self.index.forget(name)
 
     def restarted(self, name: str) -> None:
-        """An engine was started anew: what it had is gone. `Routes` finds that out by itself if the engine's events
-        count from 0 again, but not if it misses their beginning and cannot ask for it."""
+        """Note that an engine was restarted, so that its blocks are gone. `Routes` notices that by itself if the
+        engine's event numbers start from 0 again. It does not notice if it misses the first of these events and cannot
+        request them again."""
         with self._lock:
             engine = self._engines.get(name)
             if engine is not None:
@@ -152,14 +160,14 @@ class Routes:
         cache_salt: str = "",
         media: Sequence[tuple[str, int, int]] = (),
     ) -> Found:
-        """Where the blocks of a prompt are. Text needs `tokenize`. `model`: of engines that were added with this one;
-        None: of all. `lora_name`, `cache_salt` and `media`: what the request has beside its tokens (`BlockKeys`);
-        blocks that were made for others are not followed. Raises what the stores' clients raise."""
+        """Return where the blocks of a prompt are. A prompt of text needs `tokenize`. `model`: include only engines
+        that were added with this model; None includes all. `lora_name`, `cache_salt`, `media`: see `PromptExtras`.
+        Blocks that were made with other values do not match. Raises the errors of the stores' clients."""
         if isinstance(prompt, str):
             if self._tokenize is None:
-                raise ValueError("a prompt of text; expected token ids, or Routes(tokenize=...)")
+                raise ValueError("the prompt is text; expected token ids, or Routes(tokenize=...)")
             prompt = self._tokenize(prompt)
-        keys = BlockKeys(lora_name, cache_salt, media)
+        keys = PromptExtras(lora_name, cache_salt, media)
         with self._lock:
             others = {each.name for each in self._engines.values() if model is not None and each.model != model}
         engines: dict[str, dict[str, int]] = {}
@@ -202,10 +210,10 @@ class Routes:
                 for engine in engines:
                     try:
                         self._listen(engine)
-                    except Exception:  # what an engine sends must not end the thread that hears the others
-                        log.exception("kvstore: events of engine %s cannot be read: it is heard anew", engine.name)
+                    except Exception:  # bad bytes of one engine must not end the thread for all engines
+                        log.exception("kvstore: events of engine %s cannot be read; starting anew", engine.name)
                         self._begin_anew(engine)
-            time.sleep(_LOOK_S)
+            time.sleep(_ROUTE_POLL_S)
 
     def _listen(self, engine: _Engine) -> None:
         if not engine.synced:
@@ -217,12 +225,12 @@ class Routes:
             number = int.from_bytes(sequence, "big")
             if number < engine.next:
                 if self._has_last(engine):
-                    continue  # it came with a replay
-                log.info("kvstore: engine %s counts its events anew: it was restarted", engine.name)
+                    continue  # this batch came with a replay
+                log.info("kvstore: engine %s numbers its events anew: it was restarted", engine.name)
                 self._begin_anew(engine)
             if number > engine.next:
                 self._catch_up(engine)
-            if number > engine.next:  # nobody has them any more: what the engine removed meanwhile is not known
+            if number > engine.next:  # the engine no longer has these batches, so what they removed is not known
                 self._begin_anew(engine)
                 engine.next = number
             self._take(engine, number, payload)
@@ -232,23 +240,24 @@ class Routes:
         engine.next, engine.last = 0, b""
 
     def _catch_up(self, engine: _Engine) -> None:
-        """Ask the engine for all batches from the next one on; and for the last one, to see that it is the same."""
+        """Request all batches from the next one on. Also request the last one that was processed, to check whether it
+        is still the same."""
         if engine.replay is None:
             return
         if self._replay(engine) is False:
-            log.info("kvstore: the events of engine %s are not those of before: it was restarted", engine.name)
+            log.info("kvstore: engine %s has other events under the same numbers: it was restarted", engine.name)
             self._begin_anew(engine)
             self._replay(engine)
 
     def _has_last(self, engine: _Engine) -> bool:
-        """Whether the last batch that was taken is the engine's still: else it was restarted."""
+        """Return whether the engine still has the last batch that was processed. If not, the engine was restarted."""
         if engine.replay is not None and time.monotonic() - engine.checked > _CHECKED_S and self._replay(engine):
             engine.checked = time.monotonic()
         return time.monotonic() - engine.checked <= _CHECKED_S
 
     def _replay(self, engine: _Engine) -> bool | None:
-        """Take all batches from the next one on. -> whether the one before is the same as it was; None: it is not
-        kept."""
+        """Request and process all batches from the next one on. Return whether the last processed batch is
+        unchanged, or None if the engine no longer has it."""
         engine.replay.send_multipart([b"", max(0, engine.next - 1).to_bytes(8, "big")])
         deadline, same = time.monotonic() + _REPLAY_S, None
         while engine.replay.poll(max(0, int((deadline - time.monotonic()) * 1000))):
@@ -260,16 +269,16 @@ class Routes:
                 same = xxhash.xxh3_128_digest(payload) == engine.last
             if same is False:
                 continue
-            if number > engine.next:  # the engine keeps its newest batches only
+            if number > engine.next:  # the engine keeps only its newest batches
                 self._begin_anew(engine)
                 engine.next = number
             self._take(engine, number, payload)
-        log.warning("kvstore: engine %s did not say which events were missed within %g s", engine.name, _REPLAY_S)
+        log.warning("kvstore: engine %s did not send the missed events again within %g s", engine.name, _REPLAY_S)
         return same
 
     def _take(self, engine: _Engine, number: int, payload: bytes) -> None:
         if number != engine.next:
-            return  # it came with the replay
+            return  # this batch came with the replay
         engine.next, engine.last = engine.next + 1, xxhash.xxh3_128_digest(payload)
         _, events, *_ = msgspec.msgpack.decode(payload)
         for event in events:

@@ -1,13 +1,17 @@
-"""Spans to OpenTelemetry's SDK, which writes them to a file or sends them to a collector. Needs the extra `tracing`:
-import it only when somebody wants spans.
+"""Passes spans to OpenTelemetry's SDK, which writes them to a file or sends them to a collector. This module needs the
+extra `tracing`, so import it only when spans are wanted.
 
-Spans have their ids before they end, because engines are told them, so they are made whole here and given to the SDK's
-batch processor: it has a bounded queue and a thread, drops what is too much, and logs what it cannot export.
+A span's id is sent to engines before the span ends. So this module builds complete spans itself and passes them to the
+SDK's batch processor. The processor has a bounded queue and a thread. It drops spans when the queue is full, and logs
+failures to export.
 
-A `SpanFile` has lines of OTLP's JSON, as the Collector's `otlpjsonfile` receiver reads them. The SDK makes OTLP's
-messages. Its own file exporter is not out of beta, bounds no file, and lets two processes write one. What must hold:
-the file has whole lines after each write; its size is bounded, as a full file becomes FILE.1 in place of the one
-before; one process writes a file; what the disk does not take is lost and logged, and nobody waits for it.
+A `SpanFile` has lines of OTLP's JSON, in the format that the Collector's `otlpjsonfile` receiver reads. The SDK builds
+OTLP's messages. The SDK's own file exporter is not used, because it is still in beta, does not bound its files, and
+lets two processes write the same file.
+
+These rules must hold. The file has only whole lines after each write. Its size is bounded: a full file is renamed to
+FILE.1, which replaces the previous FILE.1. Only one process writes a file. Spans that cannot be written to the disk are
+lost, which is logged, and no thread waits for them.
 """
 
 from __future__ import annotations
@@ -41,25 +45,27 @@ from kvstore_client.engine.trace_file import HEADS, REQUEST_ID, ROW, WRITER
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES: Final = 64 << 20
+MAX_TRACE_BYTES: Final = 64 << 20
 _PATH: Final = "/v1/traces"
-_FILE_DELAY_MS: Final = 50  # a reader of the file wants what has just happened
+_FILE_DELAY_MS: Final = 50  # short, because readers of the file want the newest spans
 _FILE_QUEUE: Final = 8192  # spans that wait for the disk
 _CLOSE_S: Final = 3.0
 
 
 class SpanSender:
-    """Of one process. Any thread; no method but `close` waits."""
+    """Sends the spans of one process. Any thread may call it. Only `close` waits."""
 
     def __init__(self, service: str, writer: str, processors: Sequence[BatchSpanProcessor]) -> None:
-        """service: its name, unless OTEL_SERVICE_NAME has one. writer: which process it is, such as gpu-1:4123."""
+        """`service`: the name of the service, unless OTEL_SERVICE_NAME is set. `writer`: the name of this process, such
+        as gpu-1:4123. `processors`: the SDK's batch processors."""
         self._processors = processors
         name = os.environ.get("OTEL_SERVICE_NAME", service)
         self._resource = Resource.create({"service.name": name, "service.version": __version__, WRITER: writer})
         self._scope = InstrumentationScope(service, __version__)
 
     def send(self, trace: TraceContext, request_id: str, spans: Sequence[Span], since_1970: float) -> None:
-        """Spans of one request, which have ended. since_1970: to add to their times."""
+        """Export the spans of one request, all of which have ended. `since_1970`: the number of seconds to add to their
+        times, so that they count from 1970."""
         trace_id, flags = int(trace.trace_id, 16), TraceFlags(trace.flags)
 
         def context(span_id: str, is_remote: bool) -> SpanContext | None:
@@ -86,7 +92,8 @@ class SpanSender:
                 each.on_end(made)
 
     def close(self) -> None:
-        """Export what waits, for at most 3 s: the SDK would try for longer where nobody answers."""
+        """Export the spans that wait, for at most 3 s. The SDK alone would try for longer if the collector does not
+        answer."""
         closing = [threading.Thread(target=each.shutdown, daemon=True) for each in self._processors]
         for each in closing:
             each.start()
@@ -95,25 +102,27 @@ class SpanSender:
 
 
 def to_collector(endpoint: str) -> BatchSpanProcessor:
-    """endpoint: http://HOST:PORT, perhaps with a path other than /v1/traces. The SDK's own settings count
-    (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_BSP_…`)."""
+    """Return a processor that sends spans to a collector. `endpoint`: http://HOST:PORT, optionally with a path to use
+    instead of /v1/traces. The SDK's own settings apply (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_BSP_…`)."""
     url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + _PATH
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
 
 
 def to_file(path: str | Path) -> BatchSpanProcessor:
-    """Raises what `SpanFile` raises."""
+    """Return a processor that writes spans to a file. Raises the errors of `SpanFile`."""
     return BatchSpanProcessor(SpanFile(path), max_queue_size=_FILE_QUEUE, schedule_delay_millis=_FILE_DELAY_MS)
 
 
 class SpanFile(SpanExporter):
-    """A file of spans. Any thread, one at a time."""
+    """A file of spans. Any thread may use it, but only one at a time."""
 
-    def __init__(self, path: str | Path, most_bytes: int = MOST_BYTES) -> None:
-        """A file that is there becomes FILE.1. most_bytes: of FILE, and so of FILE.1.
+    def __init__(self, path: str | Path, most_bytes: int = MAX_TRACE_BYTES) -> None:
+        """Open the file. An existing file is renamed to FILE.1. `most_bytes`: the size limit of FILE, and therefore of
+        FILE.1.
 
-        Raises `OSError` if the file cannot be written, and `ValueError` if it holds something else, or if another
-        process writes it."""
+        Raises `OSError` if the file cannot be written. Raises `ValueError` if the file has other content than spans, is
+        not an ordinary file, or is being written by another process.
+        """
         self._path = Path(path)
         self._most_bytes = most_bytes
         self._failing = False
@@ -123,16 +132,16 @@ class SpanFile(SpanExporter):
         if head:
             if not head.startswith(HEADS):
                 os.close(self._file)
-                raise ValueError(f"{path} holds something else than a trace; name a new file, or move that one away")
+                raise ValueError(f"{path} has content other than a trace; name a new file, or move this one away")
             self._rotate()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Add them as one line. What the disk does not take is lost."""
+        """Add the spans as one line. If it cannot be written, the spans are lost."""
         try:
             self._append(_line(spans))
         except OSError as error:
             if not self._failing:
-                log.warning("kvstore: %s cannot be written: %s; requests are missing there", self._path, error)
+                log.warning("kvstore: %s cannot be written: %s; it will lack some requests", self._path, error)
             self._failing = True
             return SpanExportResult.FAILURE
         self._failing = False
@@ -157,7 +166,7 @@ class SpanFile(SpanExporter):
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise ValueError(f"{self._path} is no ordinary file; name one")
+                raise ValueError(f"{self._path} is not an ordinary file; name one that is")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
@@ -168,7 +177,7 @@ class SpanFile(SpanExporter):
         return file
 
     def _rotate(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+        with contextlib.suppress(FileNotFoundError):  # the file was removed meanwhile
             os.replace(self._path, f"{self._path}.1")
         old, self._file = self._file, self._open()
         os.close(old)
@@ -176,7 +185,7 @@ class SpanFile(SpanExporter):
 
 
 def _line(spans: Sequence[ReadableSpan]) -> bytes:
-    """-> OTLP's JSON, which is protobuf's but for ids, which have hexadecimal digits."""
+    """Return the spans in OTLP's JSON. It is protobuf's JSON, except that ids are hexadecimal."""
     document: dict[str, Any] = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
     for resource in document["resourceSpans"]:
         for scope in resource["scopeSpans"]:

@@ -1,8 +1,8 @@
-"""The parts of a request as one process sees them, in OpenTelemetry's words: spans, which have attributes and events.
+"""The spans of a request within one process. As in OpenTelemetry, spans have attributes and events.
 
-They are kept where something wants their times anyway, and are a few small objects; `span_export` gives them to
-OpenTelemetry's SDK. Times are those of `time.monotonic`, so that they follow on each other whatever the clock does.
-Attributes have the names of OpenTelemetry's semantic conventions where these have one.
+Spans are a few small objects, which are also used where their times are needed for other purposes. `span_export` passes
+them to OpenTelemetry's SDK. Times come from `time.monotonic`, so that their order is right even if the clock is set.
+Attributes are named according to OpenTelemetry's semantic conventions, where these have a name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["internal", "server", "client"]
 
 @dataclass
 class Moment:
-    """Something that happened in a span."""
+    """An event at one time within a span."""
 
     name: str
     at: float
@@ -28,8 +28,9 @@ class Moment:
 
 @dataclass
 class Span:
-    """`row`: where a timeline shows it. `ended`: 0 while it lasts. `parent`: the id of the span that it is a part of;
-    empty: the span of whoever sent the request. `error`: what ended it; empty: nothing did."""
+    """A part of a request's time. `row`: the row of a timeline that shows the span. `ended`: the end time, 0 before the
+    span has ended. `parent`: the id of the span that contains it. If it is empty, the parent is the span of the
+    request's sender. `error`: the error that ended it, empty if there was none."""
 
     name: str
     kind: Kind
@@ -43,11 +44,12 @@ class Span:
     error: str = ""
 
     def event(self, name: str, **attributes: Any) -> None:
-        """It happens now."""
+        """Add an event that happens now."""
         self.events.append(Moment(name, time.monotonic(), attributes))
 
     def failed(self, error: BaseException) -> None:
-        """The span ends with an error; errors with a `kind` are told apart by it."""
+        """Record that an error ended the span. The recorded type is the error's `kind` if it has one, otherwise its
+        class."""
         kind = getattr(error, "kind", type(error).__name__)
         self.error = "cancelled" if isinstance(error, asyncio.CancelledError) else kind
         self.attributes["error.type"] = self.error

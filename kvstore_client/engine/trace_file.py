@@ -1,7 +1,8 @@
-"""What trace files say: lines of OTLP's JSON, which `span_export.SpanFile` writes and the Collector reads, too.
+"""Reads trace files, which have lines of OTLP's JSON. `span_export.SpanFile` writes them, and the Collector can read
+them, too.
 
-Reading needs no OpenTelemetry. A file may be read while it is written, and its writer may have been killed: only whole
-lines count.
+Reading does not need OpenTelemetry. A file may be read while it is written, and its writer may have been killed, so
+only whole lines count.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from typing import Any, Final
 
 import msgspec
 
-ROW: Final = "kvstore.row"  # attributes: where a timeline shows a span,
-REQUEST_ID: Final = "kvstore.request_id"  # and to which request it belongs
-WRITER: Final = "service.instance.id"  # of the resource: which process has measured it
-_OLD_HEAD: Final = b"[\n"  # of files with Chrome's trace events, as earlier versions wrote them
+ROW: Final = "kvstore.row"  # attribute: the row of a timeline that shows the span
+REQUEST_ID: Final = "kvstore.request_id"  # attribute: the request to which the span belongs
+WRITER: Final = "service.instance.id"  # attribute of the resource: the process that measured the span
+_OLD_HEAD: Final = b"[\n"  # the beginning of files of earlier versions, which have Chrome's trace events
 HEADS: Final = (b'{"resourceSpans":', _OLD_HEAD)
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """A part of a request: a span, or a moment in one, which has no `ended_us`. Times are in microseconds since 1970.
-    `args`: its other attributes."""
+    """Either a span of a request or an event in a span; `ended_us` is None for an event. Times are in microseconds
+    since 1970. `args`: its other attributes."""
 
     trace_id: str
     request_id: str
@@ -34,12 +35,13 @@ class Slice(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path) -> list[Slice]:
-    """-> in the order in which they were written. Raises `OSError`, and `ValueError`: it is no trace file."""
+    """Return the spans and their events in the order in which they were written. Raises `OSError` if the file cannot be
+    read, and `ValueError` if it is not a trace file."""
     lines = path.read_bytes().split(b"\n")
     if lines[0] == _OLD_HEAD.strip():
         raise ValueError(
-            f"{path} has Chrome's trace events, as earlier versions wrote them: open it in https://ui.perfetto.dev as "
-            "it is, and name files that this version has written"
+            f"{path} has Chrome's trace events, which earlier versions wrote: open it in https://ui.perfetto.dev; "
+            "expected files that this version has written"
         )
     found: list[Slice] = []
     try:
@@ -49,7 +51,7 @@ def read_trace(path: Path) -> list[Slice]:
                 for scope in resource["scopeSpans"]:
                     found += [each for span in scope["spans"] for each in _slices(span, writer)]
     except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is none that --trace-file or trace_file has written: {error!r}") from None
+        raise ValueError(f"{path} is not a file that --trace-file or trace_file has written: {error!r}") from None
     return found
 
 
@@ -63,7 +65,7 @@ def _slices(span: dict[str, Any], writer: str) -> Iterator[Slice]:
 
 
 def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
-    """Each value says its kind; OTLP writes integers of 64 bits as strings."""
+    """Return the attributes by name. In OTLP, each value comes with its type, and 64-bit integers are strings."""
     pairs = ((pair["key"], *pair["value"].popitem()) for pair in holder.get("attributes", ()))
     return {name: int(value) if kind == "intValue" else value for name, kind, value in pairs}
 

@@ -1,15 +1,21 @@
-"""Blocks on their way from host memory to the store, in the background of an engine.
+"""Sends blocks from host memory to the store, in the background of an engine.
 
-One thread takes batches from a bounded queue, asks which blocks the store has, and sets the others. A batch costs two
-requests however small it is, which the engine's cores pay for. So blocks wait for others, for `GATHER_S` at most, until
-`GATHER_BYTES` are there; nobody waits for them so soon, or they are handed over. When the queue is
-full, blocks of the oldest prompt are dropped, from its end: the newest prompts are the likeliest to be asked for again,
-of a prompt only what is before the first gap is found, and an engine never waits for its cache. Blocks that are handed
-over to another engine, which waits for them, go first and are not dropped. So that they need not wait long for a batch
-of others, a batch is as large as the link carries in `BATCH_S`, by the batch before it.
+One thread takes batches from a bounded queue, asks the store which of the blocks it has, and sets the others.
 
-No copy is made here: blocks go from the caller's rows to the socket. Whatever fails, ``done`` is called exactly once
-for each block, so that the caller can always release its memory.
+Each batch costs two requests, even if it is small, and requests use the engine's cores. So a block waits for others,
+until `GATHER_BYTES` are queued but at most for `SEND_GATHER_S`. Other engines do not need a block sooner than that,
+unless it is handed over to them.
+
+When the queue is full, the blocks at the end of the oldest prompt are dropped. The newest prompts are the most likely
+to be needed again, and a lookup finds only the blocks before a prompt's first gap. An engine never waits until the
+queue has room.
+
+Blocks that are handed over to another engine are sent first and are not dropped, because that engine waits for them. A
+batch is limited to the bytes that the link carries in `BATCH_S` at the rate of the previous batch. So blocks that are
+handed over do not wait long for a batch of other blocks.
+
+This module makes no copies: blocks go from the caller's rows directly to the socket. Even after a failure, `done` is
+called exactly once for each block, so that the caller can always release the block's memory.
 """
 
 from __future__ import annotations
@@ -28,38 +34,44 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.parts import PartialBlocks, part_keys
+from kvstore_client.engine.slices import PartialBlocks, slice_keys
 from kvstore_client.engine.store import Store
 from kvstore_client.engine.waiting_blocks import WaitingBlocks
 
 Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
 
-# Payload of one round trip, at most: enough for full wire speed.
-CHUNK_BYTES: Final = 32 << 20
-# So long a block waits for others at most before it is sent, while there are fewer bytes than that.
-GATHER_S: Final = 0.01
+# The largest payload of one round trip. It is enough for full wire speed.
+SEND_CHUNK_BYTES: Final = 32 << 20
+# The longest time that a block waits for others before it is sent, while fewer than GATHER_BYTES are queued.
+SEND_GATHER_S: Final = 0.01
 GATHER_BYTES: Final = 8 << 20
-# So long a batch takes, but for small ones: each waits for its replies, which a distant store sends late.
+# The longest time that a batch should take. Batches of LEAST_BATCH_BYTES may take longer, because each batch waits for
+# its replies, which take long from a distant store.
 BATCH_S: Final = 0.5
 LEAST_BATCH_BYTES: Final = 2 << 20
-# So long a part of a block is kept whose other parts do not come, because the engine that sends them is gone.
-PART_TTL_S: Final = 30.0
-# So many blocks, as many as may wait to be sent, may be in the store in part.
+# How long the store keeps a slice if the other slices of its block do not come, because the engine that sends them is
+# gone.
+SLICE_TTL_S: Final = 30.0
+# The limit of blocks that are partially stored at once, as a multiple of the queue limit.
 PARTIAL_SHARE: Final = 2
 
 
 class SendOutcome(enum.Enum):
-    """What became of a block on its way out."""
+    """The result of sending a block."""
 
     STORED = "stored"
-    PRESENT = "present"  # not sent: the store had it already
-    DROPPED = "dropped"  # not sent: the queue was full or closed
-    FAILED = "failed"  # the store was out of reach or did not take it
+    PRESENT = "present"  # not sent, because the store had it already
+    DROPPED = "dropped"  # not sent, because the queue was full or closed
+    FAILED = "failed"  # the store was out of reach or refused it
 
 
 class SendAs(NamedTuple):
-    """How a block is sent: its priority and time to live in the store, as the client's `set` takes them, and whether
-    another engine waits for it."""
+    """How a block is sent.
+
+    * `priority`: Its priority in eviction, 0 to 3, as in `KVStoreClient.set`.
+    * `ttl_s`: How long the store keeps it, in seconds. By default, the store's rule for the namespace applies.
+    * `handed_over`: Whether another engine waits for it.
+    """
 
     priority: int = 0
     ttl_s: float | None = None
@@ -67,9 +79,16 @@ class SendAs(NamedTuple):
 
 
 class BlockOut(NamedTuple):
-    """A block on its way out. ``block``: its bytes. ``token``: what names it in the results. ``parent``: the key before
-    it in its chain; None: it is the first. ``generation``: the `StoreGuard.generation` in which it was made: at another
-    one it is not sent; None: it is sent whatever that is."""
+    """A block to send.
+
+    * `key`: Its key in the store.
+    * `block`: Its bytes.
+    * `token`: A value by which the caller identifies it in the results.
+    * `parent`: The key of the block before it in its chain; None for the first block.
+    * `how`: How it is sent.
+    * `generation`: The `StoreGuard.generation` in which it was computed. If the store is at another generation, the
+      block is not sent. If it is None, the block is sent in any case.
+    """
 
     key: bytes
     block: Block
@@ -83,53 +102,60 @@ Done: TypeAlias = Callable[[Sequence[tuple[Hashable, SendOutcome]]], None]
 
 
 class TransferOut:
-    """Sends blocks of one namespace to the store. The caller owns the blocks' memory and must not change it until
-    ``done`` has named the block's token. Thread-safe.
+    """Sends blocks of one namespace to the store. Thread-safe.
 
-    ``limit``: how many blocks may wait in the queue. ``done(results)`` is called from the transfer's thread, or from
-    ``put`` and ``close`` for the blocks they drop; it must neither raise nor block.
+    The caller owns the blocks' memory and must not change it until `done` has named the block's token.
 
-    ``parts``, more than 1: what is put are parts, of which a block has so many; the last byte of a key is the number of
-    the part. Each is set to live for `PART_TTL_S`, and when the store has all of a block, they get the time to live
-    that they were put with. So nothing is left of a block that does not become complete. Counters count whole blocks.
+    * `guard`: The guard through which the store is called.
+    * `limit`: The number of blocks that may wait in the queue; at least 1.
+    * `counters`: The counters of blocks. They count whole blocks, even if blocks have slices.
+    * `done`: Called with a list of `(token, outcome)` pairs. The transfer's own thread calls it; `put`, `discard` and
+      `close` also call it for blocks that they drop. It must neither raise nor block.
+    * `slices`: The number of slices of a block. If it is more than 1, slices are put instead of blocks, and the last
+      byte of a key is the slice's number. The store keeps each slice only for `SLICE_TTL_S` at first. When it has all
+      slices of a block, they get the time to live that was given to `put`. So slices of an incomplete block soon
+      expire.
     """
 
-    def __init__(self, guard: StoreGuard, *, limit: int, counters: Counters, done: Done, parts: int = 1) -> None:
+    def __init__(self, guard: StoreGuard, *, limit: int, counters: Counters, done: Done, slices: int = 1) -> None:
         if limit < 1:
             raise ValueError(f"limit={limit}: expected room for at least 1 block")
         self._guard = guard
         self._limit = limit
-        self._parts = parts
-        self._partial = PartialBlocks(parts, most=PARTIAL_SHARE * limit)
+        self._slices = slices
+        self._partial = PartialBlocks(slices, most=PARTIAL_SHARE * limit)
         self._counters = counters
         self._done = done
-        self.chunk_blocks = max(1, CHUNK_BYTES // guard.block_bytes)
-        # With little room, blocks do not wait until others are dropped for them.
+        self.chunk_blocks = max(1, SEND_CHUNK_BYTES // guard.block_bytes)
+        # If the queue is small, blocks are sent before it is full, so that none have to be dropped.
         self._enough = max(1, min(self.chunk_blocks, limit // 2, GATHER_BYTES // guard.block_bytes))
         self._least_batch = min(self.chunk_blocks, max(1, LEAST_BATCH_BYTES // guard.block_bytes))
-        self._batch_blocks = self._least_batch  # of the next one at most; used by the thread only
+        self._batch_blocks = self._least_batch  # limit of the next batch; only the thread uses it
         self._queue: WaitingBlocks[BlockOut] = WaitingBlocks(remember=limit)
-        self._first: deque[BlockOut] = deque()  # those that are handed over
-        self._gathering_since = 0.0  # when the oldest block of the queue came, at the latest
+        self._first: deque[BlockOut] = deque()  # blocks that are handed over
+        self._gathering_since = 0.0  # when the queue was last empty before a `put`
         self._lock = threading.Lock()
-        # Two, so that a `put` wakes the thread only when there is something to do.
+        # Two conditions, so that a `put` wakes the thread only when there is something to do.
         self._work = threading.Condition(self._lock)
         self._batch_ended = threading.Condition(self._lock)
         self._sending = 0
-        self._hurried = 0  # callers of `drain`
+        self._hurried = 0  # the number of callers that are in `drain`
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvstore-transfer-out", daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        """Blocks in the queue or being sent."""
+        """The number of blocks in the queue or being sent."""
         return len(self._queue) + len(self._first) + self._sending
 
     def put(self, blocks: Iterable[BlockOut]) -> None:
-        """Queue blocks, each after the one before it in its chain. Beyond the limit, those at the ends of the oldest
-        chains are dropped, even if this call put them there, but none that is handed over. While blocks wait, what
-        follows a block that was dropped is dropped, too. Never blocks."""
+        """Queue blocks. Each block must come after the block before it in its chain. Never blocks.
+
+        If the queue is over its limit, blocks at the ends of the oldest chains are dropped, even if this call put them
+        there. Blocks that are handed over are not dropped because of the limit. After a block is dropped, blocks that
+        follow it in its chain are dropped too, until the queue has been empty.
+        """
         dropped: list[BlockOut] = []
         with self._lock:
             first = not self._queue
@@ -151,7 +177,8 @@ class TransferOut:
         self._report(dropped, SendOutcome.DROPPED)
 
     def discard(self, unwanted: Callable[[Hashable], bool]) -> None:
-        """Drop the queued blocks whose tokens are unwanted. What is on the wire is not held up. Never blocks."""
+        """Drop the queued blocks for whose tokens `unwanted` returns True. Blocks on the wire are still sent. Never
+        blocks."""
         dropped: list[BlockOut] = []
         with self._lock:
             dropped += [each for each in self._first if unwanted(each.token)]
@@ -162,8 +189,8 @@ class TransferOut:
         self._report(dropped, SendOutcome.DROPPED)
 
     def drain(self, timeout_s: float) -> bool:
-        """Send at once what is queued, and wait until no block is queued or on the wire. -> False if ``timeout_s``
-        passed first."""
+        """Send the queued blocks at once, and wait until no block is queued or on the wire. Return False if that takes
+        longer than `timeout_s` seconds."""
         with self._lock:
             self._hurried += 1
             self._work.notify()
@@ -173,8 +200,8 @@ class TransferOut:
                 self._hurried -= 1
 
     def close(self, timeout_s: float) -> None:
-        """Send the queued blocks for up to ``timeout_s``, then drop the rest. Waits for a batch on the wire for as
-        long as one call may take."""
+        """Send queued blocks for up to `timeout_s` seconds, then drop the rest. If a batch is on the wire, wait for it
+        for up to the timeout of one call."""
         self.drain(timeout_s)
         with self._lock:
             self._closed = True
@@ -189,12 +216,12 @@ class TransferOut:
         while True:
             with self._lock:
                 self._work.wait_for(lambda: self._queue or self._first or self._closed)
-                self._work.wait_for(self._is_enough, self._gathering_since + GATHER_S - time.monotonic())
+                self._work.wait_for(self._is_enough, self._gathering_since + SEND_GATHER_S - time.monotonic())
                 if self._first:
                     batch = [self._first.popleft() for _ in range(min(self._batch_blocks, len(self._first)))]
                 else:
                     batch = self._queue.take(self._batch_blocks)
-                if not batch and not self._closed:  # it was discarded
+                if not batch and not self._closed:  # its blocks were discarded
                     continue
                 if not batch:
                     return
@@ -212,28 +239,28 @@ class TransferOut:
                 self._batch_ended.notify_all()
 
     def _is_enough(self) -> bool:
-        """Whether to send now what is queued."""
+        """Return whether to send queued blocks now."""
         return bool(self._first) or len(self._queue) >= self._enough or self._hurried > 0 or self._closed
 
     def _send(self, batch: list[BlockOut]) -> int:
-        """-> how many blocks were on the wire."""
+        """Send a batch. Return the number of blocks that were sent."""
         keys = [each.key for each in batch]
         present = self._guard.call(lambda store: store.in_remote(keys), None)
         if present is None:
             self._report(batch, SendOutcome.FAILED)
             return 0
-        current = self._guard.generation  # the store has just said
+        current = self._guard.generation  # it is known, because the store has just answered
         wanted = [each.generation in (None, current) for each in batch]
         self._report([each for each, is_wanted in zip(batch, wanted, strict=True) if not is_wanted], SendOutcome.FAILED)
         there = [each for each, is_there in zip(batch, present & wanted, strict=True) if is_there]
         missing = [each for each, is_there in zip(batch, ~present & wanted, strict=True) if is_there]
         stored: list[BlockOut] = []
-        most_s = PART_TTL_S if self._parts > 1 else math.inf
+        most_s = SLICE_TTL_S if self._slices > 1 else math.inf
         if missing:
             lost = self._guard.call(lambda client: _set(client, missing, most_s), len(missing))
-            stored = self._in_store(missing) if lost else missing  # it does not tell which ones
+            stored = self._in_store(missing) if lost else missing  # the result does not say which blocks were lost
         failed = {each.key for each in missing} - {each.key for each in stored}
-        if self._parts > 1:
+        if self._slices > 1:
             failed |= self._complete(there, stored)
         for some, outcome in ((there, SendOutcome.PRESENT), (missing, SendOutcome.STORED)):
             self._report([each for each in some if each.key not in failed], outcome)
@@ -246,14 +273,14 @@ class TransferOut:
         return [each for each, is_there in zip(blocks, present, strict=True) if is_there]
 
     def _complete(self, there: Sequence[BlockOut], stored: Sequence[BlockOut]) -> set[bytes]:
-        """Have blocks live on of which the store has all parts now. -> the keys of these parts, if the block's
-        others are not there any more."""
+        """Extend the time to live of blocks whose slices are all in the store now. If one of these blocks has meanwhile
+        lost a slice, return the keys of its slices in this batch."""
         whole = self._partial.add([each.key for each in there], [each.key for each in stored])
         keys_by_ttl: dict[float | None, list[bytes]] = {}
         for each in (*there, *stored):
             if each.key[:-1] in whole:
                 whole.discard(each.key[:-1])
-                keys_by_ttl.setdefault(each.how.ttl_s, []).extend(part_keys([each.key[:-1]], range(self._parts)))
+                keys_by_ttl.setdefault(each.how.ttl_s, []).extend(slice_keys([each.key[:-1]], range(self._slices)))
         lost: set[bytes] = set()
         for ttl_s, keys in keys_by_ttl.items():
             kept = self._guard.call(functools.partial(_expire, keys, ttl_s), np.zeros(len(keys), dtype=np.bool_))
@@ -264,14 +291,14 @@ class TransferOut:
         if not blocks:
             return
         if outcome is SendOutcome.STORED:
-            self._counters.add("transfer_out_blocks", len(blocks) / self._parts)
+            self._counters.add("transfer_out_blocks", len(blocks) / self._slices)
             self._counters.add("transfer_out_bytes", len(blocks) * self._guard.block_bytes)
         else:
-            self._counters.add(_COUNTERS[outcome], len(blocks) / self._parts)
+            self._counters.add(_OUTCOME_COUNTERS[outcome], len(blocks) / self._slices)
         self._done([(each.token, outcome) for each in blocks])
 
 
-_COUNTERS: Final = {
+_OUTCOME_COUNTERS: Final = {
     SendOutcome.PRESENT: "present_blocks",
     SendOutcome.DROPPED: "dropped_blocks",
     SendOutcome.FAILED: "unsaved_blocks",
@@ -283,8 +310,8 @@ def _expire(keys: Sequence[bytes], ttl_s: float | None, store: Store) -> npt.NDA
 
 
 def _set(client: Store, blocks: Sequence[BlockOut], most_s: float) -> int:
-    """Set blocks, to live for so long at most. -> how many the store could not take. A deferred set is acknowledged
-    once the store owns the bytes; every lookup sees the blocks from then on."""
+    """Set blocks with a time to live of at most `most_s` seconds. Return how many could not be stored. A deferred set
+    is acknowledged as soon as the store owns the bytes, and every lookup finds the blocks from then on."""
     lost = 0
     for (how, generation), group in itertools.groupby(blocks, lambda each: (each.how, each.generation)):
         some = list(group)

@@ -1,10 +1,12 @@
-"""Blocks that wait to be sent, by the chains they belong to.
+"""The queue of blocks that wait to be sent, ordered by chain.
 
-Of a prompt, only the blocks before the first gap are ever found. So when there are too many, the end of the oldest
-chain goes first, not its beginning; and as long as there are too many, what follows a block that went is not taken.
+A lookup finds only the blocks of a prompt before the first gap. So when there are too many blocks, the end of the
+oldest chain is dropped first, not its beginning. Blocks that follow a dropped block are refused until the queue has
+been empty.
 
-A chain is what follows each other in this queue. Of ranks that share the sending, each has every n-th block of a
-prompt, which are chains of one block here; each part of a block, or group of layers, has a chain of its own.
+A chain is a sequence of blocks in this queue. Each block is the parent of the next. If n ranks share the work of
+sending, each rank has every n-th block of a prompt, and each of these blocks is a chain of one block. Slices with
+different numbers are in different chains.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Chained(Protocol):
-    """A block, by its key, that of the block before it, and what names it."""
+    """A block with its key, the key of the block before it, and a token that identifies it."""
 
     @property
     def key(self) -> bytes: ...
@@ -30,15 +32,18 @@ BlockT = TypeVar("BlockT", bound=Chained)
 
 
 class WaitingBlocks(Generic[BlockT]):
-    """A queue of blocks: the chain of which a block came first goes first. A block may be in it twice. Not thread-safe.
-    `remember`: how many cut blocks are remembered, so that what follows them is refused; none once the queue has been
-    emptied, because another engine may have stored them since."""
+    """A queue of blocks. Chains leave it in the order in which their first blocks came. A block may be in it twice. Not
+    thread-safe.
+
+    `remember`: how many dropped blocks are remembered, so that blocks that follow them are refused. When the queue has
+    been emptied, all are forgotten, because another engine may have stored them since.
+    """
 
     def __init__(self, remember: int) -> None:
         self._remember = remember
         self._numbers = itertools.count()
-        self._chains: dict[int, deque[BlockT]] = {}  # the oldest first; a block comes before those that follow it
-        self._chain_of: dict[bytes, tuple[int, int]] = {}  # by key: its newest chain, and how often it waits
+        self._chains: dict[int, deque[BlockT]] = {}  # the oldest first; each has its blocks in order
+        self._chain_of: dict[bytes, tuple[int, int]] = {}  # by key: newest chain, number of times in the queue
         self._cut: dict[bytes, None] = {}  # the oldest first
         self._count = 0
 
@@ -46,7 +51,7 @@ class WaitingBlocks(Generic[BlockT]):
         return self._count
 
     def add(self, block: BlockT) -> bool:
-        """-> False: the block is not taken, because one before it was cut."""
+        """Add a block. Return False if it is refused because an earlier block of its chain was dropped."""
         if block.parent in self._cut:
             self._note_cut(block)
             return False
@@ -61,11 +66,12 @@ class WaitingBlocks(Generic[BlockT]):
         return True
 
     def went(self, key: bytes) -> None:
-        """This block is on its way to the store, perhaps not through this queue: what follows it is of use."""
+        """Note that this block is on its way to the store, perhaps not through this queue. Blocks that follow it are
+        therefore useful and are not refused."""
         self._cut.pop(key, None)
 
     def take(self, most: int) -> list[BlockT]:
-        """Take out so many blocks, from the beginnings of the oldest chains."""
+        """Remove and return at most this many blocks, from the beginnings of the oldest chains."""
         taken: list[BlockT] = []
         while self._chains and len(taken) < most:
             number, chain = next(iter(self._chains.items()))
@@ -77,7 +83,8 @@ class WaitingBlocks(Generic[BlockT]):
         return taken
 
     def cut(self, count: int) -> list[BlockT]:
-        """Take out so many blocks, from the ends of the oldest chains, the last of each first."""
+        """Remove and return at most this many blocks, from the ends of the oldest chains. The last block of each chain
+        comes first."""
         taken: list[BlockT] = []
         while self._chains and len(taken) < count:
             number, chain = next(iter(self._chains.items()))
@@ -89,7 +96,7 @@ class WaitingBlocks(Generic[BlockT]):
         return taken
 
     def remove(self, unwanted: Callable[[Hashable], bool]) -> list[BlockT]:
-        """Take out the blocks with unwanted tokens."""
+        """Remove and return the blocks for whose tokens `unwanted` returns True."""
         taken: list[BlockT] = []
         for number, chain in list(self._chains.items()):
             found = [each for each in chain if unwanted(each.token)]
@@ -109,7 +116,7 @@ class WaitingBlocks(Generic[BlockT]):
         return block
 
     def _note_cut(self, block: BlockT) -> None:
-        if block.key in self._chain_of:  # it waits once more
+        if block.key in self._chain_of:  # another copy of it still waits
             return
         self._cut[block.key] = None
         if len(self._cut) > self._remember:

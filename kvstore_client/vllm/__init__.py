@@ -1,20 +1,25 @@
-"""The vLLM side of kvstore: the only package here that may import vllm.
+"""The part of kvstore that runs in vLLM. No other package here may import vllm.
 
-``connector.KVStoreConnector`` is the class that an engine loads. It is a thin class over two halves, which run in
+``connector.KVStoreConnector`` is the class that an engine loads. It is a thin layer over two halves. The halves run in
 different processes and exchange the messages that ``kvstore_client.engine.paged.plan`` defines:
 
-* ``scheduler.SchedulerHalf`` runs beside the engine's scheduler. It decides which blocks a request may load, which
-  blocks a step saves, and which slots of host memory they use meanwhile (``load_planner``, ``save_planner``);
-* ``WorkerHalf`` of ``engine.paged`` runs beside the model and moves bytes: KV cache tensors <-> host pool <-> store. It
-  knows nothing of vLLM.
+* ``scheduler.SchedulerHalf`` runs next to the engine's scheduler. It decides which blocks a request may load and which
+  blocks a step saves (``load_planner``, ``save_planner``). It also decides which slots of host memory these blocks use
+  while they are loaded or saved.
+* ``WorkerHalf`` of ``engine.paged`` runs next to the model. It moves bytes between KV cache tensors, the host pool and
+  the store, and does not depend on vLLM.
 
-``new_weights`` says in a worker that its weights have changed, and what they are called now.
+``new_weights`` is called in a worker after its weights have changed, and gives them a new name.
 
 ``tier.KVStoreTier`` is the other way to use the store: a secondary tier behind vLLM's own offloading.
 
-``shared`` holds the code of both: common options, the checks that refuse an engine, the identity of a model, the
-metrics. The connector alone uses ``rank_namespace`` (what must agree before bytes are shared), ``block_keys`` (the keys
-of blocks), ``stats`` (the engine's metrics) and ``vllm_parts`` (imports that are not vLLM's public interface).
+``shared`` has the code that the connector and the tier use: common options, the checks that stop an unsuitable engine,
+the identity of a model, and the metrics. Four other modules of the connector are:
+
+* ``rank_namespace``: the settings that must agree before bytes are shared
+* ``block_keys``: the keys of blocks
+* ``stats``: the engine's metrics
+* ``vllm_parts``: imports that are not part of vLLM's public interface
 """
 
 from __future__ import annotations
@@ -25,13 +30,15 @@ __all__ = ["new_weights"]
 
 
 def new_weights(version: str) -> None:
-    """Say in a worker of an engine with ``KVStoreConnector`` what the weights are called that are loaded now; see
-    docs/vllm.md. Call it in all workers, with vLLM's ``collective_rpc``, once the weights are loaded.
+    """Name the weights that a worker of an engine with ``KVStoreConnector`` has loaded; see docs/vllm.md. Call this in
+    all workers with vLLM's ``collective_rpc``, after the weights are loaded.
 
-    Sharing goes on under that name when all workers were told it: with engines whose weights were given the same name.
+    When all workers have been given the name, sharing resumes under that name, with engines whose weights have the same
+    name.
 
-    Raises ValueError for an empty name, or one that other weights of this engine had; RuntimeError in a process that
-    is no such worker. Thread: the one that the engine calls its worker from, which `collective_rpc` does.
+    Raises ValueError for an empty name, and for a name that other weights of this engine had before. Raises
+    RuntimeError in a process that has no such worker. Call this only from the thread in which the engine calls its
+    worker, as `collective_rpc` does.
     """
     from kvstore_client.vllm.connector.engine_model import new_weights as name_them  # with torch
 
@@ -39,8 +46,8 @@ def new_weights(version: str) -> None:
 
 
 def _log_like_vllm() -> None:
-    """Have what `kvstore_client` logs in an engine go where the engine's own lines go, which vLLM sets up for its own
-    loggers alone. Whoever has set up logging for all is left alone."""
+    """Send the log lines of `kvstore_client` to the same place as the engine's own lines, because vLLM sets up only its
+    own loggers. Do nothing in a process that has set up logging for all loggers."""
     ours, engines = logging.getLogger("kvstore_client"), logging.getLogger("vllm")
     if not ours.hasHandlers():
         ours.handlers = engines.handlers

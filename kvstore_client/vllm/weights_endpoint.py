@@ -1,10 +1,10 @@
-"""``POST /kvstore/weights {"version": "step-1200"}`` on vLLM's API server: says in all workers what the weights are
-called that are loaded now, as `kvstore_client.vllm.new_weights` does.
+"""``POST /kvstore/weights {"version": "step-1200"}`` on vLLM's API server. The request names the weights that all
+workers have loaded, as `kvstore_client.vllm.new_weights` does for one worker.
 
-It is an endpoint plugin of vLLM, which loads it only if ``VLLM_PLUGINS`` names ``kvstore``. Where the server has
-``--api-key``, the request must have the key, as those to ``/v1``.
+This module is an endpoint plugin of vLLM, which loads it only if ``VLLM_PLUGINS`` names ``kvstore``. If the server has
+``--api-key``, the request must have the key, as requests to ``/v1`` must.
 
-Thread: the API server's event loop.
+All code here runs in the API server's event loop.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from starlette.datastructures import State
     from vllm.engine.protocol import EngineClient
 
-PATH = "/kvstore/weights"
-MOST_BYTES = 64 << 10  # of a body
+WEIGHTS_PATH = "/kvstore/weights"
+MAX_BODY_BYTES = 64 << 10  # the largest body of a request
 
 
 class WeightsEndpoint:
-    """What vLLM wants of an endpoint plugin."""
+    """The interface of vLLM's endpoint plugins."""
 
     name = "kvstore"
     required_tasks = None
@@ -37,7 +37,7 @@ class WeightsEndpoint:
         self._keys: list[str] = []
 
     def attach_router(self, app: Any) -> None:
-        app.add_api_route(PATH, self.name_weights, methods=["POST"], response_model=None)
+        app.add_api_route(WEIGHTS_PATH, self.name_weights, methods=["POST"], response_model=None)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Arguments) -> None:
         self._engine = engine_client
@@ -45,12 +45,13 @@ class WeightsEndpoint:
         self._keys = [keys] if isinstance(keys, str) else [key for key in keys if key]
 
     async def name_weights(self, request: Request) -> JSONResponse:
-        """400: a body that is not as above; 401: without the key; 409: the workers refuse, and say why."""
+        """Name the weights. The status is 400 for a body of another form, 401 for a request without the key, and 409 if
+        the workers refuse the name. With 409, the answer has the reason."""
         if not self._is_allowed(request.headers.get("authorization", "")):
             return JSONResponse({"error": "Unauthorized"}, 401)
         try:
             body = await request.body()
-            found = json.loads(body) if len(body) <= MOST_BYTES else None
+            found = json.loads(body) if len(body) <= MAX_BODY_BYTES else None
         except ValueError:
             found = None
         version = found.get("version") if isinstance(found, dict) else None

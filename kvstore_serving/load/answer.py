@@ -1,23 +1,25 @@
-"""One answer: from the bytes of its body to when its tokens came, how many there were, and what went wrong.
+"""Reads one answer: finds the number of its tokens, when they arrived, and what went wrong.
 
-Engines say the same in many ways, so what a chunk has is judged in two steps. When it comes:
+Engines differ in what they send, so two steps decide whether a chunk has tokens. The first step is taken when the chunk
+arrives:
 
 | chunk of a choice | has tokens |
 |---|---|
 | text, content, reasoning, a refusal, a tool call, or token ids | certainly |
-| the role, and nothing else | no: some send it before they compute. But see below |
+| only the role | no: some engines send it before they compute. But see below |
 | an empty text or content | likely: a special token, or half a character, or an engine without a tokenizer |
-| nothing but a reason to end | perhaps: vLLM ends with the last token so, OpenAI sends it after the last token |
+| only a reason to end | perhaps: vLLM sends it with the last token, OpenAI after the last token |
 
-When the answer has ended: a chunk has at least one token, so if there are more chunks than tokens in `usage`, those
-that have the least to show have none. Without `usage`, chunks count that have tokens certainly or likely.
+The second step is taken when the answer has ended. Each chunk with tokens has one or more. So if there are more chunks
+than tokens in `usage`, the least certain chunks have none. Without `usage`, the chunks that have tokens certainly or
+likely are counted.
 
-A parser of tool calls or of reasoning holds tokens back, up to the whole answer. vLLM sends the role when it has the
-first token, so if more tokens were counted than came in chunks, and the first chunk is no text, the role's chunk is the
-time of the first token.
+A parser of tool calls or of reasoning holds tokens back, sometimes the whole answer. vLLM sends the role when it has
+the first token. So the role's chunk counts as the chunk with the first token, if the next chunk has no text and there
+are enough tokens in `usage`.
 
-An answer is complete if it ends with `[DONE]` or with a reason for each of its choices, or if it is one JSON object:
-some gateways do not stream. Such an answer has one time, that of its end.
+An answer is complete if it ends with `[DONE]` or with a reason for each of its choices. Some gateways do not stream. An
+answer that is one JSON object is also complete, and all its tokens get the time of its end.
 """
 
 from __future__ import annotations
@@ -28,16 +30,17 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvstore_serving.load.records import Outcome
+from kvstore_serving.load.records import RequestOutcome
 from kvstore_serving.sse import DONE, Comment, EventError, EventReader
 
 MAX_MESSAGE: Final = 400
-_MAX_EVENT_BYTES: Final = 16 << 20  # an event that is longer is not one of an endpoint's
-_BROKEN_OFF: Final = ("abort", "error")  # reasons to end that are failures of the engine
+_MAX_ANSWER_EVENT_BYTES: Final = 16 << 20  # endpoints do not send longer events
+_BROKEN_OFF: Final = ("abort", "error")  # reasons to end that mean the engine failed
 
 
 class _Said(msgspec.Struct):
-    """A delta of a chat, or its whole message. Values are only looked at for being there: engines differ in them."""
+    """A delta of a chat, or its whole message. Engines differ in the values, so only the presence of a value
+    matters."""
 
     role: object = None
     content: object = None
@@ -96,7 +99,7 @@ class _Event(msgspec.Struct):
     usage: _Usage | None = None
     error: object = None  # an object or a string
     kind: object = msgspec.field(default=None, name="object")
-    prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # vLLM has them, or null, beside the role
+    prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # sent by vLLM with the role; may be null
 
     @property
     def is_error(self) -> bool:
@@ -107,10 +110,10 @@ _decode: Final = msgspec.json.Decoder(_Event).decode
 
 
 class _Sureness(IntEnum):
-    """How sure it is that a chunk has tokens."""
+    """How certain it is that a chunk has tokens."""
 
     NONE = 0
-    ROLE = 1  # of vLLM
+    ROLE = 1  # only the role, as vLLM sends it
     PERHAPS = 2
     LIKELY = 3
     CERTAIN = 4
@@ -124,14 +127,14 @@ class _Chunk(NamedTuple):
     is_text: bool
 
 
-class Answer:
-    """Takes the body of one answer as it comes, and writes what it says into the outcome."""
+class AnswerReader:
+    """Parses the body of one answer as it arrives, and writes the results into the request's outcome."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: RequestOutcome) -> None:
         self._outcome = outcome
-        self._reader = EventReader(_MAX_EVENT_BYTES)
-        self._head = b""  # the first bytes that are no space
-        self._whole: bytearray | None = None  # of an answer that is one JSON object
+        self._reader = EventReader(_MAX_ANSWER_EVENT_BYTES)
+        self._head = b""  # the first bytes after any spaces
+        self._whole: bytearray | None = None  # the body of an answer that is one JSON object
         self._events = 0
         self._done = False
         self._chunks: list[_Chunk] = []
@@ -141,7 +144,7 @@ class Answer:
         self._last_s = 0.0
 
     def add(self, received: bytes, now_s: float) -> None:
-        """Raises `EventError` and `msgspec.DecodeError`."""
+        """Parse received bytes. Raises `EventError` or `msgspec.DecodeError` if they cannot be parsed."""
         if not self._head:
             self._head = received.lstrip()[:MAX_MESSAGE]
             if self._head.startswith(b"{"):
@@ -149,8 +152,8 @@ class Answer:
         if self._whole is not None:
             self._whole += received
             self._last_s = now_s
-            if len(self._whole) > _MAX_EVENT_BYTES:
-                raise EventError(f"an answer of more than {_MAX_EVENT_BYTES} bytes")
+            if len(self._whole) > _MAX_ANSWER_EVENT_BYTES:
+                raise EventError(f"the answer has more than {_MAX_ANSWER_EVENT_BYTES} bytes")
             return
         for data in self._reader.feed(received):
             if data == DONE:
@@ -165,7 +168,7 @@ class Answer:
         if event.is_error:
             self._outcome.fail("server", error_message(data))
         elif self._whole is not None and event.choices is None:
-            raise EventError(f"a JSON object without choices: {error_message(data)}")
+            raise EventError(f"the answer is a JSON object without choices: {error_message(data)}")
         if event.usage is not None:
             self._count(event.usage)
         for choice in event.choices or ():
@@ -188,35 +191,35 @@ class Answer:
             self._outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
     def end(self, whole_output: bool) -> None:
-        """The body ended in order. `whole_output`: it should have all tokens that were asked for. Raises what `add`
-        raises."""
+        """Note that the body has ended without an error. `whole_output`: whether the answer must have all requested
+        tokens. Raises the same errors as `add`."""
         if self._whole is not None:
             self._take(bytes(self._whole), self._last_s)
             self._done = self._outcome.whole = True
         elif self._head and not self._events and not self._done:
-            raise EventError(f"neither events nor a JSON object: {error_message(self._head)}")
+            raise EventError(f"the answer is neither events nor a JSON object: {error_message(self._head)}")
         self.settle()
         self._judge(whole_output)
 
     def settle(self) -> None:
-        """Nothing more comes: write down the tokens and their times."""
+        """Write the tokens and their times into the outcome. Nothing more will arrive."""
         outcome, chunks = self._outcome, self._with_tokens()
         outcome.tokens_reported = self._reported is not None
         outcome.tokens = len(chunks) if self._reported is None else self._reported
-        if outcome.tokens and not chunks:  # an engine that shows nothing of them
+        if outcome.tokens and not chunks:  # the engine sent no chunk with a token
             chunks = [_Chunk(self._last_s, 0, _Sureness.NONE, True, False)]
         outcome.arrivals_s = [chunk.at_s for chunk in chunks]
         if any(chunk.choice for chunk in chunks):
             outcome.choices = [chunk.choice for chunk in chunks]
 
     def _with_tokens(self) -> list[_Chunk]:
-        """-> the chunks that have tokens, in the order in which they came."""
+        """Return the chunks that have tokens, in the order in which they arrived."""
         first = {chunk.choice: chunk for chunk in reversed(self._chunks) if chunk.sureness > _Sureness.ROLE}
         with_text = {choice for choice, chunk in first.items() if chunk.is_text}
         chunks = [chunk for chunk in self._chunks if chunk.sureness > _Sureness.ROLE or chunk.choice not in with_text]
         certain = sum(chunk.sureness is _Sureness.CERTAIN for chunk in chunks)
         if not self._reported and certain:
-            self._reported = None  # 0 tokens and a text: it does not count them
+            self._reported = None  # 0 tokens although there is text: the server does not count them
         if self._reported is None:
             return [chunk for chunk in chunks if chunk.sureness > _Sureness.PERHAPS]
         surplus = max(0, min(len(chunks) - self._reported, len(chunks) - certain))
@@ -225,7 +228,7 @@ class Answer:
         return [chunks[place] for place in places if place not in empty]
 
     def _judge(self, whole_output: bool) -> None:
-        """Whether the answer is complete."""
+        """Set an error unless the answer is complete."""
         outcome = self._outcome
         asked = outcome.asked_tokens
         got = f"{outcome.tokens} of {asked} tokens"
@@ -233,7 +236,7 @@ class Answer:
         if not ended and outcome.tokens < asked:
             outcome.fail("cut", f"the stream ended without [DONE], after {got}")
         elif not outcome.tokens and (whole_output or not (self._finished or outcome.tokens_reported)):
-            outcome.fail("fewer_tokens", f"no token, {asked} were asked for")
+            outcome.fail("fewer_tokens", f"the answer has no token; {asked} were requested")
         elif whole_output and outcome.tokens_reported and outcome.tokens < asked and not self._calls_tools:
             outcome.fail("fewer_tokens", f"the answer ended after {got}")
 
@@ -252,7 +255,7 @@ def _sureness(choice: _Choice, ends: bool, of_vllm: bool) -> _Sureness:
 
 
 def error_message(body: bytes) -> str:
-    """What a server says in the body of an error: the message in its JSON, or else the text."""
+    """Return the message in the body of an error. If the body is not JSON with a message, its text is returned."""
     try:
         said = msgspec.json.decode(body)
     except msgspec.DecodeError:

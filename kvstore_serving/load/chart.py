@@ -1,7 +1,7 @@
-"""Charts of runs: the distributions of TTFT and TPOT beside their SLOs, and of latency; and what happened when.
+"""Charts of runs: the distributions of TTFT and TPOT with their SLOs, the distribution of latency, and a timeline.
 
-With several rates there is a line for each, and attainment against rate. matplotlib is imported when a chart is drawn,
-and draws without a screen.
+For several rates, each chart has a line for each rate, and a further chart shows attainment against rate. The module
+matplotlib is imported when a chart is drawn, and needs no screen.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvstore_serving.load.records import Outcome
+from kvstore_serving.load.records import RequestOutcome
 from kvstore_serving.load.report import LoadReport
 from kvstore_serving.load.sweep import TARGET
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS: Final = (".svg", ".png")
+CHART_FORMATS: Final = (".svg", ".png")
 
 
-def draw(path: Path, runs: Sequence[tuple[LoadReport, Sequence[Outcome]]]) -> None:
-    """Draw runs of one sweep, or a single one, into a file. Raises `OSError`, and `ValueError` for another format."""
-    if path.suffix not in FORMATS:
-        raise ValueError(f"{path}: a chart is a file that ends with {' or '.join(FORMATS)}")
+def draw(path: Path, runs: Sequence[tuple[LoadReport, Sequence[RequestOutcome]]]) -> None:
+    """Draw the runs of one sweep, or a single run, into a file. Raises `OSError`, or `ValueError` if the file's format
+    is not supported."""
+    if path.suffix not in CHART_FORMATS:
+        raise ValueError(f"{path}: expected a file name that ends with {' or '.join(CHART_FORMATS)}")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 8), layout="constrained")
-    axes_of: dict[str, Axes] = figure.subplot_mosaic("FPL;TTA")  # first token, per token, latency; timeline, attained
+    axes_of: dict[str, Axes] = figure.subplot_mosaic("FPL;TTA")  # TTFT, TPOT, latency; timeline, attainment
     ttft, tpot, latency = (axes_of[name] for name in "FPL")
     slo = runs[0][0].slo
     for report, outcomes in runs:
@@ -55,8 +56,8 @@ def _distribution(axes: Axes, values: list[float], label: str) -> None:
         axes.ecdf(np.asarray(values), label=label)
 
 
-def _timeline(axes: Axes, report: LoadReport, counted: Sequence[Outcome]) -> None:
-    """TTFT of each request when it was sent, and the failed ones at the bottom."""
+def _timeline(axes: Axes, report: LoadReport, counted: Sequence[RequestOutcome]) -> None:
+    """Draw the TTFT of each request at the time when it was sent. Failed requests are drawn at the bottom."""
     answered = [(each.sent_s, ttft) for each in counted if not each.error and (ttft := each.ttft_s) is not None]
     axes.plot([sent for sent, _ in answered], [ttft for _, ttft in answered], ".", label="completed")
     failed = [each.sent_s for each in counted if each.error]
@@ -68,7 +69,7 @@ def _timeline(axes: Axes, report: LoadReport, counted: Sequence[Outcome]) -> Non
 
 
 def _attainment(axes: Axes, reports: Sequence[LoadReport]) -> None:
-    """Joint attainment and its interval against the rate."""
+    """Draw joint attainment and its interval against the rate."""
     shown = [report for report in reports if report.attainment.joint is not None and report.attainment.ci95]
     rates = [report.sent_rps for report in shown]
     joint = [report.attainment.joint or 0.0 for report in shown]

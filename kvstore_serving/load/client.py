@@ -1,19 +1,19 @@
-"""One request: sends a prompt, notes when each chunk of the answer arrives, and says what went wrong.
+"""Sends one request, notes when each chunk of the answer arrives, and reports what went wrong.
 
-This is the hot path: for every chunk one look at the clock, a split at line ends and one typed decoding, which
-`answer` does. The clock is read when bytes are there, so events that came in one piece have one time. Nothing here
-waits for a free connection.
+This is the hot path. For each chunk, the clock is read once, lines are split, and `answer` decodes the event once. The
+clock is read when bytes arrive, so events that arrive in one piece have the same time. Nothing here waits for a free
+connection.
 
 | error | meaning |
 |---|---|
-| `http_<status>` | the server refused: its status is not 200, `message` is its own |
-| `connection` | no answer: refused, reset or closed before the status came |
-| `generator` | this process had no socket or port left: the load is not what was asked |
-| `timeout` | not complete within the time for a request |
-| `cut` | the connection, or the stream without `[DONE]` or a reason, ended before all tokens were there |
-| `malformed` | the answer is not HTTP, or neither events nor one object with JSON as of OpenAI's API |
-| `server` | the server reported an error instead of an answer, or in it |
-| `fewer_tokens` | the answer is complete, but has fewer tokens than were asked for, and no tool call that ended it |
+| `http_<status>` | the server refused: the status is not 200, and `message` is the server's message |
+| `connection` | no answer: the connection was refused, reset or closed before a status came |
+| `generator` | this process had no socket or port left, so the load was not the one requested |
+| `timeout` | the answer was not complete within the time for a request |
+| `cut` | the connection ended before all tokens came, or the stream ended without `[DONE]` or a reason |
+| `malformed` | the answer is not HTTP, or neither events nor one JSON object of OpenAI's API |
+| `server` | the server reported an error instead of an answer, or within the answer |
+| `fewer_tokens` | the answer is complete, but has fewer tokens than requested, and no tool call ended it |
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from kvstore_serving.load.answer import MAX_MESSAGE, Answer, error_message
+from kvstore_serving.load.answer import MAX_MESSAGE, AnswerReader, error_message
 from kvstore_serving.load.prompts import Api
-from kvstore_serving.load.records import Outcome, Planned
+from kvstore_serving.load.records import Planned, RequestOutcome
 from kvstore_serving.sse import EventError
 
 REACH_S: Final = 10.0
 _MAX_ERROR_BYTES: Final = 65536
 _LARGE_BODY: Final = 1 << 20
-# Servers close idle connections, uvicorn after 5 s. A request sent at that moment would fail and be counted.
+# Servers close idle connections, uvicorn after 5 s. A request sent at that moment would fail, and be counted as failed.
 _KEEP_ALIVE_S: Final = 2.0
 _NO_SOCKETS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
 _OWN_FIELDS: Final = {"model", "prompt", "messages", "max_tokens", "max_completion_tokens", "stream"}
@@ -48,14 +48,16 @@ _decode_object: Final = msgspec.json.Decoder(dict[str, object]).decode
 
 
 class BadBody(ValueError):
-    """The extra fields of the body are not a JSON object, or replace what the generator itself has to set."""
+    """The extra fields of the body are not a JSON object, or replace fields that the generator itself must set."""
 
 
-class Bodies:
-    """The body of every request but for its prompt and length.
+class RequestBodies:
+    """The body of every request except for its prompt and length.
 
-    `extensions`: with `ignore_eos`, which vLLM and others take, so that outputs have the length that was asked for.
-    `extra`: a JSON object with more fields, which replace those set here. Raises `BadBody`.
+    extensions: whether to add `ignore_eos`, which vLLM and others accept, so that outputs have the requested length
+    extra: a JSON object with more fields; they replace fields of the same name that are set here
+
+    Raises `BadBody` if `extra` cannot be used.
     """
 
     def __init__(self, model: str, api: Api, *, extensions: bool = True, extra: str = "{}") -> None:
@@ -70,7 +72,7 @@ class Bodies:
             raise BadBody(f"{extra!r}: {error}; expected a JSON object, such as '{{\"top_k\": 1}}'") from error
         own = sorted(_OWN_FIELDS & more.keys())
         if own:
-            raise BadBody(f"{', '.join(own)} cannot be replaced: the options of the command set what is measured")
+            raise BadBody(f"{', '.join(own)} cannot be replaced: the command sets these fields itself")
         self._fields |= more
         self.whole_output = self._fields.get("ignore_eos") is True
         answers = more.get("n", 1)
@@ -79,7 +81,7 @@ class Bodies:
         self.answers = answers
 
     def around(self, output_tokens: int) -> tuple[bytes, bytes]:
-        """-> what comes before the prompt, and after it."""
+        """Return the part of the body before the prompt, and the part after it."""
         rest = msgspec.json.encode({**self._fields, "max_tokens": output_tokens})[1:]
         if self.api == "completions":
             return b'{"prompt":', b"," + rest
@@ -87,12 +89,13 @@ class Bodies:
 
 
 async def reach(url: str) -> None:
-    """Connect once and say nothing. Raises `OSError` or `asyncio.TimeoutError` if nobody listens at the address."""
+    """Connect once without sending anything. Raises `OSError` or `asyncio.TimeoutError` if no server listens at the
+    address."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, port), REACH_S)
     writer.close()
-    with contextlib.suppress(OSError):  # whoever listens may have closed it first
+    with contextlib.suppress(OSError):  # the server may have closed the connection first
         await writer.wait_closed()
 
 
@@ -102,12 +105,16 @@ class Client:
     def __init__(
         self, url: str, api: Api, *, timeout_s: float, api_key: str | None, whole_output: bool, answers: int = 1
     ) -> None:
-        """`url`: with or without /v1. `whole_output`: fewer tokens than asked for are an error. `answers`: to each
-        prompt."""
+        """Make a client.
+
+        url: the endpoint's URL, with or without /v1
+        whole_output: whether fewer tokens than requested are an error
+        answers: the number of answers to each prompt
+        """
         self._url = url.rstrip("/").removesuffix("/v1") + _PATHS[api]
         self._timeout_s = timeout_s
         self._whole_output, self._answers = whole_output, answers
-        # Compressed streams would be held back until there is enough to compress.
+        # With compression, the server would hold data back until there is enough to compress.
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -123,15 +130,15 @@ class Client:
         assert self._session is not None
         await self._session.close()
 
-    async def send(self, planned: Planned, body: bytes, clock: Callable[[], float]) -> Outcome:
-        """Send a request and read its answer to the end. `clock`: seconds since the start of the run.
+    async def send(self, planned: Planned, body: bytes, clock: Callable[[], float]) -> RequestOutcome:
+        """Send a request and read its answer to the end. `clock`: returns the seconds since the start of the run.
 
-        Whatever the server does is in the outcome; only cancellation raises.
+        The outcome describes any failure of the server. An exception is raised only if the task is cancelled.
         """
         assert self._session is not None
-        outcome = Outcome(planned, answers=self._answers, sent_s=clock())
-        answer = Answer(outcome)
-        data = body if len(body) <= _LARGE_BODY else io.BytesIO(body)  # aiohttp sends a file in turns with other tasks
+        outcome = RequestOutcome(planned, answers=self._answers, sent_s=clock())
+        answer = AnswerReader(outcome)
+        data = body if len(body) <= _LARGE_BODY else io.BytesIO(body)  # while aiohttp sends a file, other tasks run
         try:
             async with self._session.post(self._url, data=data, allow_redirects=False) as response:
                 outcome.http_status = response.status
@@ -154,7 +161,7 @@ class Client:
         return outcome
 
 
-def _kind_of(error: Exception, outcome: Outcome) -> str:
+def _kind_of(error: Exception, outcome: RequestOutcome) -> str:
     if isinstance(error, OSError) and error.errno in _NO_SOCKETS:
         return "generator"
     return "connection" if outcome.http_status is None else "cut"

@@ -1,10 +1,11 @@
-"""What is to be sent, and what became of it: the records that the other modules of the load generator share.
+"""Planned requests and their outcomes: the records that the other modules of the load generator share.
 
-A request is planned with its time and lengths before the run starts. When it has ended, its outcome holds when it was
-sent and when each part of the answer arrived. All times are seconds since the start of the run, on one monotonic clock.
+A request's time and lengths are planned before the run starts. When the request has ended, its outcome says when it was
+sent, and when each part of the answer arrived. All times are in seconds since the start of the run, from one monotonic
+clock.
 
-What must hold: an outcome either has all that was asked for, or an error. TTFT, TPOT and the inter-token latencies are
-only ever derived from the arrival times, so they cannot contradict each other.
+What must hold: an outcome has either everything that was requested, or an error. TTFT, TPOT and the inter-token
+latencies are always derived from the arrival times, so they cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -18,27 +19,31 @@ from kvstore_serving.load.prompts import HASHED_TOKENS
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A request to send. `hash_ids`: one for each `block_tokens` of the prompt, the last of which may be cut.
-    `output_tokens`: of each answer."""
+    """A request to send.
+
+    hash_ids: one id for each block of `block_tokens` tokens of the prompt; the last block may be shorter
+    output_tokens: the number of tokens in each answer
+    """
 
     index: int
     at_s: float
     hash_ids: Sequence[int]
     input_tokens: int
     output_tokens: int
-    counted: bool = True  # False: it warms the server up
-    clipped: bool = False  # the trace asked for more tokens
+    counted: bool = True  # False: the request only warms the server up
+    clipped: bool = False  # whether the trace's request has more tokens
     block_tokens: int = HASHED_TOKENS
 
 
-class Outcome(msgspec.Struct):
-    """What became of one request.
+class RequestOutcome(msgspec.Struct):
+    """The outcome of one request.
 
-    `answers`: to the prompt, as many as were asked for (`n` of the API); together they are complete or not.
-    `arrivals_s`: when each chunk with tokens arrived. `choices`: to which of several answers each of those chunks
-    belongs; empty: all to the same. `whole`: it came as one JSON object, not as a stream. `tokens`: what the server
-    says it generated, or else the number of those chunks. `error`: its kind, or empty. Kinds: see
-    `kvstore_serving.load.client`.
+    answers: the number of answers to the prompt (`n` of the API); either all of them are complete, or none
+    arrivals_s: the arrival time of each chunk with tokens
+    choices: for each of these chunks, the answer that it belongs to; empty if there is only one answer
+    whole: whether the answer came as one JSON object instead of a stream
+    tokens: the number of generated tokens that the server reports, or else the number of chunks with tokens
+    error: the kind of error, or empty; the kinds are listed in `kvstore_serving.load.client`
     """
 
     planned: Planned
@@ -58,7 +63,7 @@ class Outcome(msgspec.Struct):
 
     @property
     def lateness_s(self) -> float:
-        """How much later than planned it was sent: the generator's fault, never the server's."""
+        """How much later than planned the request was sent. This is the generator's fault, never the server's."""
         return self.sent_s - self.planned.at_s
 
     @property
@@ -68,13 +73,13 @@ class Outcome(msgspec.Struct):
 
     @property
     def latency_s(self) -> float:
-        """From sending to the end of the whole answer, or of what came of it."""
+        """The time from sending to the end of the answer, or to the end of the part that arrived."""
         return self.ended_s - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first one, of each answer. None if the tokens came at one time: if there is
-        but one, or the answer came whole."""
+        """Time per output token of each answer, without its first token. It is None if all tokens came at one time,
+        because there is only one or because the answer came whole."""
         streams = [times for times in self._streams() if len(times) > 1]
         later = self.tokens - max(1, len(self._streams()))
         if not streams or later < 1:
@@ -83,12 +88,12 @@ class Outcome(msgspec.Struct):
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies: the gaps between chunks of one answer. A chunk of several tokens has one gap, which is
-        not split."""
+        """Inter-token latencies, which are the gaps between chunks of one answer. A chunk of several tokens counts as
+        one gap."""
         return [after - before for times in self._streams() for before, after in pairwise(times)]
 
     def _streams(self) -> list[list[float]]:
-        """The arrivals of each answer."""
+        """Return the arrival times of each answer's chunks."""
         if not self.choices:
             return [self.arrivals_s]
         found: dict[int, list[float]] = {}
@@ -98,16 +103,16 @@ class Outcome(msgspec.Struct):
 
     @property
     def asked_tokens(self) -> int:
-        """Of all answers to the prompt."""
+        """The number of requested tokens, in all answers to the prompt together."""
         return self.planned.output_tokens * self.answers
 
     def fail(self, kind: str, message: str) -> None:
-        """Say that the request failed. The first failure stays."""
+        """Note that the request failed. Only the first failure is kept."""
         if not self.error:
             self.error, self.message = kind, message
 
     def line(self) -> dict[str, object]:
-        """The outcome as a line of `--output`."""
+        """Return the outcome as a line of `--output`."""
         planned = self.planned
         return {
             "index": planned.index,

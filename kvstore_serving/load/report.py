@@ -1,11 +1,13 @@
-"""What a run measured: percentiles, SLO attainment, goodput, and how sure they are.
+"""The results of a run: percentiles, SLO attainment, goodput, and their confidence intervals.
 
-A request attains its SLOs only if TTFT and TPOT both hold for it: two percentiles that hold apart say less, because
-different requests may miss them. A failed request attains nothing. Latencies are of requests that completed.
+A request attains its SLOs only if it holds both the SLO of TTFT and that of TPOT. Separate percentiles of TTFT and TPOT
+would say less, because different requests may miss them. A failed request attains no SLO. Latencies are reported for
+completed requests only.
 
-Intervals are of 95 %. Attainment: Wilson's, which is right for few requests and near 0 and 1, but takes requests as
-independent. In a queue they are not, so goodput's goes from the lower end to the upper one of Wilson's and of a
-bootstrap of blocks of consecutive requests, each about the square root of their number long.
+Intervals are 95 % intervals. Attainment has Wilson's interval, which is also right for few requests and for shares near
+0 and 1, but assumes that requests are independent. Requests in a queue are not independent. So the interval of goodput
+is the union of Wilson's interval and the interval of a block bootstrap. Each block of the bootstrap has consecutive
+requests, about as many as the square root of the number of all requests.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
 from kvstore import __version__
-from kvstore_serving.load.records import Outcome
-from kvstore_serving.load.run import Run
+from kvstore_serving.load.records import RequestOutcome
 
-# A generator is late if the p99 of its lateness is above this, and above this share of the SLO of TTFT.
-LATE_S: Final = 0.02
+if TYPE_CHECKING:  # `run` imports the code that sends requests, which the planner does not need
+    from kvstore_serving.load.run import LoadRun
+
+# A generator is late if the p99 of its lateness is above this time, and above this share of the SLO of TTFT.
+SENT_LATE_S: Final = 0.02
 LATE_SHARE: Final = 0.1
 _Z95: Final = 1.959963984540054
 _RESAMPLES: Final = 2000
@@ -37,7 +41,8 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of one quantity, in seconds. All None without a sample. Percentiles are interpolated, as numpy does."""
+    """The distribution of one quantity, in seconds. All fields are None if there is no sample. Percentiles are
+    interpolated, as in numpy."""
 
     mean: float | None = None
     p50: float | None = None
@@ -47,7 +52,8 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Attainment(msgspec.Struct, frozen=True):
-    """The shares of requests for which the SLOs hold: both, each alone. `ci95` is of `joint`."""
+    """The shares of requests for which both SLOs hold together, and for which each SLO holds. `ci95` is the interval of
+    `joint`."""
 
     joint: float | None
     ttft: float | None
@@ -57,10 +63,14 @@ class Attainment(msgspec.Struct, frozen=True):
     tpot_ci95: tuple[float, float] | None
 
 
-class Tokens(msgspec.Struct, frozen=True):
-    """Of completed requests. `input` and `output` were asked for, `output` of all answers to a prompt; the server
-    counted the others, None if it did not. `cached`: of the prompts, found in a cache. `chunks`: pieces they came
-    in."""
+class TokenCounts(msgspec.Struct, frozen=True):
+    """The tokens of completed requests.
+
+    input, output: the requested tokens; `output` is for all answers to a prompt together
+    prompt, completion: the tokens that the server counted; None if it did not count them
+    cached: prompt tokens that the server found in a cache; None if it does not report them
+    chunks: the number of chunks in which the tokens came
+    """
 
     input: int
     output: int
@@ -71,7 +81,7 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class ErrorCount(msgspec.Struct, frozen=True):
-    """Failed requests of one kind, and the first one's message."""
+    """Failed requests with one kind of error, and the message of the first one."""
 
     kind: str
     count: int
@@ -79,8 +89,12 @@ class ErrorCount(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """The results of one run. `requests`: those that are counted; without warm-up and what an interrupt cut short.
-    `whole`: completed ones that came as one JSON object, not as a stream. `empty`: completed ones without a token."""
+    """The results of one run.
+
+    requests: the number of counted requests, without the warm-up and without those cut short by an interrupt
+    whole: the number of completed requests whose answer came as one JSON object instead of a stream
+    empty: the number of completed requests without a token
+    """
 
     requests: int
     completed: int
@@ -90,18 +104,18 @@ class LoadReport(msgspec.Struct, frozen=True):
     ttft_s: Spread
     tpot_s: Spread
     itl_s: Spread
-    latency_s: Spread  # of whole requests
+    latency_s: Spread  # from sending to the end of the answer
     attainment: Attainment
     goodput_rps: float
     goodput_ci95: tuple[float, float]
     slo: Slo
-    rate_rps: float | None  # that was asked for; None for a trace
+    rate_rps: float | None  # the requested rate; None for a trace
     sent_rps: float  # counted requests in the arrival window
     window_s: float
     duration_s: float
     throughput_rps: float  # completed requests in the duration
     output_tokens_per_s: float
-    tokens: Tokens
+    tokens: TokenCounts
     errors: list[ErrorCount]
     warmup: int
     clipped: int
@@ -117,7 +131,7 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The statistics of any number of values."""
+    """Return the distribution of any number of values."""
     if not values:
         return Spread()
     array = np.asarray(values, dtype=np.float64)
@@ -126,18 +140,19 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def wilson(hits: int, count: int) -> tuple[float, float] | None:
-    """Wilson's score interval of 95 % for `hits` of `count`. None for no request."""
+    """Return Wilson's 95 % score interval for `hits` of `count` requests, or None if there is no request."""
     if not count:
         return None
     share, square = hits / count, _Z95**2
     centre = (share + square / (2 * count)) / (1 + square / count)
     half = _Z95 / (1 + square / count) * math.sqrt(share * (1 - share) / count + square / (4 * count**2))
-    # At the ends of the scale the interval ends there; rounding must not say otherwise.
+    # For a share of 0 or 1 the interval ends exactly there, whatever the rounding.
     return (0.0 if hits == 0 else centre - half, 1.0 if hits == count else centre + half)
 
 
 def block_bootstrap(good: Sequence[bool], seed: int = 0) -> tuple[float, float]:
-    """The interval of 95 % of the share of True, from a circular bootstrap of blocks. Needs at least one value."""
+    """Return the 95 % interval of the share of True values, from a circular block bootstrap. It needs at least one
+    value."""
     count = len(good)
     length = math.isqrt(count - 1) + 1
     sums = np.concatenate([[0], np.cumsum(np.tile(np.asarray(good, dtype=np.int64), 2))])
@@ -149,8 +164,8 @@ def block_bootstrap(good: Sequence[bool], seed: int = 0) -> tuple[float, float]:
 
 
 def widest_interval(good: Sequence[bool]) -> tuple[float, float] | None:
-    """The interval of 95 % of the share of True among requests of one queue: from the lower end to the upper one of
-    Wilson's and of the bootstrap's. None for no request."""
+    """Return the 95 % interval of the share of True among requests of one queue. It is the union of Wilson's interval
+    and the bootstrap's, or None if there is no request."""
     interval = wilson(sum(good), len(good))
     if interval is None:
         return None
@@ -158,33 +173,35 @@ def widest_interval(good: Sequence[bool]) -> tuple[float, float] | None:
     return min(low, interval[0]), max(high, interval[1])
 
 
-def attains(outcome: Outcome, slo: Slo) -> tuple[bool, bool]:
-    """Whether TTFT holds for a request, and TPOT. An answer of one token has no TPOT that could be missed; one without
-    a token has to be complete when the first one would have been due."""
+def attains(outcome: RequestOutcome, slo: Slo) -> tuple[bool, bool]:
+    """Return whether a request holds the SLO of TTFT, and whether it holds the SLO of TPOT. An answer of one token has
+    no TPOT, so it cannot miss that SLO. An answer without a token must be complete by the time when its first token
+    would have been due."""
     if outcome.error:
         return False, False
     first_s = outcome.latency_s if outcome.ttft_s is None else outcome.ttft_s
     return first_s <= slo.ttft_s, (outcome.tpot_s or 0.0) <= slo.tpot_s
 
 
-def window_s(counted: Sequence[Outcome], duration_s: float) -> float:
-    """The time in which so many requests arrive: what lies between the first and the last, and one mean gap more.
+def window_s(counted: Sequence[RequestOutcome], duration_s: float) -> float:
+    """Return the length of the time window in which the requests arrive, in seconds. It is the time from the first
+    request to the last, plus one mean gap.
 
-    Requests that all come at once have no window; then it is the time until all had ended.
+    Requests that all come at once have no such window. The time until all of them have ended is returned instead.
     """
     span = counted[-1].planned.at_s - counted[0].planned.at_s if counted else 0.0
     return span * len(counted) / (len(counted) - 1) if span > 0 else duration_s
 
 
 def make_report(
-    run: Run, slo: Slo, *, rate_rps: float | None, source: str, url: str, model: str, seed: int
+    run: LoadRun, slo: Slo, *, rate_rps: float | None, source: str, url: str, model: str, seed: int
 ) -> LoadReport:
-    """The results of a run whose outcomes are in the order of their arrivals."""
+    """Return the results of a run whose outcomes are in the order of their arrivals."""
     counted = [outcome for outcome in run.outcomes if outcome.planned.counted]
     done = [outcome for outcome in counted if not outcome.error]
     held = [attains(outcome, slo) for outcome in counted]
     good = [ttft and tpot for ttft, tpot in held]
-    # The load's own time, from the first counted request on.
+    # The load's own time begins with the first counted request.
     ended_s = max((outcome.ended_s for outcome in counted), default=0.0)
     duration_s = ended_s - counted[0].planned.at_s if counted else 0.0
     window = window_s(counted, duration_s)
@@ -210,7 +227,7 @@ def make_report(
         duration_s=duration_s,
         throughput_rps=_per_second(len(done), duration_s),
         output_tokens_per_s=_per_second(completion, duration_s),
-        tokens=Tokens(
+        tokens=TokenCounts(
             input=sum(outcome.planned.input_tokens for outcome in done),
             output=sum(outcome.asked_tokens for outcome in done),
             prompt=_total([outcome.prompt_tokens for outcome in done]),
@@ -224,7 +241,7 @@ def make_report(
         interrupted=run.interrupted,
         unfinished=run.unfinished,
         lateness_s=lateness,
-        generator_late=(lateness.p99 or 0.0) > max(LATE_S, LATE_SHARE * slo.ttft_s),
+        generator_late=(lateness.p99 or 0.0) > max(SENT_LATE_S, LATE_SHARE * slo.ttft_s),
         source=source,
         url=url,
         model=model,
@@ -256,12 +273,12 @@ def _per_second(count: float, seconds: float) -> float:
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
-    """The sum of what is known. None if nothing is."""
+    """Return the sum of the known values, or None if none is known."""
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 
 
-def _errors(counted: Sequence[Outcome]) -> list[ErrorCount]:
+def _errors(counted: Sequence[RequestOutcome]) -> list[ErrorCount]:
     kinds = Counter(outcome.error for outcome in counted if outcome.error)
     messages = {outcome.error: outcome.message for outcome in reversed(counted)}
     return [ErrorCount(kind, count, messages[kind]) for kind, count in kinds.most_common()]

@@ -1,10 +1,10 @@
-"""The open loop: every request is sent at its time, whatever became of the ones before.
+"""The open loop: every request is sent at its planned time, whatever happened to earlier requests.
 
-One task prepares bodies a few requests ahead, another one sends them, and each request then lives in a task of its own.
-So a server that stalls delays nothing that is sent later, as users would not wait for each other either.
+One task prepares request bodies in advance, another one sends them, and each request then has its own task. So a server
+that stalls delays no later request, just as users do not wait for each other.
 
-What must hold: between the time of a request and its sending, nothing waits for the server. What is left is measured as
-the lateness of each request; a late generator has measured another load than it was asked for.
+What must hold: between a request's planned time and its sending, nothing waits for the server. The remaining delay is
+measured as the lateness of each request. If the generator is late, it has measured another load than the requested one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore_serving.load.client import Bodies, Client
+from kvstore_serving.load.client import Client, RequestBodies
 from kvstore_serving.load.prompts import Prompts
-from kvstore_serving.load.records import Outcome, Planned
+from kvstore_serving.load.records import Planned, RequestOutcome
 
-PREPARED_AHEAD: Final = 128  # bodies: traces have bursts. The longest have about 1 MB
-_PIECES_A_TURN: Final = 8  # of a prompt, about 0.3 ms; then the event loop looks at what has arrived
+PREPARED_AHEAD: Final = 128  # bodies, because traces have bursts; the longest bodies have about 1 MB
+_PIECES_A_TURN: Final = 8  # pieces of a prompt (about 0.3 ms) before the event loop handles what has arrived
 
 
 @dataclass
-class Progress:
-    """How far the run is. `failed` is a part of `ended`."""
+class RunProgress:
+    """The progress of the run, as numbers of requests. `ended` includes `failed`."""
 
     sent: int = 0
     ended: int = 0
@@ -38,22 +38,25 @@ class Progress:
 
 
 @dataclass
-class Run:
-    """What a run gave. `unfinished`: requests that were sent and then given up, because the run was interrupted."""
+class LoadRun:
+    """The result of a run. `unfinished`: the number of requests that were sent, and then cancelled because the run was
+    interrupted."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     interrupted: bool = False
     unfinished: int = 0
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many sockets as it may: each running request has one."""
+    """Raise this process's limit of open files to the maximum, because each running request has a socket."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def body_of(planned: Planned, prompts: Prompts, bodies: Bodies, give_way: Callable[[], Awaitable[None]]) -> bytes:
-    """The whole body of a request. Calls `give_way` now and then while it encodes a long prompt."""
+async def body_of(
+    planned: Planned, prompts: Prompts, bodies: RequestBodies, give_way: Callable[[], Awaitable[None]]
+) -> bytes:
+    """Return the whole body of a request. While it encodes a long prompt, it calls `give_way` at intervals."""
     before, after = bodies.around(planned.output_tokens)
     pieces = [before]
     encoded = prompts.encoded(planned.hash_ids, planned.input_tokens, bodies.api, planned.block_tokens)
@@ -69,14 +72,14 @@ async def run_load(
     planned: Sequence[Planned],
     client: Client,
     prompts: Prompts,
-    bodies: Bodies,
+    bodies: RequestBodies,
     *,
     stop: asyncio.Event,
-    on_progress: Callable[[Progress], None] = lambda _: None,
-) -> Run:
-    """Send all requests, which are in the order of their times, and wait for their ends.
+    on_progress: Callable[[RunProgress], None] = lambda _: None,
+) -> LoadRun:
+    """Send all requests, which are in the order of their times, and wait until they have ended.
 
-    `stop`: once set, nothing more is sent, and running requests are given up.
+    `stop`: once set, no more requests are sent, and running ones are cancelled.
     """
     loop = _OpenLoop(client, on_progress)
     working = asyncio.create_task(loop.work(planned, prompts, bodies))
@@ -90,28 +93,28 @@ async def run_load(
     if isinstance(ended, Exception):
         raise ended
     outcomes = sorted(loop.outcomes, key=lambda outcome: outcome.planned.index)
-    return Run(outcomes, interrupted, unfinished)
+    return LoadRun(outcomes, interrupted, unfinished)
 
 
 class _OpenLoop:
-    """The tasks of one run, and the outcomes of those that have ended."""
+    """The tasks of one run, and the outcomes of the requests that have ended."""
 
-    def __init__(self, client: Client, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, client: Client, on_progress: Callable[[RunProgress], None]) -> None:
         self._client, self._on_progress = client, on_progress
         self._start = time.perf_counter()
         self._running: set[asyncio.Task[None]] = set()
         self._defects: list[BaseException] = []
-        self._idle = asyncio.Event()  # no request is due: the time to prepare later ones
-        self._filled = asyncio.Event()  # as much is prepared before the start as there is room for
-        self._progress = Progress()
-        self.outcomes: list[Outcome] = []
+        self._idle = asyncio.Event()  # set while no request is due, so that later ones can be prepared
+        self._filled = asyncio.Event()  # set when enough bodies are prepared to start
+        self._progress = RunProgress()
+        self.outcomes: list[RequestOutcome] = []
 
     def clock(self) -> float:
-        """Seconds since the run started."""
+        """Return the seconds since the run started."""
         return time.perf_counter() - self._start
 
-    async def work(self, planned: Sequence[Planned], prompts: Prompts, bodies: Bodies) -> None:
-        """Send everything and wait until it has ended."""
+    async def work(self, planned: Sequence[Planned], prompts: Prompts, bodies: RequestBodies) -> None:
+        """Send all requests and wait until they have ended."""
         ready: asyncio.Queue[tuple[Planned, bytes] | None] = asyncio.Queue(PREPARED_AHEAD)
 
         async def prepare() -> None:
@@ -135,14 +138,14 @@ class _OpenLoop:
             raise self._defects[0]
 
     async def _give_way(self) -> None:
-        """Let others run, and wait while requests are due."""
+        """Let other tasks run, and wait while requests are due."""
         await asyncio.sleep(0)
         await self._idle.wait()
 
     async def _send_all(self, ready: asyncio.Queue[tuple[Planned, bytes] | None]) -> None:
         self._idle.set()
         await self._filled.wait()
-        self._start = time.perf_counter()  # the first request's time is 0, and those right after it are prepared too
+        self._start = time.perf_counter()  # the first request's time is 0; the bodies of the next requests are ready
         while (following := await ready.get()) is not None:
             planned, body = following
             early_s = planned.at_s - self.clock()
@@ -153,7 +156,7 @@ class _OpenLoop:
             task = asyncio.create_task(self._send(planned, body))
             self._running.add(task)
             task.add_done_callback(self._ended)
-            await asyncio.sleep(0)  # it is sent now, not after the rest of a burst
+            await asyncio.sleep(0)  # lets the task send now, not after the rest of a burst
             if ready.empty():
                 self._idle.set()
 
@@ -173,7 +176,7 @@ class _OpenLoop:
         self._on_progress(self._progress)
 
     async def give_up(self) -> int:
-        """Cancel what still runs. -> how many requests"""
+        """Cancel the running requests. Returns their number."""
         tasks = list(self._running)
         for task in tasks:
             task.cancel()

@@ -1,7 +1,8 @@
-"""Several rates, one run each: attainment against rate, and the highest rate at which enough requests attain.
+"""A sweep: one run at each of several rates. It gives attainment against rate, and the highest rate at which enough
+requests attain their SLOs.
 
-Runs follow each other, each after the last one's requests have ended, so that no queue of one run burdens the next.
-Every run has a seed of its own, else the prompts of the second would be in the caches that the first one filled.
+A run starts when the requests of the run before it have ended, so that the queue of one run does not burden the next.
+Every run has its own seed. Otherwise its prompts would be in the caches that the first run filled.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from kvstore_serving.load.report import LoadReport
 TARGET: Final = 0.9
 
 
-class Sweep(msgspec.Struct, frozen=True):
-    """`sweep`: one report a rate, by rising rate. `goodput_at_90_rps`: see `rate_at`."""
+class RateSweep(msgspec.Struct, frozen=True):
+    """The result of a sweep. `sweep`: one report for each rate, in the order of rising rates. `goodput_at_90_rps`: see
+    `rate_at`."""
 
     sweep: list[LoadReport]
     goodput_at_90_rps: float | None
 
 
 def rate_at(points: Sequence[tuple[float, float]], target: float = TARGET) -> float | None:
-    """-> the rate up to which attainment stays at `target` or above, from (rate, attainment) by rising rate.
+    """Return the highest rate up to which attainment stays at `target` or above. `points`: pairs of rate and
+    attainment, in the order of rising rates.
 
-    Interpolated between the last rate that attains and the first that does not. None if the lowest rate does not.
-    The highest measured rate if all attain: the true value may then be higher.
+    The rate is interpolated between the last rate that reaches the target and the first that does not. It is None if
+    the lowest rate does not reach the target. If all rates reach it, the highest rate is returned, although the true
+    value may be higher.
     """
     before: tuple[float, float] | None = None
     for rate, attained in points:
@@ -40,9 +44,9 @@ def rate_at(points: Sequence[tuple[float, float]], target: float = TARGET) -> fl
     return None if before is None else before[0]
 
 
-def make_sweep(reports: Sequence[LoadReport]) -> Sweep:
-    """The reports of a sweep, by rate. One that was interrupted is shown, but lacks its slowest requests: it says
-    nothing of the rate."""
+def make_sweep(reports: Sequence[LoadReport]) -> RateSweep:
+    """Return the result of a sweep, ordered by rate. An interrupted run is listed, but it lacks its slowest requests,
+    so it is not used to find the highest rate."""
     ordered = sorted(reports, key=lambda report: report.rate_rps or 0.0)
     points = [(each.rate_rps or 0.0, each.attainment.joint or 0.0) for each in ordered if not each.interrupted]
-    return Sweep(ordered, rate_at(points))
+    return RateSweep(ordered, rate_at(points))

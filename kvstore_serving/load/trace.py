@@ -1,19 +1,20 @@
-"""Traces: what a real service was asked and when, one JSON object a line.
+"""Traces: the requests of a real service and their times, with one JSON object on each line.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353, ...]}
 
-Each hash id names a block of the prompt and all before it. Published traces differ in two things that no field says:
+Each hash id stands for a block of the prompt and all blocks before it. Published traces differ in two properties that
+are not in any field:
 
 | trace | tokens of a block | timestamps |
 |---|---|---|
 | Mooncake | 512 | milliseconds |
 | Qwen-Bailian, which has `chat_id` | 16 | seconds |
 
-The block size is found: the one that the numbers of hash ids fit. The unit of time is taken from the kind of trace, and
-refused if the rate is then one that no service has. Both can be named instead. More fields are left out.
+The block size is found from the numbers of hash ids. The unit of time follows from the kind of trace, and a trace is
+refused if no service could have the resulting rate. Both properties can also be given. Other fields are ignored.
 
-What must hold: a line that does not fit is an error with its number. A trace that is read in part or bent into shape
-would give numbers of another load.
+What must hold: a line that does not fit is an error that names the line's number. If a trace were read in part or
+silently corrected, the figures would be those of another load.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 TimeUnit: TypeAlias = Literal["s", "ms", "us", "ns"]
-UNITS: Final[dict[TimeUnit, float]] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # in a second
+UNITS: Final[dict[TimeUnit, float]] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # units in a second
 _IN_SECONDS: Final = "chat_id"  # a field of the traces whose timestamps are seconds
-# Tried in this order where more than one size fits.
+# Tried in this order if more than one size fits.
 _BLOCK_TOKENS: Final = (HASHED_TOKENS, 16, 32, 64, 128, 256, 1024, 2048, 4096, 8, 4, 2, 1)
-# Requests a second that a service may have. Published traces have 1 to 50; a unit that is wrong makes it a thousand
-# times as many or as few.
+# The lowest and highest rates that a service may have, in requests a second. Published traces have 1 to 50; with a
+# wrong unit, the rate would be a thousand times as high or as low.
 _LEAST_RPS: Final = 1 / 30
 _MOST_RPS: Final = 300.0
 _Z99: Final = 2.326
-_FIRST_TAIL_ID: Final = 1 << 63  # above all ids of traces
+_FIRST_TAIL_ID: Final = 1 << 63  # above all ids in traces
 
 
 class TraceError(ValueError):
@@ -51,7 +52,7 @@ class TraceError(ValueError):
 
 
 class TraceLine(msgspec.Struct, frozen=True):
-    """One request of a trace. `timestamp`: in the trace's unit."""
+    """One request of a trace. `timestamp`: its time in the trace's unit."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: _Count
@@ -60,21 +61,26 @@ class TraceLine(msgspec.Struct, frozen=True):
 
 
 class _Blocks(NamedTuple):
-    """How prompts are cut. `whole`: a last block that is not full has no id."""
+    """How prompts are cut into blocks. `whole`: whether only whole blocks have ids, so that a shorter last block has
+    none."""
 
     tokens: int
     whole: bool = False
 
     def ids(self, input_length: int) -> int:
-        """-> how many ids a prompt has."""
+        """Return how many ids a prompt has."""
         return input_length // self.tokens if self.whole else -(-input_length // self.tokens)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The requests of a trace, by their times. `at_s`: in seconds, the first one at 0. `hash_ids`: one for each
-    `block_tokens`, the last of which may be cut. `ignored`: fields that lines have beside those that are used.
-    `unusual`: what is to be said of the rate, if the unit was named and gives one that no service has."""
+    """The requests of a trace, in the order of their times.
+
+    at_s: the times in seconds; the first is 0
+    hash_ids: for each request, one id for each block of `block_tokens` tokens; the last block may be shorter
+    ignored: fields in the lines that are not used
+    unusual: a remark on the rate, if the unit was given and no service would have this rate
+    """
 
     at_s: Sequence[float]
     input_tokens: Sequence[int]
@@ -96,11 +102,13 @@ _decode_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 def read_trace(
     path: Path, limit: int | None = None, *, block_tokens: int | None = None, time_unit: TimeUnit | None = None
 ) -> Trace:
-    """The first `limit` requests of a file. `block_tokens`, `time_unit`: None: found out, see above.
+    """Read the first `limit` requests of a file. `block_tokens`, `time_unit`: None to detect them, as the module
+    describes.
 
-    Raises `TraceError` when the file or a line is wrong, or out of order, or if there is none."""
+    Raises `TraceError` if the file or a line is wrong or out of order, or if there is no request.
+    """
     lines: list[TraceLine] = []
-    numbers: list[int] = []  # of the lines, in the file
+    numbers: list[int] = []  # line numbers in the file
     fields: dict[str, None] = {}
     try:
         for number, text in enumerate(lines_of(path), start=1):
@@ -114,14 +122,14 @@ def read_trace(
     except (OSError, NotLines) as error:
         raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if not lines:
-        raise TraceError(f"{path}: no requests in it")
+        raise TraceError(f"{path}: the trace has no requests")
     blocks = _blocks(path, lines, numbers, block_tokens)
     unit = time_unit or ("s" if _IN_SECONDS in fields else "ms")
     first = lines[0].timestamp
     at_s = [(line.timestamp - first) / UNITS[unit] for line in lines]
     unusual = _unusual(at_s, unit)
     if unusual and time_unit is None:
-        raise TraceError(f"{path}: {unusual}; or --time-unit {unit} if this is right")
+        raise TraceError(f"{path}: {unusual}. If {unit} is right, give --time-unit {unit}")
     return Trace(
         at_s=at_s,
         input_tokens=[line.input_length for line in lines],
@@ -143,15 +151,15 @@ def _line(path: Path, number: int, text: bytes, before: Sequence[TraceLine]) -> 
         ) from error
     if before and line.timestamp < before[-1].timestamp:
         raise TraceError(
-            f"{path}, line {number}: timestamp {line.timestamp:.15g} is before the one above it, "
+            f"{path}, line {number}: timestamp {line.timestamp:.15g} is earlier than the one before it, "
             f"{before[-1].timestamp:.15g}: sort the trace by timestamp"
         )
     return line
 
 
 def _blocks(path: Path, lines: Sequence[TraceLine], numbers: Sequence[int], given: int | None) -> _Blocks:
-    """-> how the prompts of these lines are cut. Raises `TraceError` for the first line that is cut otherwise than
-    most."""
+    """Return how the prompts of these lines are cut into blocks. Raises `TraceError` for the first line that is cut
+    differently from most lines."""
     sizes = _BLOCK_TOKENS if given is None else (given,)
     ways = [_Blocks(size, whole) for whole in (False, True) for size in sizes]
     lengths = [(line.input_length, len(line.hash_ids)) for line in lines]
@@ -159,23 +167,24 @@ def _blocks(path: Path, lines: Sequence[TraceLine], numbers: Sequence[int], give
     best = ways[fits.index(max(fits))]
     for number, (tokens, ids) in zip(numbers, lengths, strict=True):
         if best.ids(tokens) != ids:
-            found = "" if given is None else " as named"
+            found = "" if given is None else ", as given"
             raise TraceError(
                 f"{path}, line {number}: {ids} hash_ids for an input_length of {tokens}: expected {best.ids(tokens)}, "
-                f"one for each {best.tokens} tokens{found}. If blocks have another size, name it with --block-tokens"
+                f"one for each {best.tokens} tokens{found}. If blocks have another size, give it with --block-tokens"
             )
     return best
 
 
 def _with_tail(line: TraceLine, index: int, blocks: _Blocks) -> Sequence[int]:
-    """-> the ids of a prompt, with one of its own for a last block that has none: it is shared with nobody."""
+    """Return the ids of a prompt. If the last block has no id, it gets an id that no other prompt shares."""
     has_tail = blocks.whole and line.input_length % blocks.tokens
     return [*line.hash_ids, _FIRST_TAIL_ID + index] if has_tail else line.hash_ids
 
 
 def _unusual(at_s: Sequence[float], unit: TimeUnit) -> str:
-    """What is wrong with the rate in this unit, if it cannot be right: if even the highest rate that this many requests
-    can be a sample of is too low, or the lowest one too high. A few requests say little, so little is wrong then."""
+    """Return what is wrong with the rate in this unit, or an empty string if the rate may be right. The requests are a
+    sample, so the true rate lies in a range around the measured one. The rate counts as wrong if all of that range is
+    too low or too high. For few requests the range is wide, so hardly any rate counts as wrong."""
     gaps, span_s = len(at_s) - 1, at_s[-1]
     if span_s <= 0:
         return ""
@@ -188,8 +197,8 @@ def _unusual(at_s: Sequence[float], unit: TimeUnit) -> str:
         f"{_said(per_s[name])} with --time-unit {name}" for name in UNITS if _LEAST_RPS <= per_s[name] <= _MOST_RPS
     ]
     return (
-        f"its timestamps taken as {unit}, it has {_said(rate)}; expected {_said(_LEAST_RPS)} to {_said(_MOST_RPS)}. "
-        f"Name the unit: {', '.join(usual) or 'none makes it usual'}"
+        f"with timestamps in {unit}, the trace has {_said(rate)}; expected {_said(_LEAST_RPS)} to {_said(_MOST_RPS)}. "
+        f"Give the right unit: {', '.join(usual) or 'no unit gives a usual rate'}"
     )
 
 
@@ -198,8 +207,8 @@ def _said(rate_rps: float) -> str:
 
 
 def _poisson_bound(count: int, z: float) -> float:
-    """-> the mean that a Poisson count of so many may have at least, or with `count` + 1 and `z` above 0 at most:
-    Wilson and Hilferty's approximation. 0 for no count."""
+    """Return the lowest mean with which a Poisson count of `count` is consistent; it is 0 for a count of 0. Called with
+    `count` + 1 and a `z` above 0, it returns the highest mean. Uses Wilson and Hilferty's approximation."""
     return count * max(0.0, 1 - 1 / (9 * count) + z / (3 * math.sqrt(count))) ** 3 if count else 0.0
 
 
@@ -211,10 +220,10 @@ def planned_of(
     max_input_tokens: int | None = None,
     max_output_tokens: int | None = None,
 ) -> Iterator[Planned]:
-    """The requests of a trace, at its own times divided by `speed`.
+    """Yield the requests of a trace, at the trace's own times divided by `speed`.
 
-    The first `warmup` are not counted. Longer prompts and outputs than the most are clipped: of a prompt the beginning
-    stays, and with it what it shares with others.
+    The first `warmup` are not counted. Prompts and outputs above the limits are clipped. A clipped prompt keeps its
+    beginning, because it may share this part with other prompts.
     """
     rows = zip(trace.at_s, trace.input_tokens, trace.output_tokens, trace.hash_ids, strict=True)
     for index, (at_s, inputs, outputs, hash_ids) in enumerate(rows):
@@ -243,7 +252,8 @@ def replay(
     block_tokens: int | None = None,
     time_unit: TimeUnit | None = None,
 ) -> Iterator[Planned]:
-    """The requests of a file, as `planned_of` makes them; `warmup` comes on top of `requests`. Raises `TraceError`."""
+    """Yield the requests of a file, as `planned_of` does. `warmup` requests are read in addition to `requests`. Raises
+    `TraceError`."""
     limit = None if requests is None else warmup + requests
     trace = read_trace(path, limit, block_tokens=block_tokens, time_unit=time_unit)
     clip = {"max_input_tokens": max_input_tokens, "max_output_tokens": max_output_tokens}

@@ -1,1 +1,1 @@
-"""Planning a fleet with prefill and decode apart: closed forms, a simulator, and the search that uses both."""
+"""Planning a fleet with disaggregated prefill/decode: closed forms, a simulator, and the search that uses both."""

@@ -1,6 +1,6 @@
-"""The chart of a plan: attainment against rate, where a request's time goes, and what changes the goodput.
+"""The chart of a plan: attainment against rate, the parts of a request's time, and what changes the goodput.
 
-matplotlib is imported when a chart is drawn, and draws without a screen.
+matplotlib is imported when a chart is drawn, and needs no screen.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore_serving.planning.document import Placed, Plan, Point
+from kvstore_serving.planning.document import Placed, PlanDocument, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def draw(path: Path, plan: Plan) -> None:
+def draw(path: Path, plan: PlanDocument) -> None:
     """Draw a plan into a file. Raises `OSError`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     attained, parts, changes = figure.subplots(1, 3)
     placed = plan.placement
-    name = f"apart: {_spell(placed.prefill)} prefill, {_spell(placed.decode)} decode"
+    name = f"P/D: {_spell(placed.prefill)} prefill, {_spell(placed.decode)} decode"
     _line(attained, plan.curve, plan.gpus, name)
     other = plan.colocated
     if other.placement is not None:
@@ -36,7 +36,7 @@ def draw(path: Path, plan: Plan) -> None:
     parts.invert_yaxis()
     changes.barh([each.change for each in plan.sensitivity], [each.ratio for each in plan.sensitivity])
     changes.axvline(1, color="black", linestyle=":")
-    changes.set(title="Goodput if one thing changes", xlabel="of the plan's")
+    changes.set(title="Goodput if one thing changes", xlabel="relative to the plan's")
     changes.invert_yaxis()
     figure.suptitle(
         f"{', '.join(plan.profiles)}; {plan.workload}; TTFT {plan.slo.ttft_s:g} s, TPOT {plan.slo.tpot_s:g} s"

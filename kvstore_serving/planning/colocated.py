@@ -1,8 +1,8 @@
-"""An engine of the simulator that does both phases.
+"""An engine of the simulator that does both phases, prefill and decode.
 
-With chunked prefill, a step has all requests that decode, and as many tokens of prompts as its budget leaves. Without,
-a step is either a prefill or a step of decoding, prefills first. With a pipeline of n stages there are n batches, each
-in another stage; one does not wait for the others.
+With chunked prefill, a step computes all requests that decode, and as many tokens of prompts as the rest of its budget
+allows. Without chunked prefill, a step is either a prefill or a decoding step, and prefills come first. With a pipeline
+of n stages there are n batches, each in a different stage, and a batch does not wait for the others.
 """
 
 from __future__ import annotations
@@ -13,41 +13,49 @@ from collections.abc import Callable
 import simpy
 
 from kvstore_serving.planning.engine import BatchedEngine, Steps
-from kvstore_serving.planning.jobs import Job
+from kvstore_serving.planning.jobs import SimulatedRequest
 from kvstore_serving.planning.placement import Shape
 from kvstore_serving.planning.profile import Profile
 
 
 class ColocatedEngine(BatchedEngine):
-    """`done`: called with each job that has its last token. `chunk_tokens`: the budget of a step; 0: no chunks."""
+    """Does both phases.
+
+    done: called with each job that has its last token
+    chunk_tokens: the budget of a step in tokens; 0 if prompts are not computed in chunks
+    """
 
     def __init__(
         self,
         env: simpy.Environment,
         profile: Profile,
         shape: Shape,
-        done: Callable[[Job], None],
+        done: Callable[[SimulatedRequest], None],
         max_batch: int,
         chunk_tokens: int,
     ) -> None:
         super().__init__(env, profile, shape, done, max_batch)
         self._contention = profile.contention
         self._chunk = chunk_tokens
-        self._prefilling: list[deque[tuple[Job, int]]] = [deque() for _ in range(shape.pp)]  # with tokens there are
-        self._completing: list[list[Job]] = [[] for _ in range(shape.pp)]  # whose last tokens the present step computes
+        self._prefilling: list[deque[tuple[SimulatedRequest, int]]] = [
+            deque() for _ in range(shape.pp)
+        ]  # for each batch: its jobs, and how many of their tokens are computed
+        self._completing: list[list[SimulatedRequest]] = [
+            [] for _ in range(shape.pp)
+        ]  # for each batch: the jobs whose last prompt tokens are computed in the present step
         for number in range(shape.pp):
             env.process(self._run(number))
 
-    def expect(self, job: Job) -> None:
-        """A job will come when what the store has of it is there."""
+    def expect(self, job: SimulatedRequest) -> None:
+        """Announce a job, which is added when its blocks from the store have arrived."""
         self.pending += job.context - job.hits + job.left
 
-    def add(self, job: Job) -> None:
-        """Queue a job, whose tokens `expect` has announced."""
+    def add(self, job: SimulatedRequest) -> None:
+        """Queue a job that `expect` has announced."""
         self._waiting.append(job)
         self._look()
 
-    def _lose(self) -> list[Job]:
+    def _lose(self) -> list[SimulatedRequest]:
         begun = [job for queue in self._prefilling for job, _ in queue]
         begun += [job for completing in self._completing for job in completing]
         self._completing = [[] for _ in range(self.pp)]
@@ -63,10 +71,11 @@ class ColocatedEngine(BatchedEngine):
             job.begun_s = self.env.now
             self._prefilling[number].append((job, job.hits))
 
-    def _chunks(self, number: int, decoding: int) -> tuple[list[Job], float, float]:
-        """Take the next tokens of prompts. -> jobs whose prompts are then complete, tokens, how much squares grow."""
+    def _chunks(self, number: int, decoding: int) -> tuple[list[SimulatedRequest], float, float]:
+        """Take the next tokens of prompts. Returns the jobs whose prompts are then complete, the number of tokens
+        taken, and the increase of the sum of squared lengths."""
         queue = self._prefilling[number]
-        complete: list[Job] = []
+        complete: list[SimulatedRequest] = []
         tokens = squares = 0.0
         left = float(self._chunk - decoding) if self._chunk else float(self.degree.prefill.saturating_tokens)
         while True:
@@ -102,7 +111,7 @@ class ColocatedEngine(BatchedEngine):
             took = self.step_s(decoding, lane.context) if decodes else self.stages_s
             if tokens:
                 alone = prefill.of(tokens, squares)
-                # One launch for both: the fixed cost is paid once.
+                # Both are one launch, so the fixed cost is paid once.
                 took += alone - (min(prefill.fixed_s, self._fixed(decoding)) if decodes else 0.0)
             epoch, self._completing[number] = self.epoch, complete
             took = yield from self.work(took, self._contention.prefill if tokens else self._contention.decode)

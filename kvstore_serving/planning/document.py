@@ -1,6 +1,7 @@
-"""The plan as a document: what `kvstore plan search --json` prints, and `kvstore plan verify --plan` reads.
+"""The plan as a document: `kvstore plan search --json` prints it, and `kvstore plan verify --plan` reads it.
 
-It has all that it was made from, its `basis`: whoever verifies it needs no other file, but for a trace.
+The plan's `basis` contains everything that the plan was made from. So no other file is needed to verify the plan,
+except for a trace.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import msgspec
 
 from kvstore import __version__
 from kvstore_serving.load.report import Slo
-from kvstore_serving.planning.fleet import Links, Pool
+from kvstore_serving.planning.fleet import NetworkLinks, NodePool
 from kvstore_serving.planning.goodput import Goodput
 from kvstore_serving.planning.outage import OutageCost
-from kvstore_serving.planning.placement import Engines, Placement, Seat, Shape
+from kvstore_serving.planning.placement import EnginePlacement, Engines, Shape, StageGpus
 from kvstore_serving.planning.queueing import Queue
 from kvstore_serving.planning.simulator import Fleet
 from kvstore_serving.planning.workload import Recipe
@@ -24,13 +25,17 @@ Binding: TypeAlias = Literal["prefill compute", "decode compute", "decode memory
 
 
 class PlanError(ValueError):
-    """The file is no plan; the message says what is wrong."""
+    """The file is not a plan; the message says what is wrong."""
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """Engines of a phase. `pool`: the number of the nodes' kind, from 0; `gpu`: the kind of their GPUs, of which they
-    have `gpus`. `seats`: for each instance, for each stage, the node and its GPUs; nodes are numbered through all
-    pools."""
+    """The engines of one phase, with their places on the nodes.
+
+    pool: the number of the pool of nodes, from 0
+    gpu: the kind of GPU that they run on
+    gpus: the number of GPUs of these engines
+    seats: for each instance and stage, the node and the GPUs there; nodes are numbered through all pools
+    """
 
     tp: int
     pp: int
@@ -39,25 +44,29 @@ class Placed(msgspec.Struct, frozen=True):
     gpu: str
     gpus: int
     price_per_hour: float
-    seats: list[list[Seat]]
+    seats: list[list[StageGpus]]
 
     @property
     def engines(self) -> Engines:
-        """As the simulator takes them."""
+        """Return the engines in the simulator's form."""
         return Engines(Shape(self.tp, self.pp), self.instances, self.pool)
 
 
 class Apart(msgspec.Struct, frozen=True):
-    """The placement with the phases apart."""
+    """A placement with separate engines for the two phases."""
 
     prefill: Placed
     decode: Placed
 
 
 class StoreNeeds(msgspec.Struct, frozen=True):
-    """What the store must deliver at `rate_rps`: to engines (read) and from them (write), in bytes a second; the memory
-    of what is under way and of what later prompts find (`capacity_bytes`), and of the latter alone, which the plan
-    assumes that the store keeps (`kept_bytes`); and nodes of the size that was given."""
+    """What the store must deliver at `rate_rps`. Reads go to engines and writes come from them; both are in bytes a
+    second.
+
+    capacity_bytes: the memory for blocks that are being handed over, and for blocks that later prompts find
+    kept_bytes: the memory for blocks that later prompts find; the plan assumes that the store keeps this much
+    nodes: the number of store nodes of the given size
+    """
 
     rate_rps: float
     read_bytes_per_s: float
@@ -68,15 +77,15 @@ class StoreNeeds(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A rate, and the share of requests that attain their SLOs."""
+    """A rate, and the share of requests that attain their SLOs at this rate."""
 
     rate_rps: float
     attainment: float
 
 
 class Colocated(msgspec.Struct, frozen=True):
-    """The alternative: engines that do both. `placement` is None, and what is for each GPU and for the price of an
-    hour, if none holds the SLOs."""
+    """The alternative to the plan: engines that do both phases. If no such placement holds the SLOs, `placement` and
+    the figures for each GPU and for the price of an hour are None."""
 
     placement: Placed | None
     goodput_rps_per_gpu: Goodput | None
@@ -89,7 +98,7 @@ class Colocated(msgspec.Struct, frozen=True):
 
 
 class Sensitivity(msgspec.Struct, frozen=True):
-    """What the goodput of the placement becomes when one thing changes; `ratio`: to the plan's."""
+    """The goodput of the placement when one thing changes. `ratio`: this goodput divided by the plan's goodput."""
 
     change: str
     goodput_rps: float
@@ -97,8 +106,12 @@ class Sensitivity(msgspec.Struct, frozen=True):
 
 
 class AtCapacity(msgspec.Struct, frozen=True):
-    """What the placement's goodput is if the store keeps `kept_bytes` for later prompts, which then find `hit_rate` of
-    their tokens there; `ratio`: to the plan's, whose capacity is the one that is `assumed`."""
+    """The goodput of the placement if the store keeps `kept_bytes` of blocks for later prompts.
+
+    hit_rate: the share of their tokens that these prompts then find in the store
+    ratio: this goodput divided by the plan's goodput
+    assumed: whether this is the capacity that the plan assumes
+    """
 
     kept_bytes: float
     hit_rate: float
@@ -108,7 +121,7 @@ class AtCapacity(msgspec.Struct, frozen=True):
 
 
 class Alone(msgspec.Struct, frozen=True):
-    """What one engine of a shape serves alone in a phase, for each of its GPUs."""
+    """The rate that one engine of a shape serves alone in a phase, divided by the number of its GPUs."""
 
     phase: str
     gpu: str
@@ -118,22 +131,27 @@ class Alone(msgspec.Struct, frozen=True):
 
 
 class Basis(msgspec.Struct, frozen=True):
-    """What a plan was made from: nodes with the profiles of their engines, links and store, the load, and the limits of
-    engines, as in `Question`."""
+    """What a plan was made from: the nodes with their engines' profiles, the links and the store, the load, and the
+    limits of engines. The fields are as in `Question`."""
 
-    pools: list[Pool]
-    links: Links
+    pools: list[NodePool]
+    links: NetworkLinks
     load: Recipe
     max_batch: int
     chunk_tokens: int
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """The result of `kvstore plan search`. `goodput_rps_per_price`: for each unit that an hour costs. `enough`: the
-    placement serves `rate_rps`. `closed_form`: what theory says
-    of a prefill engine at the goodput, see `closed_form`. `time_s`: where the time of a request goes at the goodput, in
-    seconds. `busy`: shares of time. `capacities`: the goodput at sizes of the store around the one that is assumed, if
-    it is known what they find. `outages`: what an engine of each phase that fails costs, if that was asked for."""
+class PlanDocument(msgspec.Struct, frozen=True):
+    """The result of `kvstore plan search`.
+
+    goodput_rps_per_price: the goodput divided by the price of an hour
+    enough: whether the placement serves `rate_rps`
+    closed_form: what theory predicts for a prefill engine at the goodput (see the function `closed_form`)
+    time_s: the parts of a request's time at the goodput, in seconds
+    busy: the shares of time in which engines and links work
+    capacities: the goodput for sizes of the store around the assumed size, if their hit rates are known
+    outages: what the failure of one engine of each phase costs, if this was requested
+    """
 
     placement: Apart
     gpus: int
@@ -166,17 +184,17 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def fleet(self) -> Fleet:
-        """The engines of the plan on its nodes, as the simulator takes them."""
+        """Return the engines of the plan on its nodes, in the simulator's form."""
         of, placed = self.basis, self.placement
-        placement = Placement(placed.prefill.engines, placed.decode.engines)
+        placement = EnginePlacement(placed.prefill.engines, placed.decode.engines)
         return Fleet(of.pools, of.links, placement, of.max_batch, of.chunk_tokens)
 
 
-_decode: Final = msgspec.json.Decoder(Plan).decode
+_decode: Final = msgspec.json.Decoder(PlanDocument).decode
 
 
-def read_plan(path: Path) -> Plan:
-    """The plan in a file. Raises `PlanError`."""
+def read_plan(path: Path) -> PlanDocument:
+    """Read the plan in a file. Raises `PlanError`."""
     try:
         plan = _decode(path.read_bytes())
     except OSError as error:
@@ -185,6 +203,6 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"{path}: {error}; expected what this version's `kvstore plan search --json` prints") from error
     if max(plan.placement.prefill.pool, plan.placement.decode.pool) >= len(plan.basis.pools):
         raise PlanError(
-            f"{path}: the placement names a pool that is not among the {len(plan.basis.pools)} of its basis"
+            f"{path}: the placement names a pool that is not among the {len(plan.basis.pools)} pools of its basis"
         )
     return plan

@@ -1,4 +1,4 @@
-"""What the engines of the simulator have in common, and a batch that decodes."""
+"""The common parts of all engines of the simulator, and a batch of requests that decode."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import Any, Final, TypeAlias
 
 import simpy
 
-from kvstore_serving.planning.jobs import Job
+from kvstore_serving.planning.jobs import SimulatedRequest
 from kvstore_serving.planning.placement import Shape
 from kvstore_serving.planning.profile import Profile
 
 Steps: TypeAlias = Generator[simpy.Event, Any, None]
-# How often an engine looks whether its neighbours work.
-LOOK_S: Final = 0.005
+# The interval at which an engine checks whether its neighbours work.
+NEIGHBOUR_POLL_S: Final = 0.005
 
 
-class Engine(abc.ABC):
-    """What all engines have. `busy_s`: time in which its first stage worked. `epoch`: it counts the failures: what an
-    earlier one began is of no account. `neighbours`: the other engines of its nodes. `working`: how many of its
-    pipeline's batches are being computed."""
+class SimulatedEngine(abc.ABC):
+    """The common part of all engines.
+
+    busy_s: the time for which the engine's first stage worked
+    epoch: the number of the engine's failures; work that began in an earlier epoch is void
+    neighbours: the other engines on the same nodes
+    working: the number of the pipeline's batches that are being computed
+    """
 
     def __init__(self, env: simpy.Environment, profile: Profile, shape: Shape) -> None:
         self.env = env
@@ -30,13 +34,13 @@ class Engine(abc.ABC):
         self.pp = shape.pp
         self.stages_s = profile.stage_s * shape.pp
         self.capacity = self.degree.kv_tokens[shape.pp]
-        self.used = 0  # tokens that are reserved
-        self.pending = 0  # tokens that it has yet to work on
+        self.used = 0  # reserved tokens
+        self.pending = 0  # tokens that the engine must still compute
         self.peak = 0
         self.busy_s = 0.0
         self.down = False
         self.epoch = 0
-        self.neighbours: list[Engine] = []
+        self.neighbours: list[SimulatedEngine] = []
         self.working = 0
         self._wake: simpy.Event | None = None
         self._pieces = [
@@ -45,29 +49,29 @@ class Engine(abc.ABC):
         ]
 
     def wake(self) -> None:
-        """Have the process look again."""
+        """Wake the process that waits for work."""
         if self._wake is not None and not self._wake.triggered:
             self._wake.succeed()
 
-    def fail(self) -> list[Job]:
-        """Lose everything. -> the jobs that are to be done elsewhere."""
+    def fail(self) -> list[SimulatedRequest]:
+        """Fail, and lose all jobs. Returns the jobs, which must be done by other engines."""
         self.epoch += 1
         self.down = True
         self.used = self.pending = 0
         return self._lose()
 
     def recover(self) -> None:
-        """Work again."""
+        """Work again after a failure."""
         self.down = False
         self._look()
 
     @abc.abstractmethod
-    def _lose(self) -> list[Job]:
-        """Forget all jobs. -> they."""
+    def _lose(self) -> list[SimulatedRequest]:
+        """Forget all jobs, and return them."""
 
     @abc.abstractmethod
     def _look(self) -> None:
-        """Begin what can be begun."""
+        """Begin all jobs that can begin now."""
 
     def _sleep(self) -> simpy.Event:
         self._wake = self.env.event()
@@ -78,21 +82,22 @@ class Engine(abc.ABC):
         self.peak = max(self.peak, self.used)
 
     def step_s(self, requests: int, context: float) -> float:
-        """A step of decoding, through all stages."""
+        """Return the seconds that a decoding step takes through all stages."""
         for start, fixed, per_token, per_request in self._pieces:
             if requests >= start:
                 return fixed + per_token * context + per_request * requests + self.stages_s
-        raise AssertionError("the first piece is for batches of 1")
+        raise AssertionError("the times of decoding have no entry for a batch of 1")
 
     def work(self, seconds: float, contention: float) -> Generator[simpy.Event, Any, float]:
-        """Compute for so long, and for `contention` times as long while a neighbour works. -> how long it took."""
+        """Do work that takes `seconds` alone, and `contention` times as long while a neighbour works. Returns the time
+        that it took."""
         began = self.env.now
         self.working += 1
         if contention == 1.0 or not self.neighbours:
             yield self.env.timeout(seconds)
         else:
             while seconds > 0:
-                part = min(seconds, LOOK_S)
+                part = min(seconds, NEIGHBOUR_POLL_S)
                 beside = any(each.working and not each.down for each in self.neighbours)
                 yield self.env.timeout(part * contention if beside else part)
                 seconds -= part
@@ -100,7 +105,7 @@ class Engine(abc.ABC):
         return self.env.now - began
 
     def after(self, delay_s: float, then: Callable[[], None]) -> None:
-        """Call `then` after so long, unless the engine fails before."""
+        """Call `then` after this delay, unless the engine fails before that."""
         epoch = self.epoch
 
         def due(_: simpy.Event) -> None:
@@ -112,11 +117,11 @@ class Engine(abc.ABC):
 
 
 class Lane:
-    """A batch that decodes: one of as many as there are stages."""
+    """A batch of requests that decode. An engine has one for each stage of its pipeline."""
 
     def __init__(self) -> None:
-        self.ready: list[Job] = []  # join at the next step
-        self.ends: list[tuple[int, int, Job]] = []  # by the step after which a job has all its tokens
+        self.ready: list[SimulatedRequest] = []  # the jobs that join at the next step
+        self.ends: list[tuple[int, int, SimulatedRequest]] = []  # a heap, by each job's last step
         self.step = 0
         self.context = 0.0
         self.joined = 0
@@ -126,14 +131,16 @@ class Lane:
         return len(self.ends) + len(self.ready)
 
     def join(self) -> None:
+        if not self.ready:
+            return
         for job in self.ready:
             self.joined += 1
             heapq.heappush(self.ends, (self.step + job.left, self.joined, job))
             self.context += job.context
         self.ready.clear()
 
-    def advance(self) -> list[Job]:
-        """One token for each. -> those that have all of theirs."""
+    def advance(self) -> list[SimulatedRequest]:
+        """Simulate one decoding step. Returns the jobs that are then finished."""
         self.step += 1
         self.context += len(self.ends)
         ended = []
@@ -145,8 +152,8 @@ class Lane:
             ended.append(job)
         return ended
 
-    def empty(self) -> list[Job]:
-        """Give up all jobs, with what they have so far."""
+    def empty(self) -> list[SimulatedRequest]:
+        """Give up all jobs, and return them. Each job keeps the tokens that were generated so far."""
         for end, _, job in self.ends:
             had = job.left - (end - self.step)
             job.left -= had
@@ -158,24 +165,29 @@ class Lane:
         return lost
 
 
-class BatchedEngine(Engine):
-    """An engine that decodes, in as many batches as it has stages. It reserves memory for all of a job, prompt and
-    answer, before it begins it. `_done`: called with each job that has its last token."""
+class BatchedEngine(SimulatedEngine):
+    """An engine that decodes. It has one batch for each stage. Before it begins a job, it reserves memory for the whole
+    job, which is the prompt and the answer. `_done`: called with each job that has its last token."""
 
     def __init__(
-        self, env: simpy.Environment, profile: Profile, shape: Shape, done: Callable[[Job], None], max_batch: int
+        self,
+        env: simpy.Environment,
+        profile: Profile,
+        shape: Shape,
+        done: Callable[[SimulatedRequest], None],
+        max_batch: int,
     ) -> None:
-        """max_batch: the most requests at once."""
+        """max_batch: the most requests that the engine decodes at once"""
         super().__init__(env, profile, shape)
         self._most, self._requests = max_batch, 0
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[SimulatedRequest] = deque()
         self._done = done
         self._lanes = [Lane() for _ in range(shape.pp)]
-        self._wakes: list[simpy.Event | None] = [None] * shape.pp  # of lanes with nothing to do
+        self._wakes: list[simpy.Event | None] = [None] * shape.pp  # one for each lane that has nothing to do
 
-    def _begin(self) -> Iterator[Job]:
-        """The jobs for which there is memory, the longest waiting first. One that is larger than all memory is begun
-        alone."""
+    def _begin(self) -> Iterator[SimulatedRequest]:
+        """Yield the jobs for which there is memory, in the order in which they came. A job that is larger than all
+        memory begins when it is alone."""
         while self._waiting and self._requests < self._most and not self.down:
             job = self._waiting[0]
             tokens = job.context + job.left
@@ -186,20 +198,20 @@ class BatchedEngine(Engine):
             self._requests += 1
             yield job
 
-    def _end(self, job: Job) -> None:
-        """A job has its last token."""
+    def _end(self, job: SimulatedRequest) -> None:
+        """Note that a job has all its tokens."""
         self.used -= job.context
         self._requests -= 1
         job.last_s = self.env.now
         self._done(job)
 
     def _idle(self, number: int) -> simpy.Event:
-        """What a lane with nothing to do waits for."""
+        """Return the event for which a lane without work waits."""
         self._wakes[number] = wake = self.env.event()
         return wake
 
     def _rouse(self, number: int) -> bool:
-        """-> whether the lane had nothing to do; now it looks again."""
+        """Wake a lane. Returns whether the lane was without work."""
         wake = self._wakes[number]
         if wake is None or wake.triggered:
             return False

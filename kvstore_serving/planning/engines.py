@@ -1,11 +1,12 @@
-"""The engines of the simulator that do one phase, each a process of SimPy.
+"""The engines of the simulator that do one phase. Each is a process of SimPy.
 
-* A *prefill engine* takes prompts first come, first served, several at once while they are together no more than the
-  tokens from which on a prefill is bound by computing. With a pipeline, the next batch enters when the first stage is
-  free; a short batch waits behind a long one in every stage, as it does in an engine.
-* A *decode engine* reserves memory for all of a request, prompt and answer, before it fetches its blocks: what does not
-  fit stays where it is (pull). Whatever has come joins at the next step. With a pipeline of n stages there are n
-  batches, each in another stage; one does not wait for the others.
+* A *prefill engine* takes prompts in the order in which they come. It takes several at once if they have fewer tokens
+  together than are needed to saturate the GPU. With a pipeline, the next batch enters when the first stage is free. A
+  short batch waits behind a long one in every stage, as it does in a real engine.
+* A *decode engine* reserves memory for a request's whole prompt and answer before it fetches the blocks. The blocks of
+  a request that does not fit stay where they are, because decode engines pull blocks. A request joins at the next step
+  after its blocks have arrived. With a pipeline of n stages there are n batches, each in a different stage, and a batch
+  does not wait for the others.
 """
 
 from __future__ import annotations
@@ -15,48 +16,50 @@ from collections.abc import Callable
 
 import simpy
 
-from kvstore_serving.planning.engine import BatchedEngine, Engine, Steps
-from kvstore_serving.planning.jobs import Job
+from kvstore_serving.planning.engine import BatchedEngine, SimulatedEngine, Steps
+from kvstore_serving.planning.jobs import SimulatedRequest
 from kvstore_serving.planning.placement import Shape
 from kvstore_serving.planning.profile import Profile
 
 
-class PrefillEngine(Engine):
-    """`done`: called with each job whose first token is there. Its memory holds the job's tokens until `release`."""
+class PrefillEngine(SimulatedEngine):
+    """Does prefills. `done`: called with each job when its first token is computed. The job's tokens stay in the
+    engine's memory until `release`."""
 
     def __init__(
         self,
         env: simpy.Environment,
         profile: Profile,
         shape: Shape,
-        done: Callable[[PrefillEngine, Job], None],
+        done: Callable[[PrefillEngine, SimulatedRequest], None],
         batch_tokens: int | None = None,
     ) -> None:
-        """batch_tokens: the most tokens of several prompts at once; None: from the profile; 1: one prompt at a time."""
+        """batch_tokens: the most tokens of several prompts that are computed at once; 1 means one prompt at a time, and
+        None takes the number from the profile"""
         super().__init__(env, profile, shape)
         self._contention = profile.contention.prefill
         self.most = self.degree.prefill.saturating_tokens if batch_tokens is None else batch_tokens
-        self._queue: deque[Job] = deque()
-        self._running: dict[Job, None] = {}  # a set would not keep their order
+        self._queue: deque[SimulatedRequest] = deque()
+        self._running: dict[SimulatedRequest, None] = {}  # not a set, because the order matters
         self._free_s = [0.0] * shape.pp
         self._done = done
         env.process(self._run())
 
-    def add(self, job: Job) -> None:
-        """Queue a job, whose tokens `expect` has announced."""
+    def add(self, job: SimulatedRequest) -> None:
+        """Queue a job that `expect` has announced."""
         self._queue.append(job)
         self.wake()
 
-    def expect(self, job: Job) -> None:
-        """A job will come when what the store has of it is there."""
+    def expect(self, job: SimulatedRequest) -> None:
+        """Announce a job, which is added when its blocks from the store have arrived."""
         self.pending += job.context - job.hits
 
-    def release(self, job: Job) -> None:
-        """The job's blocks are no longer needed here."""
+    def release(self, job: SimulatedRequest) -> None:
+        """Free the memory of the job's blocks, which are no longer needed here."""
         self.used -= job.context
         self.wake()
 
-    def _lose(self) -> list[Job]:
+    def _lose(self) -> list[SimulatedRequest]:
         lost = [*self._running, *self._queue]
         self._running.clear()
         self._queue.clear()
@@ -66,16 +69,17 @@ class PrefillEngine(Engine):
     def _look(self) -> None:
         self.wake()
 
-    def _batch(self) -> list[Job]:
-        """Take the next jobs from the queue. Empty: nothing waits, or the memory is full."""
-        batch: list[Job] = []
+    def _batch(self) -> list[SimulatedRequest]:
+        """Take the next jobs from the queue. Returns no jobs if none waits or the memory is full."""
+        batch: list[SimulatedRequest] = []
         tokens = 0
         while self._queue and not self.down:
             job = self._queue[0]
             new = job.context - job.hits
             if batch and tokens + new > self.most:
                 break
-            # A prompt beyond all memory would never go: it is computed alone, as an engine recomputes in pieces.
+            # A prompt that is larger than all memory would never start, so it is computed alone. A real engine would
+            # recompute it in pieces.
             if self.used + job.context > self.capacity and self.used:
                 break
             self._reserve(job.context)
@@ -107,7 +111,7 @@ class PrefillEngine(Engine):
                 end = free[stage] = max(end, free[stage]) + took
             self.after(end - env.now, lambda batch=batch: self._finish(batch))  # type: ignore[misc]
 
-    def _finish(self, batch: list[Job]) -> None:
+    def _finish(self, batch: list[SimulatedRequest]) -> None:
         for job in batch:
             self._running.pop(job, None)
             self.pending -= job.context - job.hits
@@ -117,47 +121,51 @@ class PrefillEngine(Engine):
 
 
 class DecodeEngine(BatchedEngine):
-    """`fetch`: called with a job for which there is memory; `arrived` is called when its blocks are there. `done`:
-    called with each job that has its last token."""
+    """Decodes.
+
+    fetch: called with each job for which there is memory; it calls `arrived` when the job's blocks have come
+    done: called with each job that has its last token
+    """
 
     def __init__(
         self,
         env: simpy.Environment,
         profile: Profile,
         shape: Shape,
-        fetch: Callable[[DecodeEngine, Job], None],
-        done: Callable[[Job], None],
+        fetch: Callable[[DecodeEngine, SimulatedRequest], None],
+        done: Callable[[SimulatedRequest], None],
         max_batch: int,
     ) -> None:
-        """max_batch: the most requests at once."""
+        """max_batch: the most requests that the engine decodes at once"""
         super().__init__(env, profile, shape, done, max_batch)
         self._contention = profile.contention.decode
-        self._fetching: dict[Job, None] = {}
+        self._fetching: dict[SimulatedRequest, None] = {}
         self._fetch = fetch
         for number in range(shape.pp):
             env.process(self._run(number))
 
-    def add(self, job: Job) -> None:
-        """A job whose prefill is done."""
+    def add(self, job: SimulatedRequest) -> None:
+        """Queue a job whose prompt is computed."""
         self.pending += job.context + job.left
         self._waiting.append(job)
         self._look()
 
-    def give_up(self, job: Job) -> None:
-        """The blocks of a job will not come."""
+    def give_up(self, job: SimulatedRequest) -> None:
+        """Give up a job whose blocks will not come."""
         self._fetching.pop(job, None)
         self.used -= job.context + job.left
         self.pending -= job.context + job.left
         self._requests -= 1
 
-    def arrived(self, job: Job) -> None:
-        """All blocks of a job are here."""
+    def arrived(self, job: SimulatedRequest) -> None:
+        """Note that all blocks of a job have arrived."""
         self._fetching.pop(job, None)
-        number = min(range(len(self._lanes)), key=lambda each: self._lanes[each].load)
+        lanes = self._lanes
+        number = min(range(len(lanes)), key=lambda each: lanes[each].load) if len(lanes) > 1 else 0
         self._lanes[number].ready.append(job)
         self._rouse(number)
 
-    def _lose(self) -> list[Job]:
+    def _lose(self) -> list[SimulatedRequest]:
         lost = [*self._waiting, *self._fetching, *(job for lane in self._lanes for job in lane.empty())]
         self._waiting.clear()
         self._fetching.clear()
@@ -184,4 +192,5 @@ class DecodeEngine(BatchedEngine):
             for job in lane.advance():
                 self.pending -= job.context
                 self._end(job)
-            self._look()
+            if self._waiting:
+                self._look()

@@ -1,7 +1,7 @@
-"""Fits the times of a profile to measured ones, by least squares on the relative error.
+"""Fits the times of a profile to measured times, by least squares on the relative error.
 
-Relative, because a step of 10 ms that is wrong by 5 ms is wrong, and a prefill of 5 s is not. Coefficients are not
-negative: a negative one would give negative times outside of what was measured.
+The error is relative because 5 ms matter for a step of 10 ms, but not for a prefill of 5 s. Coefficients are at least
+0, because a negative coefficient would give negative times outside the measured range.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from kvstore_serving.planning.profile import (
 Floats = npt.NDArray[np.float64]
 
 
-class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A measured time. `tokens`: of each prompt, or the context of each request, of `requests` at once."""
+class TimeSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The measured time of `requests` requests at once. `tokens`: the length of each prompt, or of each request's
+    context."""
 
     requests: int
     tokens: float
@@ -40,19 +41,21 @@ class TransferSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TooFew(ValueError):
-    """There are not enough different samples to fit."""
+    """There are too few different samples to fit."""
 
 
-def fit_prefill(samples: Sequence[Sample]) -> PrefillTimes:
-    """-> a + b sum(L) + c sum(L^2). Needs two lengths, and batches. Raises `TooFew`."""
+def fit_prefill(samples: Sequence[TimeSample]) -> PrefillTimes:
+    """Fit a + b sum(L) + c sum(L^2). The samples must have at least two lengths, and several prompts at once. Raises
+    `TooFew`."""
     rows = [(1.0, each.requests * each.tokens, each.requests * each.tokens**2) for each in samples]
     (a, b, c), fitted = _least_squares(rows, [each.seconds for each in samples])
     residuals = _residuals(samples, fitted)
     return PrefillTimes(a, b, c, *_errors(residuals), residuals)
 
 
-def fit_decode(samples: Sequence[Sample]) -> DecodeTimes:
-    """-> a + b sum(context) + c requests. Needs two lengths, and batches. Raises `TooFew`."""
+def fit_decode(samples: Sequence[TimeSample]) -> DecodeTimes:
+    """Fit a + b sum(context) + c requests. The samples must have at least two lengths, and several requests at once.
+    Raises `TooFew`."""
     rows = [(1.0, each.requests * each.tokens, float(each.requests)) for each in samples]
     (a, b, c), fitted = _least_squares(rows, [each.seconds for each in samples])
     residuals = _residuals(samples, fitted)
@@ -60,7 +63,8 @@ def fit_decode(samples: Sequence[Sample]) -> DecodeTimes:
 
 
 def fit_transfer(samples: Sequence[TransferSample]) -> TransferTimes:
-    """-> a + b bytes, with a rate: b is more than 0. Needs two sizes. Raises `TooFew`."""
+    """Fit a + b bytes with b > 0, so that there is a rate. The samples must have at least two sizes. Raises
+    `TooFew`."""
     rows = [(1.0, float(each.nbytes)) for each in samples]
     (latency_s, per_byte_s), fitted = _least_squares(rows, [each.seconds for each in samples], needed=1)
     residuals = [
@@ -70,7 +74,7 @@ def fit_transfer(samples: Sequence[TransferSample]) -> TransferTimes:
     return TransferTimes(latency_s, per_byte_s, *_errors(residuals), residuals)
 
 
-def _residuals(samples: Sequence[Sample], fitted: Floats) -> list[Residual]:
+def _residuals(samples: Sequence[TimeSample], fitted: Floats) -> list[Residual]:
     return [
         Residual(each.requests, each.tokens, each.seconds, seconds, seconds / each.seconds - 1)
         for each, seconds in zip(samples, fitted.tolist(), strict=True)
@@ -78,7 +82,7 @@ def _residuals(samples: Sequence[Sample], fitted: Floats) -> list[Residual]:
 
 
 def _errors(residuals: Sequence[Residual | TransferResidual]) -> tuple[float, float]:
-    """-> the mean and the largest of the absolute errors."""
+    """Return the mean and the largest of the absolute errors."""
     errors = [abs(each.error) for each in residuals]
     return sum(errors) / len(errors), max(errors)
 
@@ -86,15 +90,17 @@ def _errors(residuals: Sequence[Residual | TransferResidual]) -> tuple[float, fl
 def _least_squares(
     rows: Sequence[Sequence[float]], measured: Sequence[float], needed: int | None = None
 ) -> tuple[list[float], Floats]:
-    """-> the coefficients, at least 0, and the fitted times. needed: the number of one that is to be more than 0.
+    """Return the coefficients, which are at least 0, and the fitted times. `needed`: the index of a coefficient that
+    must be above 0.
 
-    With so few coefficients, every choice of those that are not 0 can be tried: the best one without a negative is the
-    optimum under that condition (Lawson and Hanson's, without their search)."""
+    There are only a few coefficients, so every choice of nonzero coefficients can be tried. Of these fits, the best one
+    without a negative coefficient is the optimum. Lawson and Hanson's algorithm finds the same optimum by a search.
+    """
     loads, count = np.array(rows), len(rows[0])
     if np.linalg.matrix_rank(loads / np.abs(loads).max(axis=0)) < count:
         raise TooFew(
-            f"{len(set(map(tuple, rows)))} different loads do not tell {count} coefficients apart: expected two "
-            "lengths or more, and of an engine several requests at once"
+            f"{len(set(map(tuple, rows)))} different loads do not determine {count} coefficients: expected two or "
+            "more lengths and, for an engine, several requests at once"
         )
     scaled = loads / np.array(measured)[:, None]
     best, least = np.zeros(count), np.inf

@@ -1,6 +1,7 @@
-"""What there is to place engines on: nodes with GPUs, the links between them, and the store.
+"""The resources for a placement: nodes with GPUs, the links between them, and the store.
 
-Rates are bytes a second. Prices are of a GPU for an hour, in any currency: only their ratios count.
+Rates are in bytes a second. A price is the price of one GPU for an hour, in any currency, because only the ratios of
+prices matter.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from kvstore_serving.planning.profile import Profile
 Via = Literal["store", "direct"]
 
 
-class Pool(msgspec.Struct, frozen=True):
-    """Nodes of one kind. `profile`: of the engine on their GPUs."""
+class NodePool(msgspec.Struct, frozen=True):
+    """Nodes of one kind. `profile`: the profile of the engine on these nodes' GPUs."""
 
     profile: Profile
     nodes: int
@@ -24,16 +25,18 @@ class Pool(msgspec.Struct, frozen=True):
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """The number of GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
 
-class Links(msgspec.Struct, frozen=True):
-    """How blocks get from a prefill engine to a decode engine. `via`: through the store, or from GPU to GPU.
+class NetworkLinks(msgspec.Struct, frozen=True):
+    """How blocks get from a prefill engine to a decode engine. `via`: either through the store or from GPU to GPU.
 
-    node: of each node, in each direction, to other nodes; inside: between the GPUs of a node (used with `direct`);
-    store: of each node of the store, in each direction; and the latency of a transfer from it (read) and to it (write),
-    which takes that long and then its bytes' time."""
+    node: the rate of each node's link to other nodes, in each direction
+    inside: the rate between the GPUs of a node (used with `direct`)
+    store: the rate of each store node's link, in each direction
+    latency, read and write: the seconds of a transfer from or to the store, without the time for its bytes
+    """
 
     via: Via = "store"
     node_bytes_per_s: float = 12.5e9

@@ -1,7 +1,7 @@
-"""Goodput: the highest rate at which enough requests attain their SLOs, by bisection over simulated runs.
+"""Goodput: the highest rate at which enough requests attain their SLOs, found by bisection over simulated runs.
 
-The same requests are played at every rate, so attainment falls as the rate rises, but for chance. Each seed gives a
-goodput; their mean is reported, with the interval of 95 % that Student's t gives for so few.
+The same requests are simulated at every rate, so attainment falls as the rate rises, except for chance. Each seed gives
+a goodput. The mean over the seeds is reported, with the 95 % interval from Student's t for this number of seeds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -18,44 +19,45 @@ from typing import Final, TypeAlias, TypeVar
 import msgspec
 
 from kvstore_serving.load.report import Slo
-from kvstore_serving.planning.placement import Placement
-from kvstore_serving.planning.simulator import Fleet, Run, simulate
+from kvstore_serving.planning.placement import EnginePlacement
+from kvstore_serving.planning.simulator import Fleet, SimulatedRun, simulate
 from kvstore_serving.planning.workload import Recipe
 
-PRECISION: Final = 0.02  # of a goodput, relative
-REQUESTS: Final = 500  # of a run, and for each instance REQUESTS_EACH more
+PRECISION: Final = 0.02  # the relative error of a goodput
+RUN_REQUESTS: Final = 500  # requests in a run, plus REQUESTS_EACH for each instance
 REQUESTS_EACH: Final = 150
-# A queue that grows is not seen before it is as long as the SLOs allow: a run lasts so many times that.
+# A growing queue shows only when its wait is as long as the SLOs allow, so a run lasts this many times as long.
 SPAN: Final = 10
-# Loose SLOs would make runs very long: they end here. Half of a run's requests must be more than all engines decode at
-# a time, because a run keeps up if as many end as come in its second half.
-MOST_REQUESTS: Final = 8000  # and for each instance MOST_BATCHES full batches more
+# Loose SLOs would make runs very long, so this is the limit. A run keeps up if as many requests end in its second half
+# as arrive in it. So half of a run's requests must be more than all engines decode at a time.
+MAX_RUN_REQUESTS: Final = 8000  # plus MOST_BATCHES full batches for each instance
 MOST_BATCHES: Final = 2.5
-MISSES: Final = 20  # that a run must allow: else the percentile is a matter of chance
+MISSES: Final = 20  # misses that a run must allow; with fewer, the percentile is a matter of chance
 KEEPS_UP: Final = 0.95
+AT_ONCE: Final = 100  # requests that are sent at once to estimate the rate that is served
 _Result = TypeVar("_Result")
 _LOWEST_RPS: Final = 1e-4
 _HIGHEST_RPS: Final = 1e6
-# Student's t for 95 %, two sided, by degrees of freedom.
+# Student's t for 95 %, two-sided, by degrees of freedom.
 _T95: Final = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 class Goodput(msgspec.Struct, frozen=True):
-    """Requests a second; `ci95`: None for a single seed."""
+    """A goodput in requests a second. `ci95`: its interval; None for a single seed."""
 
     value: float
     ci95: tuple[float, float] | None
 
     def per(self, number: float) -> Goodput:
-        """A share of it."""
+        """Return the goodput divided by a number, such as the number of GPUs."""
         ci95 = None if self.ci95 is None else (self.ci95[0] / number, self.ci95[1] / number)
         return Goodput(self.value / number, ci95)
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be held: the SLOs, by this share of requests, in percent. `apart`: each SLO for itself, as DistServe
-    counts; a request may then miss one of them, and another request the other."""
+    """The SLOs, and the percentage of requests that must attain them. `apart`: whether each SLO is counted by itself,
+    as in DistServe. Different requests may then miss different SLOs."""
 
     slo: Slo
     percentile: float
@@ -67,18 +69,18 @@ Task: TypeAlias = tuple[Fleet, Recipe, Goal, float, int]
 
 
 def requests_of(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float) -> int:
-    """-> how many requests a run has: enough that all engines have work, that a queue which grows is seen, and that
-    misses are counted."""
+    """Return the number of requests in a run. It is large enough that all engines have work, that a growing queue
+    shows, and that misses can be counted."""
     instances = sum(engines.instances for engines in fleet.placement.phases)
     slack = (goal.slo.ttft_s, goal.slo.tpot_s * recipe.means.outputs)
     span_s = SPAN * sum(each for each in slack if each < math.inf)
-    least = max(REQUESTS + REQUESTS_EACH * instances, math.ceil(MISSES / (1 - goal.percentile / 100)))
-    most = MOST_REQUESTS + math.ceil(MOST_BATCHES * fleet.max_batch) * instances
+    least = max(RUN_REQUESTS + REQUESTS_EACH * instances, math.ceil(MISSES / (1 - goal.percentile / 100)))
+    most = MAX_RUN_REQUESTS + math.ceil(MOST_BATCHES * fleet.max_batch) * instances
     return max(least, min(most, math.ceil(rate_rps * span_s)))
 
 
 def attained(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float, seed: int) -> bool:
-    """Whether a fleet holds the SLOs at a rate."""
+    """Return whether a fleet holds the SLOs at this rate."""
     if goal.apart:
         run = play(fleet, recipe, goal, rate_rps, seed, whole=True)
         share = min(float(held.mean()) for held in run.held(goal.slo))
@@ -88,19 +90,23 @@ def attained(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float, seed: in
     return share >= goal.percentile / 100 and run.kept_up >= KEEPS_UP
 
 
-def play(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float, seed: int, whole: bool = False) -> Run:
-    """Simulate one run; `whole`: also when so many have missed that the goal is lost."""
+def play(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float, seed: int, whole: bool = False) -> SimulatedRun:
+    """Simulate one run. `whole`: whether to continue the run when enough requests have missed to fail the goal."""
     workload = recipe.make(requests_of(fleet, recipe, goal, rate_rps), seed)
     return simulate(fleet, workload, rate_rps, goal.slo, None if whole else goal.percentile)
 
 
 def goodput(fleet: Fleet, recipe: Recipe, goal: Goal, guess_rps: float, seed: int) -> float:
-    """-> the goodput of one seed; 0 if not even requests that come one by one attain their SLOs."""
-    low, high = 0.0, guess_rps
+    """Return the goodput with one seed, or 0 if requests miss their SLOs even when they come one by one. The guess is
+    doubled or halved, and then rates between the last two are tried. So the result does not depend on where the
+    doubling begins."""
+    low, high = 0.0, _doubled(fleet, recipe, guess_rps, seed)
     while attained(fleet, recipe, goal, high, seed):
         low, high = high, 2 * high
         if high > _HIGHEST_RPS:
             return low
+    while not low and high > guess_rps:
+        low, high = (high / 2, high) if attained(fleet, recipe, goal, high / 2, seed) else (0.0, high / 2)
     if not low:
         low = high / 2
         while not attained(fleet, recipe, goal, low, seed):
@@ -113,25 +119,36 @@ def goodput(fleet: Fleet, recipe: Recipe, goal: Goal, guess_rps: float, seed: in
     return low
 
 
+def _doubled(fleet: Fleet, recipe: Recipe, guess_rps: float, seed: int) -> float:
+    """Return the guess, doubled as long as it stays below the rate that is served when many requests arrive at once.
+
+    Simulations of lower rates take longest, because few requests share a decoding step and the run does not end early.
+    """
+    run = simulate(fleet, recipe.make(AT_ONCE, seed), _HIGHEST_RPS, warm_up=0)
+    served_rps = AT_ONCE / max(run.duration_s, AT_ONCE / _HIGHEST_RPS)
+    return guess_rps * 2.0 ** max(0, math.floor(math.log2(served_rps / guess_rps)))
+
+
 def mean_goodput(values: Sequence[float]) -> Goodput:
-    """-> the mean of the goodputs of several seeds, and its interval."""
+    """Return the mean of the goodputs of several seeds, with its interval."""
     count = len(values)
     mean = sum(values) / count
     if count < 2:
         return Goodput(mean, None)
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
     half = _T95[min(count - 1, len(_T95) - 1)] * deviation / math.sqrt(count)
-    half = max(half, PRECISION / 2 * mean)  # a bisection knows no better
+    half = max(half, PRECISION / 2 * mean)  # a bisection is not more precise than this
     return Goodput(mean, (max(0.0, mean - half), mean + half))
 
 
-def shrunk(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float, seed: int) -> Placement:
-    """-> the placement with as few engines of each phase as hold the SLOs at a rate; the same one if it does not."""
+def shrunk(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float, seed: int) -> EnginePlacement:
+    """Return the placement with the fewest engines of each phase that hold the SLOs at a rate. If the given placement
+    does not hold them, it is returned unchanged."""
     placement = fleet.placement
     if not attained(fleet, recipe, goal, rate_rps, seed):
         return placement
     for phase in placement.named:
-        low, high = 0, placement.named[phase].instances  # the first does not hold, the other does
+        low, high = 0, placement.named[phase].instances  # `low` instances do not hold the SLOs, `high` do
         while high - low > 1:
             middle = (low + high) // 2
             fewer = replace(fleet, placement=placement.with_instances(phase, middle))
@@ -145,27 +162,34 @@ def shrunk(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float, seed: int)
 
 
 class Crew:
-    """Runs simulations on all cores. `progress`: called with how many are done, and of how many."""
+    """Runs simulations on all cores. `progress`: called with the number of finished simulations, and the number of
+    all."""
 
     def __init__(self, executor: Executor, progress: Callable[[int, int], None]) -> None:
         self._executor = executor
         self._progress = progress
         self._begun = self._done = 0
+        self._goodputs: dict[bytes, float] = {}  # by pickled task
 
     def goodputs(self, tasks: Sequence[Task]) -> list[float]:
-        """-> the goodput of each; its rate is a guess."""
-        return self.each(goodput, tasks)
+        """Return the goodput of each task. The rate of a task is a guess at its goodput. A task that was already
+        simulated is not simulated again."""
+        # Tasks contain lists, so their pickled bytes are the keys. Nothing is unpickled.
+        keys = [pickle.dumps(task) for task in tasks]
+        fresh = {key: task for key, task in zip(keys, tasks, strict=True) if key not in self._goodputs}
+        self._goodputs |= zip(fresh, self.each(goodput, fresh.values()), strict=True)
+        return [self._goodputs[key] for key in keys]
 
-    def shrunk(self, tasks: Sequence[Task]) -> list[Placement]:
-        """-> the smaller placement of each."""
+    def shrunk(self, tasks: Sequence[Task]) -> list[EnginePlacement]:
+        """Return the placement that `shrunk` finds for each task."""
         return self.each(shrunk, tasks)
 
-    def runs(self, tasks: Sequence[Task]) -> list[Run]:
-        """-> the whole run of each."""
+    def runs(self, tasks: Sequence[Task]) -> list[SimulatedRun]:
+        """Simulate each task's run to its end, and return the runs."""
         return self.each(play, [(*task, True) for task in tasks])
 
     def each(self, function: Callable[..., _Result], tasks: Iterable[tuple[object, ...]]) -> list[_Result]:
-        """-> what a function of a module says to each task, in their order."""
+        """Call a module's function for each task, in parallel. Returns the results in the order of the tasks."""
         futures = [self._executor.submit(function, *task) for task in tasks]
         self._begun += len(futures)
         for future in futures:
@@ -179,8 +203,10 @@ class Crew:
 
 @contextmanager
 def crew(progress: Callable[[int, int], None], processes: int | None = None) -> Iterator[Crew]:
-    """A crew of so many processes; None: one for each core."""
-    context = multiprocessing.get_context("spawn")
+    """Yield a crew with this many processes, or with one for each core if `processes` is None. They are forked from a
+    process that has imported the simulator, so they need not import it themselves."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kvstore_serving.planning.outage"])  # with all that it imports
     with ProcessPoolExecutor(processes or len(os.sched_getaffinity(0)), mp_context=context) as executor:
         try:
             yield Crew(executor, progress)

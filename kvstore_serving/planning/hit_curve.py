@@ -1,4 +1,4 @@
-"""The share of prompts that a store has, by its size: from a result of `benchmarks.eviction`."""
+"""The share of prompts' tokens that a store of a given size has, from a result of `benchmarks.eviction`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from kvstore_serving.load.prompts import HASHED_TOKENS
 
 POLICY: Final = "default"
-NEIGHBOURS: Final = 2  # measured sizes on each side of the one that is assumed
+NEIGHBOURS: Final = 2  # the number of measured sizes on each side of the assumed size
 
 
 class CurveError(ValueError):
@@ -22,29 +22,30 @@ class CurveError(ValueError):
 
 @dataclass(frozen=True)
 class HitCurve:
-    """Hit rates of stores of these sizes, in tokens, rising."""
+    """The hit rates of stores of several sizes. Sizes are in tokens, in rising order."""
 
     tokens: Sequence[float]
     hit_rates: Sequence[float]
 
     def at(self, tokens: float) -> float:
-        """-> the hit rate of a store of this size, between the measured ones; 0 for none, the last one beyond."""
+        """Return the interpolated hit rate of a store of this size. It is 0 for no store, and the last measured rate
+        for larger stores."""
         return float(np.interp(tokens, [0.0, *self.tokens], [0.0, *self.hit_rates]))
 
     def around(self, tokens: float) -> list[float]:
-        """-> this size between the measured ones next to it, `NEIGHBOURS` on each side, rising."""
+        """Return this size and the measured sizes next to it, `NEIGHBOURS` on each side, in rising order."""
         smaller = [each for each in self.tokens if each < tokens][-NEIGHBOURS:]
         larger = [each for each in self.tokens if each > tokens][:NEIGHBOURS]
         return [*smaller, tokens, *larger]
 
 
 def read_curve(path: Path) -> HitCurve:
-    """The curve of the trace that was replayed. Raises `CurveError`."""
+    """Read the curve of the trace that was replayed. Raises `CurveError`."""
     try:
         document: Any = msgspec.json.decode(path.read_bytes())
         found = [each["parameters"] for each in document["cases"] if each["parameters"].get("group") == "trace"]
         blocks, rates = found[0]["blocks"], found[0]["hit_rate"][POLICY]
-        block_tokens = float(found[0].get("block_tokens", HASHED_TOKENS))  # results of old have none
+        block_tokens = float(found[0].get("block_tokens", HASHED_TOKENS))  # old results do not have it
         return HitCurve([float(each) * block_tokens for each in blocks], [float(each) for each in rates])
     except OSError as error:
         raise CurveError(f"{path}: {error.strerror}") from error

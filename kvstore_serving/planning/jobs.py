@@ -1,4 +1,5 @@
-"""What the simulator keeps of a request, and the links that its blocks take. Times are seconds of simulated time."""
+"""The simulator's record of a request, and the links over which its blocks move. Times are in seconds of simulated
+time."""
 
 from __future__ import annotations
 
@@ -7,9 +8,13 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """A request on its way. `context`: what a prefill computes, but for `hits`: the prompt, and, after a failure, what
-    had been generated. `left`: output tokens that are still to come. A time that has not come is -1."""
+class SimulatedRequest:
+    """A request in the simulator. Each time is -1 until its event has happened.
+
+    context: the tokens of the prompt and, after a failure, the tokens that had been generated; a prefill computes all
+    of them except for `hits`
+    left: the number of output tokens that are still to come
+    """
 
     at_s: float
     input: int
@@ -18,21 +23,21 @@ class Job:
     counted: bool
     context: int = field(init=False)
     left: int = field(init=False)
-    missed: bool = False  # an SLO, as far as it is known
-    loaded_s: float = field(init=False)  # what the store has of it was there
-    begun_s: float = -1.0  # its prefill began
+    missed: bool = False  # whether it is already known to miss an SLO
+    loaded_s: float = field(init=False)  # when the blocks that the store had were loaded
+    begun_s: float = -1.0  # when its prefill began
     prefilled_s: float = -1.0
     first_s: float = -1.0
-    sent_s: float = -1.0  # all its blocks are in the store
-    admitted_s: float = -1.0  # the decode engine has memory for it
-    ready_s: float = -1.0  # the decode engine has its blocks
+    sent_s: float = -1.0  # when all its blocks were in the store
+    admitted_s: float = -1.0  # when the decode engine had memory for it
+    ready_s: float = -1.0  # when all its blocks were at the decode engine
     last_s: float = -1.0
 
     def __post_init__(self) -> None:
         self.context, self.left, self.loaded_s = self.input, self.output, self.at_s
 
     def prefilled(self, now: float) -> None:
-        """Its prompt is computed, which gives a token."""
+        """Note that the prompt is computed. This also gives the first token, or the next one after a failure."""
         self.prefilled_s = now
         if self.first_s < 0:
             self.first_s = now
@@ -45,24 +50,24 @@ class Job:
 
     @property
     def tpot_s(self) -> float:
-        """0 for an answer of one token."""
+        """The time per token after the first one. It is 0 for an answer of one token."""
         return (self.last_s - self.first_s) / (self.output - 1) if self.output > 1 else 0.0
 
 
 @dataclass(slots=True, eq=False)
-class Link:
-    """A link that many share: what is sent goes one after the other, so that its rate is never exceeded."""
+class NetworkLink:
+    """A shared link. It sends transfers one after another, so that its rate is never exceeded."""
 
     bytes_per_s: float
     free_s: float = 0.0
     sent_bytes: float = 0.0
 
 
-def transfer(now: float, nbytes: float, path: Sequence[tuple[Link, float]]) -> float:
-    """Send bytes over the links of a path at once. -> when the last has arrived.
+def transfer(now: float, nbytes: float, path: Sequence[tuple[NetworkLink, float]]) -> float:
+    """Send bytes over all links of a path at the same time. Returns the time at which the last byte has arrived.
 
-    path: each link with the share of the bytes that goes over it. Each link sends what it is given in turn, and begins
-    when it is free: one that is behind does not keep the others of the path from sending.
+    path: each link with the share of the bytes that goes over it. A link begins as soon as its earlier transfers are
+    sent, so a busy link does not delay the other links of the path.
     """
     end = now
     for link, share in path:

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-TIMEOUT_S: Final = 10.0
+METRICS_TIMEOUT_S: Final = 10.0
 
 
 class MetricsError(Exception):
@@ -18,11 +18,11 @@ class MetricsError(Exception):
 
 
 async def metrics_of(url: str) -> list[Sample]:
-    """-> what the server at this URL, with or without /v1, counts. Raises `MetricsError`."""
+    """Return the metrics of the server at this URL, with or without /v1. Raises `MetricsError`."""
     page = url.rstrip("/").removesuffix("/v1") + "/metrics"
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=METRICS_TIMEOUT_S)) as session,
             session.get(page) as response,
         ):
             if response.status != 200:

@@ -1,7 +1,7 @@
-"""What it costs when one engine fails and is replaced: simulated beside the same load without the failure.
+"""The cost of an engine that fails and is replaced: the same load is simulated with and without the failure.
 
-The goodput with one engine less says what a fleet serves for good. This says what users see until it is back: how many
-requests miss an SLO that they would have attained, and for how long.
+A fleet with one engine fewer has a lower goodput, but that is only its steady state. This module estimates what users
+notice until the engine is back: how many requests miss an SLO that they would have attained, and for how long.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from kvstore_serving.planning.goodput import Goal, requests_of
 from kvstore_serving.planning.simulator import WARM_UP, Fleet, Outage, simulate
 from kvstore_serving.planning.workload import Recipe
 
-BEGINS: Final = 0.3  # of the run's time: after the warm-up
-LASTS: Final = 0.2  # at most; the rest is there to recover
-AGAIN: Final = 0.95  # of the arrivals: who still misses SLOs for the outage behind this has not recovered
-MOST_REQUESTS: Final = 200_000  # of a run: some 20 s of simulation
+BEGINS: Final = 0.3  # the share of the run's time at which the outage begins, after the warm-up
+LASTS: Final = 0.2  # the largest share of the run's time; the rest is for the recovery
+AGAIN: Final = 0.95  # share of the arrivals' time; if the outage causes misses after it, the fleet has not recovered
+MAX_OUTAGE_REQUESTS: Final = 200_000  # requests in a run, which takes about 20 s to simulate
 
 
 class OutageCost(msgspec.Struct, frozen=True):
-    """One of the `engines` of a phase is away for `outage_s`, at a load of `rate_rps`. `missed`: requests that miss an
-    SLO because of it, those that are under way when it fails included. `recovered_s`: from the failure to the last
-    of them; None: the fleet had not recovered when the run ended, `run_s` after the failure."""
+    """The cost if one of a phase's `engines` engines is away for `outage_s`, at a load of `rate_rps`.
+
+    missed: the number of requests that miss an SLO because of the outage, including those in progress at the failure
+    recovered_s: the time from the failure to the last of these requests; None if the fleet had not recovered when the
+    run ended
+    run_s: the time from the failure to the end of the run
+    """
 
     phase: str
     engines: int
@@ -37,16 +41,17 @@ class OutageCost(msgspec.Struct, frozen=True):
 
 
 class OutageTooLong(ValueError):
-    """So many requests come in the meantime that no run holds them."""
+    """More requests arrive during the outage than a run can simulate."""
 
 
 def requests_for(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float, outage_s: float) -> int:
-    """-> how many requests a run has in which the outage has room. Raises `OutageTooLong`."""
+    """Return the number of requests for a run that is long enough for the outage. Raises `OutageTooLong`."""
     needed = math.ceil(rate_rps * outage_s / LASTS)
-    if needed > MOST_REQUESTS:
-        longest = LASTS * MOST_REQUESTS / rate_rps
+    if needed > MAX_OUTAGE_REQUESTS:
+        longest = LASTS * MAX_OUTAGE_REQUESTS / rate_rps
         raise OutageTooLong(
-            f"an outage of {outage_s:g} s at {rate_rps:.3g} requests/s: expected {longest:.3g} s or less"
+            f"an outage of {outage_s:g} s at {rate_rps:.3g} requests/s is too long to simulate: "
+            f"expected {longest:.3g} s or less"
         )
     return max(needed, requests_of(fleet, recipe, goal, rate_rps))
 
@@ -54,7 +59,7 @@ def requests_for(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float, outa
 def cost_of(
     fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float, seed: int, phase: str, outage_s: float
 ) -> OutageCost:
-    """Play the load with and without the outage of the first engine of a phase. Raises `OutageTooLong`."""
+    """Simulate the load with and without an outage of the first engine of a phase. Raises `OutageTooLong`."""
     workload = recipe.make(requests_for(fleet, recipe, goal, rate_rps, outage_s), seed)
     first = int(len(workload) * WARM_UP)
     at = workload.at / rate_rps

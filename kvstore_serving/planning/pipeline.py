@@ -1,20 +1,23 @@
 """The KV pipeline in closed form: how much of a decode engine's KV cache can live in another memory.
 
-A step of decoding reads all KV once, layer by layer. After a layer's attention its KV may leave for a lender's memory,
-if it is back before the layer's turn in the next step: the link moves the share alpha of M bytes while the engine reads
-all M bytes from its own memory, computes everything else (T_other), and loses T_overlap to starting the copies:
+A decoding step reads all KV once, layer by layer. After a layer's attention is computed, the layer's KV may move to a
+lender's memory. It must be back before the next step reads that layer. In one step, the link moves the share alpha of
+the M bytes of KV. Meanwhile the engine reads all M bytes from its own memory and computes everything else (T_other).
+For a part of this time (T_overlap), no copy runs:
 
     alpha M / B_link + T_overlap <= M / B_memory + T_other
     alpha <= B_link / B_memory + B_link (T_other - T_overlap) / M
 
-The first term alone is the ratio of the bandwidths. The second one is the larger, where little KV is beside a lot of
-weights. KV only grows at its end, so what leaves is one token of each sequence a step: traffic is inward.
+The first term is the ratio of the bandwidths. The second term is large if there is little KV compared with the weights.
+KV only grows at its end, so only one token of each sequence must be sent out in a step, and nearly all traffic is
+inward.
 
-Copies that take memory bandwidth from computing make a step longer: of the time that they run, `lost_share` is lost,
+Copies that take memory bandwidth from computing make a step longer. Computing loses the share `lost_share` of the time
+for which copies run:
 
     T_step = M / B_memory + T_other + lost_share alpha M / B_link
 
-and in that longer step the link moves more. With both, alpha is the above, divided by 1 - lost_share.
+In the longer step the link can move more. With both effects, alpha is the value above divided by 1 - lost_share.
 """
 
 from __future__ import annotations
@@ -23,13 +26,19 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-BUFFERS: Final = 2  # layers whose KV is in buffers: the one that is read, and the one that comes
+BUFFERS: Final = 2  # layers whose KV is in buffers: the layer being read, and the next layer
 
 
 class Hardware(NamedTuple):
-    """link_bytes_per_s: from the lender. memory_bytes_per_s: the engine's own. other_s: the rest of a step, weights
-    above all. overhead_s: time of a step in which no copy runs. layers: count the two buffers of a layer each as
-    resident. lost_share: of the time that copies run, how much computing loses, 0 to less than 1."""
+    """The hardware of a decode engine.
+
+    link_bytes_per_s: the rate of the link from the lender
+    memory_bytes_per_s: the rate at which the engine reads its own memory
+    other_s: the time for the rest of a step, mostly for reading the weights
+    overhead_s: the time of a step in which no copy runs
+    layers: the number of layers; if given, two buffers of one layer each count as resident
+    lost_share: the share of the copies' time that computing loses; from 0 to less than 1
+    """
 
     link_bytes_per_s: float
     memory_bytes_per_s: float
@@ -40,13 +49,17 @@ class Hardware(NamedTuple):
 
 
 class PipelinePlan(msgspec.Struct, frozen=True):
-    """`alpha`: the largest share of the KV cache that can live elsewhere without a step that waits for copies;
-    `alpha_bandwidth`: its first term alone. `capacity_gain`: so many times as many tokens fit the engine's memory; None
-    if all may leave. `lender_bytes`: what the lender holds, of `kv_bytes` in all; `resident_bytes`: what stays, with
-    the buffers.
-    `step_s`: a step with the pipeline; `step_alone_s`: without: shorter only if copies take time from computing.
-    `link_share`: of the step, how long the link sends. `knee_bytes_per_s`: the bandwidth of the link from which on
-    everything may leave."""
+    """How much KV can live elsewhere, and what that gains.
+
+    alpha: the largest share of the KV cache that can live elsewhere without making steps wait for copies
+    alpha_bandwidth: only the first term of alpha
+    capacity_gain: the factor by which more tokens fit the engine's memory; None if all KV may leave
+    lender_bytes: the part of all KV that the lender holds
+    resident_bytes: the part of the KV that stays, plus the buffers
+    step_s, step_alone_s: the time of a step with and without the pipeline; they differ only if copies slow computing
+    link_share: the share of a step's time for which the link sends
+    knee_bytes_per_s: the lowest bandwidth of the link with which all KV may leave
+    """
 
     alpha: float
     alpha_bandwidth: float
@@ -60,13 +73,14 @@ class PipelinePlan(msgspec.Struct, frozen=True):
 
 
 def largest_kv(resident_bytes: float, on: Hardware) -> float | None:
-    """-> the most KV, in bytes, of which enough may leave that the rest, and the buffers, fit `resident_bytes` of the
-    engine's memory; None: without bound.
+    """Return the most bytes of KV for which the part that must stay, with the buffers, fits `resident_bytes` of the
+    engine's memory. Returns None if there is no limit.
 
     Of M bytes in all, (1 - alpha) M + 2 M / layers stay, and alpha falls as M grows:
-    M (1 - B / B_memory + 2 / layers) = resident_bytes + B (T_other - T_overlap),  B = B_link / (1 - lost_share)
+
+        M (1 - B / B_memory + 2 / layers) = resident_bytes + B (T_other - T_overlap),  B = B_link / (1 - lost_share)
     """
-    moved = on.link_bytes_per_s / (1 - on.lost_share)  # in a second of a step without copies
+    moved = on.link_bytes_per_s / (1 - on.lost_share)  # for each second of a step without copies
     shrinking = 1 - moved / on.memory_bytes_per_s + (BUFFERS / on.layers if on.layers else 0.0)
     if shrinking <= 0:
         return None
@@ -74,9 +88,9 @@ def largest_kv(resident_bytes: float, on: Hardware) -> float | None:
 
 
 def plan_pipeline(kv_bytes: float, on: Hardware) -> PipelinePlan:
-    """-> how much may leave. kv_bytes: KV that a step reads, in all."""
+    """Return how much KV may leave. `kv_bytes`: the bytes of all KV that a step reads."""
     alone_s = kv_bytes / on.memory_bytes_per_s + on.other_s
-    room_s = (alone_s - on.overhead_s) / (1 - on.lost_share)  # for copies, in a step that they fill
+    room_s = (alone_s - on.overhead_s) / (1 - on.lost_share)  # the time for copies in a step that copies fill
     alpha = min(1.0, max(0.0, on.link_bytes_per_s * room_s / kv_bytes))
     buffers = BUFFERS * kv_bytes / on.layers if on.layers and alpha else 0.0
     resident = min(kv_bytes, (1 - alpha) * kv_bytes + buffers)

@@ -1,4 +1,4 @@
-"""Where engines go: so many of each kind, each of some tensor and pipeline degree, on the nodes of pools."""
+"""Placements: the number of engines of each kind, their tensor and pipeline degrees, and the nodes that they run on."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvstore_serving.planning.fleet import Pool
+from kvstore_serving.planning.fleet import NodePool
 
 
 class Shape(msgspec.Struct, frozen=True, order=True):
-    """The degrees of an engine: tensor parallel (within a node) and pipeline parallel."""
+    """The degrees of an engine: tensor parallelism, which stays within a node, and pipeline parallelism."""
 
     tp: int
     pp: int
 
     @property
     def gpus(self) -> int:
-        """GPUs of one engine."""
+        """The number of GPUs of one engine."""
         return self.tp * self.pp
 
 
 class Engines(msgspec.Struct, frozen=True):
-    """Engines of one phase: so many instances of one shape, on the pool with this number."""
+    """The engines of one phase: the number of instances, their shape, and the number of their pool."""
 
     shape: Shape
     instances: int
@@ -31,12 +31,12 @@ class Engines(msgspec.Struct, frozen=True):
 
     @property
     def gpus(self) -> int:
-        """GPUs of all of them."""
+        """The number of GPUs of all instances."""
         return self.shape.gpus * self.instances
 
 
-class Placement(msgspec.Struct, frozen=True):
-    """Engines of the phases: `prefill` and `decode`, or only `colocated` ones, which do both."""
+class EnginePlacement(msgspec.Struct, frozen=True):
+    """The engines of each phase: either `prefill` and `decode`, or only `colocated` engines, which do both phases."""
 
     prefill: Engines | None = None
     decode: Engines | None = None
@@ -44,44 +44,46 @@ class Placement(msgspec.Struct, frozen=True):
 
     @property
     def named(self) -> dict[str, Engines]:
-        """The engines there are, by phase."""
+        """The engines by phase, for the phases that have engines."""
         every = {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated}
         return {phase: engines for phase, engines in every.items() if engines is not None}
 
     @property
     def phases(self) -> list[Engines]:
-        """The engines there are."""
+        """The engines of each phase that has engines."""
         return list(self.named.values())
 
-    def with_instances(self, phase: str, instances: int) -> Placement:
-        """The same with another number of engines of a phase."""
+    def with_instances(self, phase: str, instances: int) -> EnginePlacement:
+        """Return the same placement with another number of engines of a phase."""
         engines = msgspec.structs.replace(self.named[phase], instances=instances)
         return msgspec.structs.replace(self, **{phase: engines})
 
     @property
     def gpus(self) -> int:
-        """GPUs of all phases."""
+        """The number of GPUs of all phases."""
         return sum(engines.gpus for engines in self.phases)
 
-    def price(self, pools: Sequence[Pool]) -> float:
-        """The price of an hour."""
+    def price(self, pools: Sequence[NodePool]) -> float:
+        """Return the price of all engines for an hour."""
         return sum(engines.gpus * pools[engines.pool].price for engines in self.phases)
 
 
-class Seat(msgspec.Struct, frozen=True):
-    """Where a stage of an engine is: the node, numbered through all pools from 0, and the GPUs on it, from 0."""
+class StageGpus(msgspec.Struct, frozen=True):
+    """The place of one stage of an engine: the node, numbered from 0 through all pools, and the GPUs there, from 0."""
 
     node: int
     gpus: list[int]
 
 
-def nodes_of(placement: Placement, pools: Sequence[Pool], together: bool = False) -> list[list[list[int]]] | None:
-    """-> for each phase, for each instance, the node of each stage; nodes are numbered through all pools. None: the
-    instances do not fit. A stage is on one node, because its GPUs exchange what they compute in every layer.
+def nodes_of(
+    placement: EnginePlacement, pools: Sequence[NodePool], together: bool = False
+) -> list[list[list[int]]] | None:
+    """Return, for each phase and instance, the node of each stage, or None if the instances do not fit. Nodes are
+    numbered through all pools. A stage is on one node, because its GPUs exchange results in every layer.
 
-    together: groups of engines of both phases have nodes of their own, if there are enough; else stages of prefill
-    engines are spread over the nodes, and each stage of a decode engine is on the node of the same stage of a prefill
-    engine, if there is room.
+    together: whether to put both phases on the same nodes. If there are enough nodes, groups of engines of both phases
+    get nodes of their own. Otherwise the stages of prefill engines are spread over the nodes. Each stage of a decode
+    engine is then put on a node that has the same stage of a prefill engine, if that node has room.
     """
     starts = [sum(pool.nodes for pool in pools[:number]) for number in range(len(pools))]
     free = [pool.gpus_per_node for pool in pools for _ in range(pool.nodes)]
@@ -107,11 +109,11 @@ def nodes_of(placement: Placement, pools: Sequence[Pool], together: bool = False
     return found
 
 
-def seats_of(placement: Placement, nodes: Sequence[Sequence[Sequence[int]]]) -> list[list[list[Seat]]]:
-    """-> for each phase, for each instance, the seat of each stage, on the nodes that `nodes_of` gave: a stage has the
-    next GPUs of its node."""
+def seats_of(placement: EnginePlacement, nodes: Sequence[Sequence[Sequence[int]]]) -> list[list[list[StageGpus]]]:
+    """Return, for each phase and instance, the seat of each stage on the nodes that `nodes_of` returned. Each stage
+    gets the next GPUs of its node."""
     taken: dict[int, int] = {}
-    found: list[list[list[Seat]]] = []
+    found: list[list[list[StageGpus]]] = []
     for engines, instances in zip(placement.phases, nodes, strict=True):
         found.append([])
         for stages in instances:
@@ -119,18 +121,21 @@ def seats_of(placement: Placement, nodes: Sequence[Sequence[Sequence[int]]]) -> 
             for node in stages:
                 first = taken.get(node, 0)
                 taken[node] = first + engines.shape.tp
-                seats.append(Seat(node, list(range(first, taken[node]))))
+                seats.append(StageGpus(node, list(range(first, taken[node]))))
             found[-1].append(seats)
     return found
 
 
 def shares_of(stages: Sequence[int]) -> dict[int, float]:
-    """-> the nodes that an engine's stages are on, each with the share of the layers there."""
+    """Return the nodes of an engine's stages, each with the share of the layers that are on it."""
     return {node: stages.count(node) / len(stages) for node in dict.fromkeys(stages)}
 
 
-def _units(placement: Placement, pools: Sequence[Pool], starts: Sequence[int]) -> list[list[list[int]]] | None:
-    """-> the nodes when equal groups of both phases have nodes of their own, one a stage; None: they do not fit."""
+def _units(
+    placement: EnginePlacement, pools: Sequence[NodePool], starts: Sequence[int]
+) -> list[list[list[int]]] | None:
+    """Return the nodes if equal groups of engines of both phases get nodes of their own, with one node for each stage.
+    Returns None if the groups do not fit."""
     prefill, decode = placement.phases
     units = math.gcd(prefill.instances, decode.instances)
     counts = prefill.instances // units, decode.instances // units

@@ -1,4 +1,4 @@
-"""The plan: the placement that was found, what bounds it, what the store must deliver, and what else was considered."""
+"""The plan: the placement that was found, its bottleneck, what the store must deliver, and the alternatives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvstore_serving.planning.document import (
     Binding,
     Colocated,
     Placed,
-    Plan,
+    PlanDocument,
     Point,
     Sensitivity,
     StoreNeeds,
@@ -29,8 +29,8 @@ from kvstore_serving.planning.outage import OutageCost, cost_of
 from kvstore_serving.planning.placement import seats_of
 from kvstore_serving.planning.queueing import Queue, Unstable, inter_op
 from kvstore_serving.planning.search import (
-    Answer,
     NothingFits,
+    PlacementResult,
     Question,
     Rated,
     best,
@@ -38,22 +38,24 @@ from kvstore_serving.planning.search import (
     measured,
     rate_phases,
 )
-from kvstore_serving.planning.simulator import Run
+from kvstore_serving.planning.simulator import SimulatedRun
 from kvstore_serving.planning.workload import Floats, Lengths, Recipe, Replayed, Synthetic, without_hits
 
-STORE_BUSY: Final = 0.6  # share of time that a store's links send: requests come in bursts
-NEARLY: Final = 0.95  # of the goodput beside any store is enough
+STORE_BUSY: Final = 0.6  # the highest share of time for which a store's links may be busy: requests come in bursts
+NEARLY: Final = 0.95  # the share of the goodput with an unlimited store that is enough
 DOUBLINGS: Final = 8
-UNLIMITED: Final = 1_000_000  # nodes of a store that is never the limit
-BEYOND: Final = 1.25  # of the goodput, and again while nothing is missed: the rate at which the plan looks at what is
-AROUND: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of what the store keeps of a trace: sizes that are compared
-CURVE: Final = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)  # of the goodput: rates of attainment in the chart
+UNLIMITED: Final = 1_000_000  # nodes of a store that is never the bottleneck
+BEYOND: Final = 1.25  # the rate is raised by this factor until requests miss, which shows the bottleneck
+AROUND: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # the sizes compared, in multiples of what the store keeps of a trace
+CURVE: Final = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)  # the chart's rates, in multiples of the goodput
 
 
-def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True, outage_s: float | None = None) -> Plan:
-    """Search, and look at what was found. outage_s: and what an engine costs that is away for so long. Raises
-    `NothingFits` and `OutageTooLong`."""
-    # First, what the engines could do beside any store; then the store that this takes.
+def make_plan(
+    question: Question, crew: Crew, *, sensitivity: bool = True, outage_s: float | None = None
+) -> PlanDocument:
+    """Search for a placement, and analyse it. `outage_s`: if given, also simulate an engine that is away for this time.
+    Raises `NothingFits` or `OutageTooLong`."""
+    # First find what the engines could serve with an unlimited store, then the store that this needs.
     unlimited = question if question.fixed_store else _with_store(question, UNLIMITED)
     phases = rate_phases(unlimited, crew)
     answer = best(unlimited, phases, crew)
@@ -65,7 +67,7 @@ def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True, outag
     base = crew.goodputs([question.task(answer.placement, rate)])[0] if sensitivity else 0.0
     [at_goodput] = crew.runs([question.task(answer.placement, rate)])
     placed, price = _placed(question, answer), question.price(answer.placement)
-    return Plan(
+    return PlanDocument(
         placement=Apart(placed["prefill"], placed["decode"]),
         gpus=answer.placement.gpus,
         price_per_hour=price,
@@ -102,8 +104,8 @@ def _with_store(question: Question, nodes: int) -> Question:
     return replace(question, links=msgspec.structs.replace(question.links, store_nodes=nodes))
 
 
-def _with_its_store(question: Question, answer: Answer, crew: Crew) -> tuple[Question, Answer]:
-    """-> the question with as many store nodes as the answer needs, and the answer with them."""
+def _with_its_store(question: Question, answer: PlacementResult, crew: Crew) -> tuple[Question, PlacementResult]:
+    """Return the question with as many store nodes as the answer needs, and the answer for these nodes."""
     [run] = crew.runs([_with_store(question, UNLIMITED).task(answer.placement, answer.goodput.value)])
     nodes = store_needs(question, answer, run).nodes
     target = question.rate_rps if question.rate_rps is not None and answer.enough else NEARLY * answer.goodput.value
@@ -112,22 +114,22 @@ def _with_its_store(question: Question, answer: Answer, crew: Crew) -> tuple[Que
         found = measured(sized, answer.placement, crew)
         if found.value >= target:
             break
-        nodes = max(1, nodes) * 2  # its bandwidth is enough, but a single transfer takes too long
+        nodes = max(1, nodes) * 2  # the bandwidth is enough, but each transfer takes too long
     if not found.value:
-        raise NothingFits(f"with a store of {nodes} nodes the engines hold the SLOs at no rate: take faster ones")
+        raise NothingFits(f"with {nodes} store nodes, the engines do not hold the SLOs at any rate: use faster nodes")
     return sized, replace(answer, goodput=found, enough=question.rate_rps is None or found.value >= question.rate_rps)
 
 
-def _other(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answer | None:
-    """-> the engines that do both, beside the same store; None if none hold the SLOs."""
+def _other(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> PlacementResult | None:
+    """Return the best placement of colocated engines with the same store, or None if none holds the SLOs."""
     try:
         return best_colocated(question, phases, crew)
     except NothingFits:
         return None
 
 
-def _binding(question: Question, answer: Answer, crew: Crew) -> Binding:
-    """-> what is short, at a rate beyond the goodput at which requests miss their SLOs."""
+def _binding(question: Question, answer: PlacementResult, crew: Crew) -> Binding:
+    """Return the bottleneck. It is found at a rate above the goodput, because requests then miss their SLOs."""
     rate = answer.goodput.value
     for _ in range(DOUBLINGS):
         rate *= BEYOND
@@ -137,15 +139,16 @@ def _binding(question: Question, answer: Answer, crew: Crew) -> Binding:
     return binding(run, question.goal.slo)
 
 
-def binding(run: Run, slo: Slo) -> Binding:
-    """-> what is short in a run beyond the goodput: what most of the requests that missed their SLOs waited for."""
+def binding(run: SimulatedRun, slo: Slo) -> Binding:
+    """Return the bottleneck of a run at a rate above the goodput. Most of the requests that missed their SLOs waited
+    for it."""
     ttft, tpot = run.held(slo)
     link: Binding = "store bandwidth" if run.links["store"] >= run.links["node"] else "node link"
     parts = run.parts_s
     if (~ttft).sum() >= (~tpot).sum():
         return link if _mean(parts["load"][~ttft]) > _mean(parts["prefill_queue"][~ttft]) else "prefill compute"
     memory, moved = _mean(parts["decode_memory"][~tpot]), _mean(parts["hand_over"][~tpot])
-    # Of those that missed it, what would have missed it without any wait?
+    # The share of the requests missing TPOT that would have missed it without any wait.
     slow = float((run.tpot_s - (parts["decode_memory"] + parts["hand_over"]) / run.steps > slo.tpot_s)[~tpot].mean())
     if slow > 1 / 2:
         return "decode compute"
@@ -156,9 +159,9 @@ def _mean(values: Floats) -> float:
     return float(np.nanmean(values)) if len(values) and not np.isnan(values).all() else 0.0
 
 
-def store_needs(question: Question, answer: Answer, run: Run) -> StoreNeeds:
-    """-> what the store must deliver: at the rate that was asked for, or else at the goodput. `nodes`: what `links`
-    says, if that is more than is needed."""
+def store_needs(question: Question, answer: PlacementResult, run: SimulatedRun) -> StoreNeeds:
+    """Return what the store must deliver at the requested rate or, if that is not served, at the goodput. The store has
+    at least as many nodes as in `links`."""
     links, profile = question.links, question.pools[answer.placement.phases[0].pool].profile
     rate = _served_rps(question, answer)
     means, kv = question.recipe.means, profile.kv_bytes_per_token
@@ -184,15 +187,15 @@ def store_needs(question: Question, answer: Answer, run: Run) -> StoreNeeds:
     return StoreNeeds(rate, read, write, capacity, kept, nodes)
 
 
-def _served_rps(question: Question, answer: Answer) -> float:
-    """-> the rate that was asked for, or else the goodput."""
+def _served_rps(question: Question, answer: PlacementResult) -> float:
+    """Return the requested rate if the placement serves it, and otherwise the goodput."""
     return question.rate_rps if question.rate_rps is not None and answer.enough else answer.goodput.value
 
 
-def closed_form(question: Question, answer: Answer) -> Queue | None:
-    """-> the queue of a prefill engine that gets its share of the goodput, at random times, if every prompt is of the
-    mean length and none are batched; None: so many it could only serve in batches. What the simulation waits longer is
-    what lengths that vary cost, or the wait for others."""
+def closed_form(question: Question, answer: PlacementResult) -> Queue | None:
+    """Return the queue of a prefill engine that gets its share of the goodput at random times. Every prompt is assumed
+    to have the mean length and to be computed alone. Returns None if the engine could serve this rate only in batches.
+    In the simulation prompts wait longer, because lengths vary or because they wait for other resources."""
     prefill = answer.placement.prefill
     assert prefill is not None
     profile, means, stages = question.pools[prefill.pool].profile, question.recipe.means, prefill.shape.pp
@@ -204,11 +207,11 @@ def closed_form(question: Question, answer: Answer) -> Queue | None:
         return None
 
 
-# ---- beside it ---------------------------------------------------------------------------------------------------
+# ---- other parts -------------------------------------------------------------------------------------------------
 
 
-def _placed(question: Question, answer: Answer) -> dict[str, Placed]:
-    """-> the engines of each phase of a placement, which fits the nodes."""
+def _placed(question: Question, answer: PlacementResult) -> dict[str, Placed]:
+    """Return the engines of each phase of a placement. The placement must fit the nodes."""
     nodes = question.fleet(answer.placement).nodes
     assert nodes is not None
     found = {}
@@ -221,7 +224,7 @@ def _placed(question: Question, answer: Answer) -> dict[str, Placed]:
     return found
 
 
-def _colocated(question: Question, answer: Answer | None, curve: list[Point]) -> Colocated:
+def _colocated(question: Question, answer: PlacementResult | None, curve: list[Point]) -> Colocated:
     if answer is None:
         return Colocated(None, None, None, 0.0, 0, 0.0, False, [])
     gpus, price, goodput = answer.placement.gpus, question.price(answer.placement), answer.goodput
@@ -243,7 +246,7 @@ def _alone(question: Question, phases: dict[str, list[Rated]]) -> list[Alone]:
     ]
 
 
-def _curves(question: Question, answers: Sequence[Answer], crew: Crew) -> list[list[Point]]:
+def _curves(question: Question, answers: Sequence[PlacementResult], crew: Crew) -> list[list[Point]]:
     tasks = [question.task(each.placement, each.goodput.value * share) for each in answers for share in CURVE]
     points = [
         Point(task[3], run.attainment(question.goal.slo)) for task, run in zip(tasks, crew.runs(tasks), strict=True)
@@ -251,8 +254,9 @@ def _curves(question: Question, answers: Sequence[Answer], crew: Crew) -> list[l
     return [points[first : first + len(CURVE)] for first in range(0, len(points), len(CURVE))]
 
 
-def _sensitivity(question: Question, answer: Answer, base: float, crew: Crew) -> list[Sensitivity]:
-    """One thing changed at a time. base: the goodput of the first seed with nothing changed."""
+def _sensitivity(question: Question, answer: PlacementResult, base: float, crew: Crew) -> list[Sensitivity]:
+    """Return the goodput when one thing at a time changes. `base`: the goodput of the first seed with nothing
+    changed."""
     slo, links = question.goal.slo, question.links
     changed: dict[str, Question] = {
         "TTFT SLO half": replace(question, goal=Goal(Slo(slo.ttft_s / 2, slo.tpot_s), question.goal.percentile)),
@@ -286,8 +290,9 @@ def _sensitivity(question: Question, answer: Answer, base: float, crew: Crew) ->
     ]
 
 
-def _capacities(question: Question, answer: Answer, base: float, crew: Crew) -> list[AtCapacity]:
-    """What the store keeps changed, and with it what prompts find there. base: as with `_sensitivity`."""
+def _capacities(question: Question, answer: PlacementResult, base: float, crew: Crew) -> list[AtCapacity]:
+    """Return the goodput when the store keeps more or less, so that prompts find more or less there. `base`: as for
+    `_sensitivity`."""
     kv = question.pools[0].profile.kv_bytes_per_token
     recipes, assumed = _by_capacity(question, kv)
     others = [tokens for tokens in recipes if tokens != assumed]
@@ -307,14 +312,14 @@ def _capacities(question: Question, answer: Answer, base: float, crew: Crew) -> 
     ]
 
 
-def _outages(question: Question, answer: Answer, outage_s: float, crew: Crew) -> list[OutageCost]:
+def _outages(question: Question, answer: PlacementResult, outage_s: float, crew: Crew) -> list[OutageCost]:
     fixed = question.task(answer.placement, _served_rps(question, answer))
     return crew.each(cost_of, [(*fixed, phase, outage_s) for phase in answer.placement.named])
 
 
 def _by_capacity(question: Question, kv: int) -> tuple[dict[float, Recipe], float]:
-    """-> by the tokens that the store keeps, rising, the load with what prompts then find; and what is assumed. Empty
-    if it is not known what other sizes would find."""
+    """Return the load for each size of the store in tokens, in rising order, and the assumed size. The loads are empty
+    if it is not known how much prompts find in stores of other sizes."""
     recipe, changing, curve = question.recipe, msgspec.structs.replace, question.hit_curve
     if isinstance(recipe, Synthetic):
         if curve is None or question.kept_bytes is None:

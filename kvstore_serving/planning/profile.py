@@ -1,15 +1,16 @@
-"""The profile of an engine: how long it takes to prefill and to decode, and how many tokens its memory holds.
+"""The profile of an engine: how long prefills and decoding steps take, and how many tokens its memory holds.
 
-A profile is a JSON file. `kvstore plan profile` measures one; those in `kvstore_serving/planning/profiles` are
-published figures, and say where they are from. Times are linear in what an engine does (DistServe's form):
+A profile is a JSON file. `kvstore plan profile` measures an engine and writes its profile. The profiles in
+`kvstore_serving/planning/profiles` have published figures and name their sources. Times are linear in the work of an
+engine, as in DistServe:
 
-* a prefill of prompts of L tokens each, a + b sum(L) + c sum(L^2);
-* a step of decoding, a + b sum(context) + c requests;
-* a transfer to the store or from it, a + b bytes.
+* a prefill of prompts of L tokens each: a + b sum(L) + c sum(L^2)
+* a decoding step: a + b sum(context) + c requests
+* a transfer to or from the store: a + b bytes
 
-Each has its residuals: every measured time beside the fitted one. Those of an engine hold for one degree of tensor
-parallelism. With `pp` stages, a stage takes a `pp`-th of them, and `stage_s` more. While another engine of the same
-node works, they are longer by the profile's `contention`.
+Each fit lists its residuals: the measured times and the fitted times. The times are for one degree of tensor
+parallelism. With `pp` stages, a stage takes 1/`pp` of a time plus `stage_s`. While another engine of the same node
+works, times are multiplied by the profile's `contention`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-# A prefill is as long as it must be for its fixed cost to be so small a share of its time; see `saturating_tokens`.
+# A prefill saturates the GPU if its fixed cost is at most this share of its time (see `saturating_tokens`).
 FIXED_SHARE: Final = 0.2
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -35,8 +36,8 @@ class ProfileError(ValueError):
 
 
 class Residual(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A measured time, of `requests` at once of so many `tokens` each, beside the fitted one. `error`: relative, more
-    than 0 where the fitted one is longer."""
+    """The measured and the fitted time of `requests` requests at once, with `tokens` tokens each. `error`: the relative
+    error of the fitted time, which is positive if that time is too long."""
 
     requests: int
     tokens: float
@@ -46,7 +47,7 @@ class Residual(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferResidual(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A measured time of a call that moved `nbytes`, beside the fitted one. `error`: as with `Residual`."""
+    """The measured and the fitted time of a call that moved `nbytes` bytes. `error`: as for `Residual`."""
 
     nbytes: int
     seconds: float
@@ -55,10 +56,12 @@ class TransferResidual(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of a prefill: `fixed_s` + `per_token_s` sum(L) + `per_token_squared_s` sum(L^2), for prompts of L tokens.
+    """The time of a prefill in seconds: `fixed_s` + `per_token_s` sum(L) + `per_token_squared_s` sum(L^2), for prompts
+    of L tokens.
 
-    `error` and `worst_error`: mean and largest absolute relative error of the fit; None if they are not known.
-    `residuals`: of each measured point, none for published times."""
+    error, worst_error: the mean and the largest absolute relative error of the fit; None if they are not known
+    residuals: one for each measured point; published times have none
+    """
 
     fixed_s: _NotNegative
     per_token_s: _NotNegative
@@ -68,20 +71,22 @@ class PrefillTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     residuals: list[Residual] = []
 
     def of(self, tokens: float, squares: float) -> float:
-        """The seconds of prompts with so many tokens in all, the sum of whose squares is `squares`."""
+        """Return the seconds of a prefill. `tokens`: the number of tokens of all prompts. `squares`: the sum of the
+        prompts' squared lengths."""
         return self.fixed_s + self.per_token_s * tokens + self.per_token_squared_s * squares
 
     @property
     def saturating_tokens(self) -> int:
-        """The number of tokens from which on a prefill is bound by computing: the fixed cost is `FIXED_SHARE` of it."""
+        """The number of tokens at which the fixed cost is `FIXED_SHARE` of a prefill's time. With more tokens,
+        computing limits prefills."""
         if not self.per_token_s:
             return 1
         return max(1, round(self.fixed_s * (1 - FIXED_SHARE) / FIXED_SHARE / self.per_token_s))
 
 
 class DecodeTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of a step of decoding: `fixed_s` + `per_context_token_s` sum(context) + `per_request_s` requests, for
-    batches of `from_batch` requests or more. `error` and so on: as with `PrefillTimes`."""
+    """The time of a decoding step in seconds: `fixed_s` + `per_context_token_s` sum(context) + `per_request_s`
+    requests. It is for batches of at least `from_batch` requests. The other fields are as for `PrefillTimes`."""
 
     fixed_s: _NotNegative
     per_context_token_s: _NotNegative
@@ -92,12 +97,14 @@ class DecodeTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     residuals: list[Residual] = []
 
     def of(self, requests: int, context: float) -> float:
-        """The seconds of a step of so many requests, whose contexts have `context` tokens in all."""
+        """Return the seconds of a decoding step of this many requests. `context`: the tokens of all their contexts
+        together."""
         return self.fixed_s + self.per_context_token_s * context + self.per_request_s * requests
 
 
 class TransferTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of one client's transfer: `latency_s` + `per_byte_s` bytes. `error` and so on: as with `PrefillTimes`."""
+    """The time of one client's transfer in seconds: `latency_s` + `per_byte_s` bytes. The other fields are as for
+    `PrefillTimes`."""
 
     latency_s: _NotNegative
     per_byte_s: _Positive
@@ -107,20 +114,24 @@ class TransferTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoreTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long one client beside the engine takes to `read` from the store and to `write` there."""
+    """The times that one client on the engine's host needs to `read` from the store and to `write` to it."""
 
     read: TransferTimes
     write: TransferTimes
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate of large transfers, the slower of both."""
+        """The rate of large transfers in the slower direction, in bytes a second."""
         return 1 / max(self.read.per_byte_s, self.write.per_byte_s)
 
 
 class Degree(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine with one degree of tensor parallelism. `decode`: by rising `from_batch`, the first from 1. `kv_tokens`:
-    pipeline degree -> the tokens that an engine's memory holds; degrees that are not there do not fit the memory."""
+    """An engine with one degree of tensor parallelism.
+
+    decode: the times for batches of different sizes, by rising `from_batch`; the first are for batches of 1 or more
+    kv_tokens: for each pipeline degree, the number of tokens that an engine's memory holds; other degrees do not fit
+    the memory
+    """
 
     tp: _Count
     prefill: PrefillTimes
@@ -128,25 +139,30 @@ class Degree(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_tokens: dict[_Count, _Count]
 
     def step_s(self, requests: int, context: float) -> float:
-        """The seconds of a step of decoding without a pipeline."""
+        """Return the seconds of a decoding step without a pipeline."""
         for times in reversed(self.decode):
             if requests >= times.from_batch:
                 return times.of(requests, context)
-        raise AssertionError("the first piece is for batches of 1")
+        raise AssertionError("the times of decoding have no entry for a batch of 1")
 
 
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many times as long a `prefill` and a step of `decode` take while another engine of the same node works:
-    engines of one node may share memory, caches, power or cores."""
+    """The factors by which a prefill and a decoding step take longer while another engine of the same node works.
+    Engines of one node may share memory, caches, power or cores."""
 
     prefill: _AtLeastOne = 1.0
     decode: _AtLeastOne = 1.0
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine, as the planner sees it. `kv_bytes_per_token`: of all layers and heads. `measured`: by `plan profile`;
-    else it is published, or made by hand, and `source` says by whom. `store`: transfers to the store and from it; None:
-    not measured. `contention`: what engines of one node take from each other."""
+    """An engine, as the planner models it.
+
+    kv_bytes_per_token: the bytes of a token's KV in all layers and heads
+    measured: whether `kvstore plan profile` measured the engine; otherwise the profile is published or written by hand,
+    and `source` names its origin
+    store: the times of transfers to and from the store; None if not measured
+    contention: how much engines of one node slow each other down
+    """
 
     name: str
     model: str
@@ -167,13 +183,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if starts[:1] != [1] or starts != sorted(set(starts)):
                 raise ValueError(f"tp {degree.tp}, decode: expected from_batch to rise from 1, found {starts}")
             if not degree.kv_tokens:
-                raise ValueError(f"tp {degree.tp}: kv_tokens names no pipeline degree")
+                raise ValueError(f"tp {degree.tp}: kv_tokens is empty; expected at least one pipeline degree")
         tps = [degree.tp for degree in self.degrees]
         if len(set(tps)) != len(tps):
             raise ValueError(f"degrees: expected each tp once, found {tps}")
 
     def degree(self, tp: int) -> Degree:
-        """Raises `KeyError`."""
+        """Return the profile of this tensor-parallel degree. Raises `KeyError`."""
         for degree in self.degrees:
             if degree.tp == tp:
                 return degree
@@ -181,7 +197,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """-> the (tp, pp) that fit the memory."""
+        """Return the pairs (tp, pp) that fit the memory."""
         return [(degree.tp, pp) for degree in self.degrees for pp in sorted(degree.kv_tokens)]
 
 
@@ -189,13 +205,13 @@ _decoder = msgspec.json.Decoder(Profile)
 
 
 def shipped() -> list[str]:
-    """-> the names of the profiles that come with kvstore."""
+    """Return the names of the profiles that come with kvstore."""
     folder = importlib.resources.files(__package__) / "profiles"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
 def read_profile(given: str) -> Profile:
-    """The profile in a file, or a shipped one by its name. Raises `ProfileError`."""
+    """Read the profile in a file, or the shipped profile with this name. Raises `ProfileError`."""
     if given in shipped():
         data = (importlib.resources.files(__package__) / "profiles" / f"{given}.json").read_bytes()
     else:
@@ -211,7 +227,7 @@ def read_profile(given: str) -> Profile:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProfileError(
             f"{given}: {error}; expected what this version's `kvstore plan profile` writes: measure the engine again. "
-            "DistServe's coefficients become a profile with `kvstore plan profile --distserve`"
+            "`kvstore plan profile --distserve` converts the coefficients of DistServe"
         ) from error
 
 
@@ -224,7 +240,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 class _Coefficients(msgspec.Struct, forbid_unknown_fields=True):
-    """In milliseconds, as DistServe's simulator has them."""
+    """Coefficients in milliseconds, in the form of DistServe's simulator."""
 
     decoding_large_small_bs_threshold: int
     prefill: tuple[float, float, float]
@@ -236,14 +252,17 @@ _decode_distserve: Final = msgspec.json.Decoder(dict[str, dict[int, _Coefficient
 
 
 def from_distserve(coefficients: bytes, capacities: Iterable[Sequence[str]], model: str) -> list[Degree]:
-    """-> the degrees of a model from DistServe's files: `profiler-a100-80g.*.json`, and the rows of
-    `max_num_tokens.csv` (model, tp, pp, max_num_tokens). Raises `ProfileError`."""
+    """Return a model's degrees from DistServe's files. Raises `ProfileError`.
+
+    coefficients: the content of `profiler-a100-80g.*.json`
+    capacities: the rows of `max_num_tokens.csv` (model, tp, pp, max_num_tokens)
+    """
     try:
         models = _decode_distserve(coefficients)
     except msgspec.DecodeError as error:
         raise ProfileError(f"not the coefficients of DistServe's simulator: {error}") from error
     if model not in models:
-        raise ProfileError(f"no model {model!r} there: expected one of {', '.join(models)}")
+        raise ProfileError(f"the coefficients have no model {model!r}: expected one of {', '.join(models)}")
     memory: dict[int, dict[int, int]] = {}
     for name, tp, pp, tokens in capacities:
         if name == model:

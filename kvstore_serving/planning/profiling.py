@@ -1,13 +1,14 @@
 """Measures the profile of a running engine, through its OpenAI-compatible API.
 
-* Prefill: so many prompts of one length at once, with one token of answer each; the time is that until the last token.
-* Decode: so many requests of one context at once; the time is the median gap between tokens while all of them decode.
+* Prefill: several prompts of one length are sent at once, each for an answer of one token. The time ends when the last
+  answer has its token.
+* Decode: several requests with contexts of one length are sent at once. The time is the median gap between tokens while
+  all of the requests decode.
+* Contention: a prefill is measured while another engine of the same node decodes, and a decoding step while that engine
+  prefills. Each result is a multiple of the time without the other engine. Both times are measured in turns.
 
-* Contention: a prefill while another engine of the same node decodes, and decoding while that one prefills, each as a
-  multiple of the time alone, which is measured in turn with it.
-
-Every prompt is new, so that no cache shortens it. What an engine takes for a request beside its computing, such as
-HTTP, is in the times: that is what users see.
+Every prompt is new, so that no cache shortens its computation. The times include the engine's other work for a request,
+such as HTTP, because users experience that, too.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from typing import Final
 
 import numpy as np
 
-from kvstore_serving.load.client import Bodies, Client
+from kvstore_serving.load.client import Client, RequestBodies
 from kvstore_serving.load.prompts import HASHED_TOKENS, Prompts
-from kvstore_serving.load.records import Outcome, Planned
+from kvstore_serving.load.records import Planned, RequestOutcome
 from kvstore_serving.load.run import run_load
-from kvstore_serving.planning.fitting import Sample, fit_decode, fit_prefill
+from kvstore_serving.planning.fitting import TimeSample, fit_decode, fit_prefill
 from kvstore_serving.planning.metrics_page import MetricsError, metrics_of
 from kvstore_serving.planning.profile import Contention, Degree
 
-# What keeps the other engine busy while contention is measured: it decodes so many requests, of short prompts and so
-# many tokens each, and is given so long to begin.
+# The load on the other engine while contention is measured. It is given by the number of requests at once, the tokens
+# of each prompt and of each answer, and the time for the requests to begin.
 BESIDE_REQUESTS: Final = 4
 BESIDE_PROMPT: Final = 16
 BESIDE_TOKENS: Final = 256
@@ -38,14 +39,18 @@ BESIDE_START_S: Final = 0.5
 
 
 class MeasureError(Exception):
-    """The engine did not do what was asked; the message says what."""
+    """The engine did not do what was requested; the message says what."""
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """What is measured: prompts of these `lengths`, so many at once (`prefill_batches`); and requests with contexts of
-    these lengths, of which so many decode at once (`decode_batches`) for `decode_tokens` tokens. Each `rounds`
-    times."""
+class ProfileGrid:
+    """What is measured. Each measurement is repeated `rounds` times.
+
+    lengths: the lengths of prompts, and of the contexts of requests that decode
+    prefill_batches: the numbers of prompts at once
+    decode_batches: the numbers of requests that decode at once
+    decode_tokens: the number of tokens that each of these requests generates
+    """
 
     lengths: Sequence[int]
     prefill_batches: Sequence[int]
@@ -57,36 +62,36 @@ class Sweep:
 
     @property
     def runs(self) -> int:
-        """How many times requests are sent."""
+        """The number of times that requests are sent."""
         return self.rounds * len(self.lengths) * (len(self.prefill_batches) + len(self.decode_batches))
 
 
 @dataclass
 class Measured:
-    """What was measured: medians over the rounds."""
+    """The measured times, which are medians over the rounds."""
 
-    prefill: list[Sample] = field(default_factory=list)
-    decode: list[Sample] = field(default_factory=list)
+    prefill: list[TimeSample] = field(default_factory=list)
+    decode: list[TimeSample] = field(default_factory=list)
 
     def degree(self, tp: int, pp: int, kv_tokens: int) -> Degree:
-        """-> the fitted times. Raises `TooFew`."""
+        """Return the fitted times. Raises `TooFew`."""
         return Degree(tp, fit_prefill(self.prefill), [fit_decode(self.decode)], {pp: kv_tokens})
 
 
-async def measure(url: str, model: str, sweep: Sweep, progress: Callable[[int, int], None]) -> Measured:
-    """Measure an engine that does nothing else. Raises `MeasureError`."""
+async def measure(url: str, model: str, sweep: ProfileGrid, progress: Callable[[int, int], None]) -> Measured:
+    """Measure an engine that has no other load. Raises `MeasureError`."""
     engine = _Engine(url, model, sweep, progress)
     async with engine.client:
-        for length in sweep.lengths[:1]:  # the first requests compile and warm up
+        for length in sweep.lengths[:1]:  # the first requests warm up the engine, which may compile
             await engine.prefill(1, length)
         return await engine.measure()
 
 
 async def measure_contention(
-    url: str, beside: str, model: str, sweep: Sweep, progress: Callable[[int, int], None]
+    url: str, beside: str, model: str, sweep: ProfileGrid, progress: Callable[[int, int], None]
 ) -> Contention:
-    """Measure what an engine takes more while another one of its node, at `beside`, works: prompts and batches from the
-    middle of the sweep. Raises `MeasureError`."""
+    """Measure how much longer an engine takes while another engine of its node works. `beside`: the other engine's URL.
+    Prompts and batches are from the middle of the sweep. Raises `MeasureError`."""
     engine, other = (_Engine(each, model, sweep, lambda done, of: None) for each in (url, beside))
     length = sweep.lengths[len(sweep.lengths) // 2]
     batch = sweep.decode_batches[len(sweep.decode_batches) // 2]
@@ -105,7 +110,8 @@ async def measure_contention(
 
 
 async def kv_tokens(url: str) -> int | None:
-    """-> the tokens that a vLLM engine's memory holds, from its metrics; None if they do not say."""
+    """Return the number of tokens that a vLLM engine's memory holds, from its metrics. Returns None if the metrics do
+    not have it."""
     try:
         for sample in await metrics_of(url):
             if sample.name == "vllm:cache_config_info":
@@ -116,8 +122,8 @@ async def kv_tokens(url: str) -> int | None:
 
 
 class _Engine:
-    def __init__(self, url: str, model: str, sweep: Sweep, progress: Callable[[int, int], None]) -> None:
-        self._bodies = Bodies(model, "completions")
+    def __init__(self, url: str, model: str, sweep: ProfileGrid, progress: Callable[[int, int], None]) -> None:
+        self._bodies = RequestBodies(model, "completions")
         self.client = Client(url, "completions", timeout_s=sweep.timeout_s, api_key=None, whole_output=True)
         self._sweep = sweep
         self._prompts = Prompts(sweep.vocabulary, secrets.randbits(32))  # no cache has prompts of an earlier profile
@@ -130,7 +136,7 @@ class _Engine:
         prefills = [(batch, length) for length in sweep.lengths for batch in sweep.prefill_batches]
         decodes = [(batch, length) for length in sweep.lengths for batch in sweep.decode_batches]
         times: dict[tuple[str, int, int], list[float]] = {}
-        for _ in range(sweep.rounds):  # in turn, so that a busy moment of the machine falls on all of them
+        for _ in range(sweep.rounds):  # in turns, so that a busy moment of the machine affects all of them
             for batch, length in prefills:
                 times.setdefault(("prefill", batch, length), []).append(await self.prefill(batch, length))
             for batch, length in decodes:
@@ -138,18 +144,18 @@ class _Engine:
         for (phase, batch, length), seconds in times.items():
             median = float(np.median(seconds))
             if phase == "prefill":
-                found.prefill.append(Sample(batch, length, median))
+                found.prefill.append(TimeSample(batch, length, median))
             else:
-                found.decode.append(Sample(batch, length + sweep.decode_tokens / 2, median))
+                found.decode.append(TimeSample(batch, length + sweep.decode_tokens / 2, median))
         return found
 
     async def prefill(self, batch: int, length: int) -> float:
-        """-> seconds until all prompts have their first token."""
+        """Return the seconds until all prompts have their first token."""
         outcomes = await self._send(batch, length, 1)
         return max(each.arrivals_s[0] for each in outcomes) - min(each.sent_s for each in outcomes)
 
     async def decode(self, batch: int, length: int) -> float:
-        """-> seconds of a step."""
+        """Return the seconds of a decoding step."""
         tokens = self._sweep.decode_tokens
         for _ in range(3):
             outcomes = await self._send(batch, length, tokens)
@@ -163,15 +169,16 @@ class _Engine:
             ]
             if len(gaps) >= batch:
                 return float(np.median(gaps))
-            tokens *= 2  # the first had all their tokens before the last had its first
+            tokens *= 2  # the first request had all its tokens before the last request had its first
         raise MeasureError(
-            f"{batch} requests of {length} tokens did not decode at the same time, with {tokens // 2} tokens of answer "
-            "each: does the engine take so many at once?"
+            f"{batch} requests of {length} tokens did not decode at the same time, with answers of {tokens // 2} "
+            "tokens: does the engine accept this many requests at once?"
         )
 
     @asynccontextmanager
     async def busy(self, batch: int, length: int, output: int) -> AsyncIterator[None]:
-        """Keep the engine busy with requests, so many at once, again and again. Raises `MeasureError` if it was not."""
+        """Keep the engine busy by sending `batch` requests at once again and again. Raises `MeasureError` if the engine
+        was not busy."""
         stop = asyncio.Event()
 
         async def work() -> None:
@@ -186,13 +193,16 @@ class _Engine:
             stop.set()
             await working
 
-    async def _send(self, batch: int, length: int, output: int, stop: asyncio.Event | None = None) -> list[Outcome]:
+    async def _send(
+        self, batch: int, length: int, output: int, stop: asyncio.Event | None = None
+    ) -> list[RequestOutcome]:
         planned = [self._planned(index, length, output) for index in range(batch)]
         run = await run_load(planned, self.client, self._prompts, self._bodies, stop=stop or asyncio.Event())
         for outcome in run.outcomes:
             if outcome.error:
                 raise MeasureError(
-                    f"{batch} prompt(s) of {length} tokens, {output} of answer: {outcome.error}: {outcome.message}"
+                    f"{batch} prompt(s) of {length} tokens, with answers of {output} tokens: "
+                    f"{outcome.error}: {outcome.message}"
                 )
         self._done += 1
         self._progress(min(self._done, self._sweep.runs), self._sweep.runs)

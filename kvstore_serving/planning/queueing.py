@@ -1,13 +1,14 @@
 """Closed forms for the time to the first token of prompts of one length that arrive at random (Poisson).
 
-A prefill engine without batching is a queue of one server: with service time D and arrival rate R it is M/D/1, and the
-time to the first token is the wait plus the service. Two ways to spread one prefill over N devices change it in
-different ways (DistServe, Zhong et al., OSDI 2024, section 3.1):
+A prefill engine without batching is a queue with one server (M/D/1) with service time D and arrival rate R. The time to
+the first token is the wait plus the service time. A prefill can be spread over N devices in two ways, with different
+effects (DistServe, Zhong et al., OSDI 2024, section 3.1):
 
-* *inter-op* (pipeline): N stages of D/N. A prompt still takes D, but the next one enters after D/N.
-* *intra-op* (tensor): every prompt takes D/K, where the speed-up K is less than N.
+* *inter-op* (pipeline): N stages take D/N each. A prompt still takes D, but the next prompt enters after D/N.
+* *intra-op* (tensor parallelism): every prompt takes D/K, where the speed-up K is less than N.
 
-All times are in seconds, rates in requests a second. Functions raise `Unstable` when more arrives than is served.
+All times are in seconds, and rates in requests a second. Functions raise `Unstable` if more requests arrive than can be
+served.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-# The tail of the wait is computed up to so many services; beyond, it is exponential to all digits.
+# The tail of the wait is computed exactly up to this many service times. Beyond that, it is exponential to all digits.
 _EXACT_SERVICES: Final = 400
 
 Floats = npt.NDArray[np.float64]
 
 
 class Unstable(ValueError):
-    """Requests arrive faster than they are served: the queue grows without end."""
+    """Requests arrive faster than they are served, so the queue grows without end."""
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Of one quantity, in seconds."""
+    """The statistics of one quantity, in seconds."""
 
     mean: float
     p90: float
@@ -38,8 +39,8 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class Queue(msgspec.Struct, frozen=True):
-    """What a prefill engine does to prompts that arrive at random. `utilisation`: the share of time that its first
-    stage works."""
+    """The waits of prompts that arrive at random at a prefill engine. `utilisation`: the share of time for which the
+    engine's first stage works."""
 
     utilisation: float
     wait_s: Times
@@ -47,7 +48,7 @@ class Queue(msgspec.Struct, frozen=True):
 
 
 def utilisation(rate: float, service_s: float) -> float:
-    """-> the share of time that a server works, below 1. Raises `Unstable`."""
+    """Return the share of time for which a server works, which is below 1. Raises `Unstable`."""
     load = rate * service_s
     if load >= 1:
         raise Unstable(
@@ -58,28 +59,29 @@ def utilisation(rate: float, service_s: float) -> float:
 
 
 def mean_wait(rate: float, service_s: float, service_cv: float = 0.0) -> float:
-    """-> the mean wait of M/G/1, by Pollaczek and Khinchine: R E[S^2] / (2 (1 - R E[S])).
+    """Return the mean wait of M/G/1, by Pollaczek and Khinchine: R E[S^2] / (2 (1 - R E[S])).
 
-    An arrival finds the server busy with probability rho = R E[S], then waits for what is left of that service,
-    E[S^2] / (2 E[S]) in the mean, because long services are met more often; and for those that wait in front of it, of
-    whom there are R W by Little's law: W = rho E[S^2] / (2 E[S]) + R W E[S], which is the formula.
+    An arrival finds the server busy with probability rho = R E[S]. It then waits for the rest of that service. The mean
+    of this rest is E[S^2] / (2 E[S]), because long services are met more often. It also waits for the prompts ahead of
+    it; their mean number is R W by Little's law. So W = rho E[S^2] / (2 E[S]) + R W E[S], which gives the formula.
 
-    service_cv: the coefficient of variation of the service time (standard deviation / mean); 0: all alike (M/D/1), 1:
-    as an exponential one (M/M/1).
+    service_cv: the coefficient of variation of the service time (standard deviation / mean). It is 0 if all times are
+    equal (M/D/1), and 1 for exponential times (M/M/1).
     """
     load = utilisation(rate, service_s)
     return load * service_s * (1 + service_cv**2) / (2 * (1 - load))
 
 
 def wait_within(rate: float, service_s: float, wait_s: float) -> float:
-    """-> the probability that an arrival at M/D/1 waits at most `wait_s`: Crommelin's distribution.
+    """Return the probability that an arrival at M/D/1 waits at most `wait_s` (Crommelin's distribution).
 
-    Crommelin (1932) gave it as an alternating sum, (1 - rho) sum_k (-rho (t - k))^k / k! e^(rho (t - k)) for t in
-    services, which loses all its digits at large t. The sum here has no negative terms (Franx, Operations Research
-    Letters 29, 2001). Take k services with (k - 1) D <= t < k D, and the instant u = k D - t before the arrival. If at
-    most k - 1 - j wait in the queue at that instant, and j come in the u seconds after it, at most k - 1 are before the
-    arrival, and its turn comes k services after the instant, which is t after it came. So
-    P(W <= t) = sum_j Q(k - 1 - j) e^(-R u) (R u)^j / j!, where Q(m) is the probability that at most m wait.
+    Crommelin (1932) gave it as an alternating sum, (1 - rho) sum_k (-rho (t - k))^k / k! e^(rho (t - k)), with t in
+    service times. That sum loses all its digits at large t. The sum here has no negative terms (Franx, Operations
+    Research Letters 29, 2001). Choose k with (k - 1) D <= t < k D, and look at the instant u = k D - t before the
+    arrival. Suppose that at most k - 1 - j prompts wait in the queue at that instant, and that j prompts arrive in the
+    u seconds after it. Then at most k - 1 prompts are ahead of the arrival. So its turn comes at the latest k services
+    after the instant, which is t after its arrival. Hence P(W <= t) = sum_j Q(k - 1 - j) e^(-R u) (R u)^j / j!, where
+    Q(m) is the probability that at most m wait.
     """
     load = utilisation(rate, service_s)
     if wait_s < 0:
@@ -96,7 +98,8 @@ def wait_within(rate: float, service_s: float, wait_s: float) -> float:
 
 
 def wait_percentile(rate: float, service_s: float, percentile: float) -> float:
-    """-> the wait that this share (in percent) of arrivals at M/D/1 does not exceed; 0 if so many do not wait."""
+    """Return the wait that `percentile` percent of the arrivals at M/D/1 do not exceed. It is 0 if this share does not
+    wait at all."""
     share = percentile / 100
     load = utilisation(rate, service_s)
     if wait_within(load, 1.0, 0.0) >= share:
@@ -111,26 +114,28 @@ def wait_percentile(rate: float, service_s: float, percentile: float) -> float:
 
 
 def one_device(service_s: float, rate: float) -> Queue:
-    """One device: TTFT = D + R D^2 / (2 (1 - R D)) in the mean."""
+    """Return the queue of one device. The mean TTFT is D + R D^2 / (2 (1 - R D))."""
     return _queue(service_s, service_s, rate)
 
 
 def inter_op(service_s: float, rate: float, stages: int) -> Queue:
-    """A pipeline of N stages: the first is an M/D/1 of D/N, and no later one makes anybody wait, because all take as
-    long: TTFT = D + R D^2 / (2 N (N - R D)) in the mean, with two stages D + R D^2 / (4 (2 - R D))."""
+    """Return the queue of a pipeline of N stages. The first stage is an M/D/1 queue with service time D/N. Prompts
+    never wait at later stages, because all stages take equally long. The mean TTFT is D + R D^2 / (2 N (N - R D)), and
+    with two stages D + R D^2 / (4 (2 - R D))."""
     return _queue(service_s / stages, service_s, rate)
 
 
 def intra_op(service_s: float, rate: float, speedup: float) -> Queue:
-    """Devices that share every prompt and are K times as fast together: TTFT = D/K + R D^2 / (2 K (K - R D))."""
+    """Return the queue of devices that share every prompt and are K times as fast together. The mean TTFT is D/K + R
+    D^2 / (2 K (K - R D))."""
     return _queue(service_s / speedup, service_s / speedup, rate)
 
 
 def crossover(speedup: float, devices: int = 2) -> float:
-    """-> the load R D at which the means of `intra_op` with this speed-up and of `inter_op` on as many devices are
-    equal: below it, intra-op is faster, above it, inter-op, whose queue is shorter.
+    """Return the load R D at which the means of `intra_op` with this speed-up and of `inter_op` on as many devices are
+    equal. Below this load intra-op is faster. Above it inter-op is faster, because its queue is shorter.
 
-    1 < speedup < devices: else one is faster at every load, and a `ValueError` says so.
+    Raises `ValueError` unless 1 < speedup < devices, because otherwise one of them is faster at every load.
     """
     if not 1 < speedup < devices:
         raise ValueError(f"speed-up {speedup:g} of {devices} devices: expected more than 1 and less than {devices}")
@@ -143,8 +148,8 @@ def crossover(speedup: float, devices: int = 2) -> float:
 
 
 def highest_load(ttft_services: float, percentile: float) -> float:
-    """-> the utilisation up to which this share (in percent) of prompts at one device has its first token within
-    `ttft_services` services. Means do not say: at a mean of 2 services, the P90 is 3.7."""
+    """Return the highest utilisation at which `percentile` percent of the prompts at one device have their first token
+    within `ttft_services` service times. Means do not show this: when the mean is 2 service times, the P90 is 3.7."""
     low, high = 0.0, 1.0
     while high - low > 1e-6:
         load = (low + high) / 2
@@ -157,7 +162,7 @@ def highest_load(ttft_services: float, percentile: float) -> float:
 
 
 def _queue(occupied_s: float, latency_s: float, rate: float) -> Queue:
-    """A server that is occupied so long by each prompt, which leaves after `latency_s`."""
+    """Return the queue of a server that each prompt occupies for `occupied_s`, and leaves after `latency_s`."""
     waits = Times(
         mean_wait(rate, occupied_s),
         wait_percentile(rate, occupied_s, 90),
@@ -168,7 +173,7 @@ def _queue(occupied_s: float, latency_s: float, rate: float) -> Queue:
 
 
 def _poisson(mean: float, count: int) -> Floats:
-    """-> the probabilities of 0 … count - 1 events."""
+    """Return the probabilities of 0 … count - 1 events."""
     terms = np.empty(count)
     terms[0] = 1.0
     np.divide(mean, np.arange(1, count), out=terms[1:])
@@ -176,11 +181,11 @@ def _poisson(mean: float, count: int) -> Floats:
 
 
 def _waiting(load: float, count: int) -> Floats:
-    """-> the probabilities that 0 … count - 1 prompts wait in the queue, not counting the one in service.
+    """Return the probabilities that 0 … count - 1 prompts wait in the queue, not counting the prompt in service.
 
-    The number present, p, is that of the chain embedded at departures, by Ramaswami's recursion (Stochastic Models 4,
-    1988), which only adds: p(n) = (p(0) A(n - 1) + sum_{0<j<n} p(j) A(n - j)) / a(0), with A(k) the probability of more
-    than k arrivals in a service.
+    The number of prompts present has the distribution p of the chain embedded at departures. Ramaswami's recursion
+    (Stochastic Models 4, 1988) computes p without subtractions: p(n) = (p(0) A(n - 1) + sum_{0<j<n} p(j) A(n - j)) /
+    a(0). Here A(k) is the probability of more than k arrivals in a service.
     """
     arrivals = _poisson(load, count + 2)
     more = np.maximum(0.0, 1 - np.cumsum(arrivals))
@@ -192,7 +197,8 @@ def _waiting(load: float, count: int) -> Floats:
 
 
 def _decay(load: float) -> float:
-    """-> how fast the tail of the wait falls for each service: the positive root of load (e^x - 1) = x."""
+    """Return the rate at which the tail of the wait falls with each service time. It is the positive root of load (e^x
+    - 1) = x."""
     low, high = 0.0, 2 * (1 / load - 1) + 1
     while load * math.expm1(high) < high:
         high *= 2

@@ -1,4 +1,4 @@
-"""Shifts the roles of a proxy's engines, in the file that the proxy follows. Engines take any role at any time."""
+"""Changes the roles of a proxy's engines in the file that the proxy follows. Engines can change roles at any time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvstore_serving.proxy.settings import SettingsError
 
 
 class RolesError(ValueError):
-    """The file cannot be used, or names too few engines; the message says what is wrong."""
+    """The file cannot be used or lists too few engines; the message says what is wrong."""
 
 
 class Shifted(msgspec.Struct, frozen=True):
-    """`changed`: the engines that got another role: URL, roles before and after."""
+    """The result of `shift_roles`. `changed`: the URL, the old roles and the new roles of each engine that changed."""
 
     prefill: int
     decode: int
@@ -27,20 +27,22 @@ class Shifted(msgspec.Struct, frozen=True):
 
 
 def shift_roles(path: Path, prefill: int, decode: int) -> Shifted:
-    """Give each engine of the file one role: so many prefill, so many decode; there must be as many engines.
+    """Give each engine in the file one role. `prefill` and `decode` are the numbers of engines for each role; the file
+    must list exactly as many engines as both together.
 
-    Engines that have the role they are to have keep it. The file is replaced as a whole: the proxy reads the old one or
-    the new one. Raises `RolesError`."""
+    The file is replaced as a whole, so the proxy reads either the old file or the new one. Raises `RolesError`.
+    """
     try:
         engines = read_pools(path)
     except SettingsError as error:
         raise RolesError(str(error)) from error
     if prefill + decode != len(engines):
         raise RolesError(
-            f"{path} names {len(engines)} engines: --prefill {prefill} and --decode {decode} are {prefill + decode}"
+            f"{path} names {len(engines)} engines, but --prefill {prefill} and --decode {decode} are "
+            f"{prefill + decode} together"
         )
 
-    # Those that only prefill come first, those that only decode last: the fewest engines change.
+    # Engines that only prefill come first, and those that only decode come last, so that the fewest engines change.
     def place(number: int) -> int:
         roles = engines[number].roles
         return 1 if len(roles) > 1 else 0 if roles == ("prefill",) else 2

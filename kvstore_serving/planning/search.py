@@ -1,18 +1,20 @@
-"""The search for a placement: which degrees of parallelism, how many engines of each phase, on which nodes.
+"""The search for a placement: the degrees of parallelism, the number of engines of each phase, and their nodes.
 
-Both ways are DistServe's (Zhong et al., OSDI 2024, algorithms 1 and 2), with prompts that the store has in part, with
-SLOs that one request must hold together, and with transfers that take time:
+Both algorithms are DistServe's (Zhong et al., OSDI 2024, algorithms 1 and 2). They are extended in three ways: prompts
+may be partly in the store, each request must attain both SLOs, and transfers take time.
 
-* Blocks go *through the store*, over the nodes' network, so each phase is placed for itself (algorithm 1). Every shape
-  that fits the memory is simulated alone, and gives the rate that one engine serves. The cheapest sums of engines that
-  serve the rate are then simulated together, and get more engines where they do not hold. Without a rate, sums are
-  simulated, six at a time and 24 at most, until the next one promises less, by what its engines serve alone, than the
-  best serves; then the best one gets an engine more or less as long as that serves more for its price. All seeds
-  decide between the three best.
-* Blocks go *directly*, from GPU to GPU, and the network between nodes is slow: stages of both phases are on one node
-  (algorithm 2). Both have as many stages, and a unit is what fits the nodes of one stage each; units are repeated.
+* Blocks go *through the store*, over the nodes' network, so each phase is placed by itself (algorithm 1). Every shape
+  that fits the memory is simulated alone, which gives the rate that one engine serves. Then combinations of engines are
+  simulated, beginning with the cheapest ones that should serve the rate. A combination that does not hold the SLOs gets
+  more engines. If no rate is given, combinations are simulated six at a time, and at most 24. The search stops when the
+  rates of the next combination's engines promise less than the best combination serves. Then the best combination gets
+  one engine more or fewer, as long as it serves more for its price. Finally, the three best combinations are compared
+  with all seeds.
+* Blocks go *directly* from GPU to GPU, and the network between nodes is slow. So corresponding stages of both phases
+  are on one node (algorithm 2), and both phases have the same number of stages. A unit fills one node for each stage,
+  and units are repeated.
 
-Colocated engines are searched beside them, for comparison.
+Colocated engines are searched as well, for comparison.
 """
 
 from __future__ import annotations
@@ -24,33 +26,38 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from kvstore_serving.load.report import Slo
-from kvstore_serving.planning.fleet import Links, Pool
+from kvstore_serving.planning.fleet import NetworkLinks, NodePool
 from kvstore_serving.planning.goodput import Crew, Goal, Goodput, Task, mean_goodput
 from kvstore_serving.planning.hit_curve import HitCurve
-from kvstore_serving.planning.placement import Engines, Placement, Shape, shares_of
+from kvstore_serving.planning.placement import EnginePlacement, Engines, Shape, shares_of
 from kvstore_serving.planning.simulator import Fleet
 from kvstore_serving.planning.workload import Recipe
 
-FINALISTS: Final = 6  # sums of engines that are simulated together at a time
+FINALISTS: Final = 6  # combinations of engines that are simulated at a time
 MOST_FINALISTS: Final = 24
-LEADERS: Final = 3  # placements of which all seeds decide
-GROWTH: Final = 4  # times that finalists may get one more engine, or the best one an engine more or less
-# A link that is busier makes transfers of random sizes at random times wait longer than they take.
+LEADERS: Final = 3  # placements that are compared with all seeds
+GROWTH: Final = 4  # rounds in which finalists may get an engine, or the best one may gain or lose one
+# On a link that is busier than this, transfers of random sizes at random times wait longer than they take.
 BUSIEST_LINK: Final = 0.5
 NEVER_S: Final = math.inf
 
-_Order: TypeAlias = "Callable[[Placement], tuple[float, ...]]"
+_Order: TypeAlias = "Callable[[EnginePlacement], tuple[float, ...]]"
 
 
 @dataclass(frozen=True)
 class Question:
-    """What the search is asked. `rate_rps` None: as much as can be served for the price. `seeds`: of the interval of
-    the result, and of the choice between the best; the rest of the search uses the first. `fixed_store`: the store has
-    the nodes that `links` says; else it is to have as many as it needs. `kept_bytes`: what the store keeps for later
-    prompts; None: what the workload says, or what is written in `keep_s`."""
+    """The question for the search.
 
-    pools: Sequence[Pool]
-    links: Links
+    rate_rps: the requested rate; None to serve as much as possible for the price
+    seeds: the seeds for the interval of the result, and for the choice between the best placements; the rest of the
+    search uses only the first seed
+    fixed_store: whether the store has the number of nodes in `links`; otherwise it gets as many as it needs
+    kept_bytes: the bytes that the store keeps for later prompts; None for the number in the workload. If that is None,
+    too, it is what is written within `keep_s`
+    """
+
+    pools: Sequence[NodePool]
+    links: NetworkLinks
     recipe: Recipe
     goal: Goal
     rate_rps: float | None
@@ -62,25 +69,30 @@ class Question:
     kept_bytes: int | None = None
     hit_curve: HitCurve | None = None
 
-    def fleet(self, placement: Placement) -> Fleet:
-        """These engines, on what there is."""
+    def fleet(self, placement: EnginePlacement) -> Fleet:
+        """Return the fleet with these engines."""
         return Fleet(self.pools, self.links, placement, self.max_batch, self.chunk_tokens)
 
     def task(
-        self, placement: Placement, rate_rps: float | None = None, *, goal: Goal | None = None, seed: int | None = None
+        self,
+        placement: EnginePlacement,
+        rate_rps: float | None = None,
+        *,
+        goal: Goal | None = None,
+        seed: int | None = None,
     ) -> Task:
-        """What to simulate of a placement: at a rate, by default the one that was asked for, with the first seed."""
+        """Return the task that simulates a placement: by default at the requested rate, with the first seed."""
         rate = rate_rps or self.rate_rps or 1.0
         return self.fleet(placement), self.recipe, goal or self.goal, rate, self.seeds[0] if seed is None else seed
 
-    def price(self, placement: Placement) -> float:
-        """Of an hour."""
+    def price(self, placement: EnginePlacement) -> float:
+        """Return the price of a placement for an hour."""
         return placement.price(self.pools)
 
 
 @dataclass(frozen=True)
 class Rated:
-    """An engine alone: the rate that one instance serves."""
+    """An engine that was simulated alone, with the rate that one instance serves."""
 
     pool: int
     shape: Shape
@@ -88,20 +100,20 @@ class Rated:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A placement and what it serves. `enough`: it serves the rate that was asked for."""
+class PlacementResult:
+    """A placement and its goodput. `enough`: whether the placement serves the requested rate."""
 
-    placement: Placement
+    placement: EnginePlacement
     goodput: Goodput
     enough: bool
 
 
 class NothingFits(ValueError):
-    """No engine fits the nodes, or none holds the SLOs."""
+    """No engine fits the nodes, or no placement holds the SLOs."""
 
 
-def shapes_of(pools: Sequence[Pool]) -> list[tuple[int, Shape]]:
-    """-> the pool and the shape of all engines that fit memory and nodes."""
+def shapes_of(pools: Sequence[NodePool]) -> list[tuple[int, Shape]]:
+    """Return the pool and the shape of each kind of engine that fits the memory and the nodes."""
     return [
         (number, Shape(tp, pp))
         for number, pool in enumerate(pools)
@@ -111,13 +123,14 @@ def shapes_of(pools: Sequence[Pool]) -> list[tuple[int, Shape]]:
 
 
 def rate_phases(question: Question, crew: Crew) -> dict[str, list[Rated]]:
-    """-> for `prefill`, `decode` and `colocated`, what each shape serves alone, the best for its price first."""
+    """Return, for `prefill`, `decode` and `colocated`, the rate that each shape serves alone. The best rate for its
+    price comes first."""
     shapes = shapes_of(question.pools)
     if not shapes:
         raise NothingFits(
-            "no degree of parallelism of the profile fits these nodes: it needs more GPUs a node, or nodes"
+            "no degree of parallelism in the profile fits these nodes: give more nodes, or more GPUs in each node"
         )
-    # Misses of the two phases are of different requests, mostly: each may have half of what is allowed.
+    # The two phases mostly miss the SLOs of different requests, so each phase may have half of the allowed misses.
     slo, percentile = question.goal.slo, 100 - (100 - question.goal.percentile) / 2
     goals = {
         "prefill": Goal(Slo(slo.ttft_s, NEVER_S), percentile),
@@ -126,7 +139,7 @@ def rate_phases(question: Question, crew: Crew) -> dict[str, list[Rated]]:
     }
     names = [(phase, pool, shape) for phase in goals for pool, shape in shapes]
     tasks = [
-        question.task(Placement(**{phase: Engines(shape, 1, pool)}), 1.0, goal=goals[phase])
+        question.task(EnginePlacement(**{phase: Engines(shape, 1, pool)}), 1.0, goal=goals[phase])
         for phase, pool, shape in names
     ]
     found: dict[str, list[Rated]] = {phase: [] for phase in goals}
@@ -138,9 +151,10 @@ def rate_phases(question: Question, crew: Crew) -> dict[str, list[Rated]]:
     return found
 
 
-def best(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answer:
-    """-> the cheapest placement with prefill and decode apart that serves the rate; else the one that serves most.
-    Without a rate, the one that serves most for its price. Raises `NothingFits`."""
+def best(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> PlacementResult:
+    """Return the cheapest placement with separate prefill and decode engines that serves the rate. If there is none,
+    return the placement that serves most. If no rate is given, return the one that serves most for its price. Raises
+    `NothingFits`."""
     for phase in ("prefill", "decode"):
         if not phases[phase]:
             slo = question.goal.slo
@@ -151,14 +165,14 @@ def best(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answ
     return _decide(question, candidates, crew, order)
 
 
-def best_colocated(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answer | None:
-    """-> the cheapest placement of engines that do both. None if none holds the SLOs."""
+def best_colocated(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> PlacementResult | None:
+    """Return the cheapest placement of engines that do both phases, or None if none holds the SLOs."""
     candidates = []
     for rated in phases["colocated"]:
         most = _most(question, rated)
         wanted = most if question.rate_rps is None else math.ceil(question.rate_rps / rated.rate_rps)
         if instances := min(wanted, most):
-            candidates.append(Placement(colocated=Engines(rated.shape, instances, rated.pool)))
+            candidates.append(EnginePlacement(colocated=Engines(rated.shape, instances, rated.pool)))
     if not candidates:
         return None
     order = _order(question, phases)
@@ -168,19 +182,21 @@ def best_colocated(question: Question, phases: dict[str, list[Rated]], crew: Cre
 # ---- candidates --------------------------------------------------------------------------------------------------
 
 
-def _apart(question: Question, phases: dict[str, list[Rated]], order: _Order) -> list[Placement]:
-    """Algorithm 1: engines of each phase for themselves."""
+def _apart(question: Question, phases: dict[str, list[Rated]], order: _Order) -> list[EnginePlacement]:
+    """Return the candidates of algorithm 1, which places the engines of each phase by themselves."""
     pairs = [(prefill, decode) for prefill in phases["prefill"] for decode in phases["decode"]]
     return _ranked(order, [list(_counts(question, *pair)) for pair in pairs])
 
 
-def _ranked(order: _Order, groups: Sequence[Sequence[Placement]]) -> list[Placement]:
-    """-> the best of each group, which are numbers of engines of one pair of shapes; the best first."""
+def _ranked(order: _Order, groups: Sequence[Sequence[EnginePlacement]]) -> list[EnginePlacement]:
+    """Return the best placement of each group, in falling order. The placements of a group have the same pair of shapes
+    and different numbers of engines."""
     return sorted((min(group, key=order) for group in groups if group), key=order)
 
 
-def _counts(question: Question, prefill: Rated, decode: Rated) -> Iterator[Placement]:
-    """How many of each: for the rate; or, without one or if that does not fit, as many as fit."""
+def _counts(question: Question, prefill: Rated, decode: Rated) -> Iterator[EnginePlacement]:
+    """Yield the numbers of engines that serve the rate. If no rate is given, or if these engines do not fit, yield as
+    many as fit."""
     rate = question.rate_rps
     if rate is not None:
         placement = _pair(prefill, math.ceil(rate / prefill.rate_rps), decode, math.ceil(rate / decode.rate_rps))
@@ -196,8 +212,8 @@ def _counts(question: Question, prefill: Rated, decode: Rated) -> Iterator[Place
                 break
 
 
-def _direct(question: Question, phases: dict[str, list[Rated]], order: _Order) -> list[Placement]:
-    """Algorithm 2: stages of both phases on one node, in units that are repeated."""
+def _direct(question: Question, phases: dict[str, list[Rated]], order: _Order) -> list[EnginePlacement]:
+    """Return the candidates of algorithm 2: stages of both phases are on one node, in units that are repeated."""
     groups = [
         list(_units(question, prefill, decode))
         for prefill in phases["prefill"]
@@ -205,12 +221,15 @@ def _direct(question: Question, phases: dict[str, list[Rated]], order: _Order) -
         if prefill.pool == decode.pool and prefill.shape.pp == decode.shape.pp
     ]
     if not any(groups):
-        raise NothingFits("no pair of engines with as many stages fits the GPUs of a node: take --via store")
+        raise NothingFits(
+            "no prefill and decode engines with the same number of stages fit on one node: use --via store"
+        )
     return _ranked(order, groups)
 
 
-def _units(question: Question, prefill: Rated, decode: Rated) -> Iterator[Placement]:
-    """What of both fits the nodes of one stage each, as often as the rate wants it, or as there are nodes."""
+def _units(question: Question, prefill: Rated, decode: Rated) -> Iterator[EnginePlacement]:
+    """Yield placements of units. A unit has engines of both phases and needs one node for each stage. Units are
+    repeated until they serve the rate or fill all nodes."""
     pool, tp = question.pools[prefill.pool], prefill.shape.tp
     units = pool.nodes // prefill.shape.pp
     for number in range(1, pool.gpus_per_node // tp + 1):
@@ -221,22 +240,22 @@ def _units(question: Question, prefill: Rated, decode: Rated) -> Iterator[Placem
                 yield _pair(prefill, number * times, decode, instances * times)
 
 
-def _pair(prefill: Rated, prefills: int, decode: Rated, decodes: int) -> Placement:
-    return Placement(Engines(prefill.shape, prefills, prefill.pool), Engines(decode.shape, decodes, decode.pool))
+def _pair(prefill: Rated, prefills: int, decode: Rated, decodes: int) -> EnginePlacement:
+    return EnginePlacement(Engines(prefill.shape, prefills, prefill.pool), Engines(decode.shape, decodes, decode.pool))
 
 
 def _most(question: Question, rated: Rated) -> int:
-    """-> how many instances of a shape fit its pool."""
+    """Return how many instances of a shape fit its pool."""
     pool, shape = question.pools[rated.pool], rated.shape
     return pool.nodes * (pool.gpus_per_node // shape.tp) // shape.pp
 
 
 def _order(question: Question, phases: dict[str, list[Rated]]) -> _Order:
-    """-> the order of candidates: those that seem to serve the rate, by their price; then by what they serve. Without a
-    rate, by what they serve for their price."""
+    """Return the order of candidates. First come those that seem to serve the rate, ordered by price, and then the
+    others, ordered by what they serve. If no rate is given, the order is by what candidates serve for their price."""
     rates = {(phase, each.pool, each.shape): each.rate_rps for phase, rated in phases.items() for each in rated}
 
-    def order(placement: Placement) -> tuple[float, ...]:
+    def order(placement: EnginePlacement) -> tuple[float, ...]:
         price = question.price(placement)
         serves = min(
             engines.instances * rates[phase, engines.pool, engines.shape] for phase, engines in placement.named.items()
@@ -251,15 +270,15 @@ def _order(question: Question, phases: dict[str, list[Rated]]) -> _Order:
     return order
 
 
-def _carried(question: Question, placement: Placement) -> float:
-    """-> the rate that the nodes' links carry well: a phase that is simulated alone does not hand anything over."""
+def _carried(question: Question, placement: EnginePlacement) -> float:
+    """Return the rate that the nodes' links can carry. A phase that is simulated alone does not hand anything over."""
     fleet, means = question.fleet(placement), question.recipe.means
     if question.links.via == "direct" or placement.prefill is None or fleet.nodes is None:
         return math.inf
-    # Tokens of a request that the engines of a phase get and send: what prefill engines find in the store and what they
-    # compute, and all of the prompt, which decode engines get.
+    # The tokens of a request that the engines of each phase receive and send. Prefill engines receive the tokens that
+    # the store has, and send the tokens that they compute. Decode engines receive the whole prompt.
     moved = ((means.hits, means.new), (means.inputs, 0.0))
-    into: defaultdict[int, float] = defaultdict(float)  # bytes of a request, by node
+    into: defaultdict[int, float] = defaultdict(float)  # bytes for each request, by node
     out: defaultdict[int, float] = defaultdict(float)
     kv = question.pools[placement.phases[0].pool].profile.kv_bytes_per_token
     for (gets, sends), instances in zip(moved, fleet.nodes, strict=True):
@@ -270,12 +289,12 @@ def _carried(question: Question, placement: Placement) -> float:
     return BUSIEST_LINK * question.links.node_bytes_per_s / max(*into.values(), *out.values())
 
 
-def _decide(question: Question, candidates: Sequence[Placement], crew: Crew, order: _Order) -> Answer:
-    """Simulate whole placements, the first ones first, and take the best: the cheapest one whose goodput, over all
-    seeds, is the rate."""
+def _decide(question: Question, candidates: Sequence[EnginePlacement], crew: Crew, order: _Order) -> PlacementResult:
+    """Simulate whole placements in the order of the candidates. Returns the best one, which is the cheapest whose
+    goodput over all seeds reaches the rate."""
     if not candidates:
         raise NothingFits("no placement with both phases fits these nodes")
-    refused: dict[Placement, Goodput] = {}
+    refused: dict[EnginePlacement, Goodput] = {}
     if question.rate_rps is None:
         served = _worthwhile(question, candidates, crew, order)
     else:
@@ -285,52 +304,53 @@ def _decide(question: Question, candidates: Sequence[Placement], crew: Crew, ord
             for placement in sorted(enough, key=lambda each: (question.price(each), -served[each])):
                 refused[placement] = found = measured(question, placement, crew)
                 if found.value >= question.rate_rps:
-                    return Answer(placement, found, True)
-            # What each phase serves alone is an estimate: one more engine may be missing.
+                    return PlacementResult(placement, found, True)
+            # What each phase serves alone is only an estimate, so one more engine may be needed.
             grown = dict.fromkeys(each for placement in served for each in _changed(question, placement, (1,)))
             fresh = sorted((each for each in grown if each not in served), key=question.price)
             if not fresh:
                 break
             served |= _served(question, fresh[: 2 * FINALISTS], crew)
 
-    def worth(placement: Placement, rps: float) -> tuple[float, float]:
+    def worth(placement: EnginePlacement, rps: float) -> tuple[float, float]:
         price = question.price(placement)
         return rps / price if question.rate_rps is None else rps, -price
 
-    # The first seed may favour one by chance: all seeds decide.
+    # The first seed may favour one placement by chance, so all seeds decide.
     leaders = sorted(served, key=lambda each: worth(each, served[each]), reverse=True)[:LEADERS]
     decided = {each: refused.get(each) or measured(question, each, crew) for each in leaders}
     chosen = max(leaders, key=lambda each: worth(each, decided[each].value))
     found = decided[chosen]
     if not found.value:
         raise NothingFits(
-            "together, the engines hold the SLOs at no rate: a hand-over takes too long, or too much is computed"
+            "together, the engines do not hold the SLOs at any rate: hand-overs or computations take too long"
         )
-    return Answer(chosen, found, question.rate_rps is None or found.value >= question.rate_rps)
+    return PlacementResult(chosen, found, question.rate_rps is None or found.value >= question.rate_rps)
 
 
-def _finalists(question: Question, candidates: Sequence[Placement], crew: Crew) -> dict[Placement, float]:
-    """-> what the first candidates serve, with as few engines as serve the rate: engines that share a load serve more
-    than as many that have each a part of it."""
+def _finalists(question: Question, candidates: Sequence[EnginePlacement], crew: Crew) -> dict[EnginePlacement, float]:
+    """Return what the first candidates serve, each with the fewest engines that serve the rate. Engines that share a
+    load serve more than the sum of what each serves alone."""
     shrunk = crew.shrunk([question.task(each) for each in candidates[:FINALISTS]])
     return _served(question, list(dict.fromkeys(shrunk)), crew)
 
 
 def _worthwhile(
-    question: Question, candidates: Sequence[Placement], crew: Crew, order: _Order
-) -> dict[Placement, float]:
-    """-> what candidates serve, until the next one promises less for its price than the best one serves; and what that
-    one serves with an engine more or less."""
+    question: Question, candidates: Sequence[EnginePlacement], crew: Crew, order: _Order
+) -> dict[EnginePlacement, float]:
+    """Return what the candidates serve, until the next one promises less for its price than the best one serves. The
+    result also has what the best one serves with one engine more or fewer."""
 
-    def worth(placement: Placement) -> float:
+    def worth(placement: EnginePlacement) -> float:
         return served[placement] / question.price(placement)
 
-    served: dict[Placement, float] = {}
+    served: dict[EnginePlacement, float] = {}
     for first in range(0, min(len(candidates), MOST_FINALISTS), FINALISTS):
         if -order(candidates[first])[1] <= max(map(worth, served), default=0.0):
             break
         served |= _served(question, candidates[first : first + FINALISTS], crew)
-    # What each phase serves alone says which shapes are good together, and less well how many of each.
+    # What each phase serves alone shows which shapes go well together, but not so well how many engines of each are
+    # needed.
     for _ in range(GROWTH):
         fresh = [each for each in _changed(question, max(served, key=worth), (1, -1)) if each not in served]
         if not fresh:
@@ -339,18 +359,18 @@ def _worthwhile(
     return served
 
 
-def measured(question: Question, placement: Placement, crew: Crew) -> Goodput:
-    """-> the goodput of a placement, over all seeds."""
+def measured(question: Question, placement: EnginePlacement, crew: Crew) -> Goodput:
+    """Return the goodput of a placement over all seeds."""
     return mean_goodput(crew.goodputs([question.task(placement, seed=seed) for seed in question.seeds]))
 
 
-def _served(question: Question, placements: Sequence[Placement], crew: Crew) -> dict[Placement, float]:
-    """-> the goodput of each, with the first seed."""
+def _served(question: Question, placements: Sequence[EnginePlacement], crew: Crew) -> dict[EnginePlacement, float]:
+    """Return the goodput of each placement with the first seed."""
     return dict(zip(placements, crew.goodputs([question.task(each) for each in placements]), strict=True))
 
 
-def _changed(question: Question, placement: Placement, steps: Sequence[int]) -> Iterator[Placement]:
-    """-> the placements with so many engines more of one phase, if they fit."""
+def _changed(question: Question, placement: EnginePlacement, steps: Sequence[int]) -> Iterator[EnginePlacement]:
+    """Yield the placements that differ in one phase by one of `steps` engines, if they fit. Steps may be negative."""
     for phase, engines in placement.named.items():
         for step in steps:
             changed = placement.with_instances(phase, max(1, engines.instances + step))

@@ -1,13 +1,13 @@
-"""A fleet in simulated time: requests arrive, are prefilled, handed over and decoded, and attain their SLOs or not.
+"""Simulates a fleet: requests arrive, are prefilled, handed over and decoded, and either attain or miss their SLOs.
 
-A prompt's leading blocks that the store has are loaded before its prefill begins, while other prompts are computed. The
-first token reaches the user from the prefill engine. Then the blocks go to a decode engine: through the store, where
-they are fetched while they are sent, or from GPU to GPU, where they hold the prefill engine's memory until they have
-been fetched; then a decode engine on the same nodes is taken, if there is one. What later prompts can find is sent to
-the store in any case. Prefill engines are chosen by the fewest tokens that wait, decode engines by the fewest
-that they have memory reserved for.
+If the store has leading blocks of a prompt, they are loaded before the prompt's prefill begins, while other prompts are
+computed. The prefill engine sends the first token to the user. Then the blocks go to a decode engine. If they go
+through the store, they are fetched while they are still being sent. If they go from GPU to GPU, they occupy the prefill
+engine's memory until they are fetched, and a decode engine on the same nodes is preferred. Blocks that later prompts
+can find are always sent to the store. A request goes to the prefill engine with the fewest waiting tokens, and to the
+decode engine with the fewest reserved tokens.
 
-TTFT and TPOT must hold for the same request. Percentiles that hold apart say less.
+A request attains its SLOs only if it holds both TTFT and TPOT, because separate percentiles would say less.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvstore_serving.load.report import Slo
 from kvstore_serving.planning.colocated import ColocatedEngine
 from kvstore_serving.planning.engine import Steps
 from kvstore_serving.planning.engines import DecodeEngine, PrefillEngine
-from kvstore_serving.planning.fleet import Links, Pool
-from kvstore_serving.planning.jobs import Job, Link, transfer
-from kvstore_serving.planning.placement import Engines, Placement, nodes_of, shares_of
+from kvstore_serving.planning.fleet import NetworkLinks, NodePool
+from kvstore_serving.planning.jobs import NetworkLink, SimulatedRequest, transfer
+from kvstore_serving.planning.placement import EnginePlacement, Engines, nodes_of, shares_of
 from kvstore_serving.planning.workload import Counts, Floats, Workload
 
-WARM_UP: Final = 0.2  # of the requests come before those that are counted: the fleet is empty at first
+WARM_UP: Final = 0.2  # the share of requests that are not counted, because the fleet is empty at first
 PARTS: Final = ("load", "prefill_queue", "prefill", "decode_memory", "hand_over", "decode")
 _AnyEngine = TypeVar("_AnyEngine", PrefillEngine, DecodeEngine, ColocatedEngine)
 
@@ -40,7 +40,8 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True)
 class Outage:
-    """An engine fails and comes back. `phase`: prefill, decode or colocated; `instance`: from 0."""
+    """The failure of an engine, and its return. `phase`: prefill, decode or colocated. `instance`: the engine's number,
+    from 0."""
 
     phase: str
     instance: int
@@ -50,12 +51,12 @@ class Outage:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What is simulated. `chunk_tokens`: of colocated engines; 0: they do not prefill in chunks. `batch_tokens`: of
-    prefill engines; None: from the profile."""
+    """The fleet to simulate. `chunk_tokens`: the budget of colocated engines; 0 if they do not prefill in chunks.
+    `batch_tokens`: the budget of prefill engines; None to take it from the profile."""
 
-    pools: Sequence[Pool]
-    links: Links
-    placement: Placement
+    pools: Sequence[NodePool]
+    links: NetworkLinks
+    placement: EnginePlacement
     max_batch: int = 256
     chunk_tokens: int = 2048
     batch_tokens: int | None = None
@@ -63,20 +64,24 @@ class Fleet:
 
     @property
     def nodes(self) -> list[list[list[int]]] | None:
-        """For each phase, for each instance, the node of each stage. None: they do not fit."""
+        """The node of each stage, for each phase and instance. It is None if they do not fit."""
         return nodes_of(self.placement, self.pools, together=self.links.via == "direct")
 
 
 @dataclass
-class Run:
-    """What became of the requests that are counted. Times in seconds, one for each, in the order of arrival; NaN for a
-    request that had not ended when the run did. `steps`: of decoding. `decided`: the run ended early, because so many
-    SLOs were missed that the rest did not matter. `kept_up`: in the second half of the arrivals' time, how many
-    requests ended for each that came; it falls when more comes than is served. `busy`: of each phase, the share of time
-    that its engines worked. `memory`: the largest share of an engine's memory that was reserved. `links`: the share of
-    time that the busiest link of a kind sent. `parts_s`: where the time of each request went: `load` of what the store
-    has of it, `prefill_queue`, `prefill`, `decode_memory` (the wait for memory), `hand_over` (its blocks move),
-    `decode`."""
+class SimulatedRun:
+    """The counted requests of a run. Each array of times has one time in seconds for each request, in the order of
+    arrival, or NaN if the request had not ended when the run ended.
+
+    steps: the number of decoding steps
+    decided: whether the run ended early, because enough requests had missed their SLOs
+    kept_up: the ratio of ended to arrived requests in the second half of the arrivals' time; it falls under overload
+    busy: for each phase, the share of time for which its engines worked
+    memory: the largest share of an engine's memory that was reserved
+    links: the share of time for which the busiest link of each kind sent
+    parts_s: the parts of each request's time: `load` from the store, `prefill_queue`, `prefill`, `decode_memory` (the
+    wait for memory), `hand_over` (the move of its blocks), `decode`
+    """
 
     ttft_s: Floats
     tpot_s: Floats
@@ -90,15 +95,15 @@ class Run:
     parts_s: dict[str, Floats] = field(default_factory=dict)
 
     def mean_parts_s(self) -> dict[str, float]:
-        """Where the time of requests goes, in the mean."""
+        """Return the mean time that requests spend in each part."""
         return {part: float(np.nanmean(values)) for part, values in self.parts_s.items() if not np.isnan(values).all()}
 
     def held(self, slo: Slo) -> tuple[np.ndarray[tuple[int], np.dtype[np.bool_]], ...]:
-        """-> for each request, whether TTFT holds, and TPOT."""
+        """Return two arrays: whether each request holds TTFT, and whether it holds TPOT."""
         return self.ttft_s <= slo.ttft_s, self.tpot_s <= slo.tpot_s
 
     def attainment(self, slo: Slo) -> float:
-        """The share of requests for which both hold."""
+        """Return the share of requests that hold both SLOs."""
         ttft, tpot = self.held(slo)
         return float((ttft & tpot).mean())
 
@@ -112,20 +117,23 @@ class _Simulation:
         self.over = env.event()
         found = fleet.nodes
         if found is None:
-            raise DoesNotFit(f"{fleet.placement} does not fit {[(p.nodes, p.gpus_per_node) for p in fleet.pools]}")
+            pools = ", ".join(f"{pool.nodes} nodes of {pool.gpus_per_node} GPUs" for pool in fleet.pools)
+            raise DoesNotFit(f"{fleet.placement} does not fit on {pools}")
         links = fleet.links
         nodes = sum(pool.nodes for pool in fleet.pools)
-        self.out = [Link(links.node_bytes_per_s) for _ in range(nodes)]
-        self.into = [Link(links.node_bytes_per_s) for _ in range(nodes)]
-        self.inside = [Link(links.inside_bytes_per_s) for _ in range(nodes)]
-        self.store_in, self.store_out = (Link(links.store_bytes_per_s * links.store_nodes) for _ in range(2))
+        self.out = [NetworkLink(links.node_bytes_per_s) for _ in range(nodes)]
+        self.into = [NetworkLink(links.node_bytes_per_s) for _ in range(nodes)]
+        self.inside = [NetworkLink(links.inside_bytes_per_s) for _ in range(nodes)]
+        self.store_in, self.store_out = (NetworkLink(links.store_bytes_per_s * links.store_nodes) for _ in range(2))
         self.nodes: dict[object, list[int]] = {}
+        self.shares: dict[object, list[tuple[int, float]]] = {}  # the share of an engine's layers on each node
         self.prefills: list[PrefillEngine] = []
         self.decodes: list[DecodeEngine] = []
         self.colocated: list[ColocatedEngine] = []
         for (phase, engines), places in zip(fleet.placement.named.items(), found, strict=True):
             for stages in places:
-                self.nodes[self._make(phase, engines)] = stages
+                engine = self._make(phase, engines)
+                self.nodes[engine], self.shares[engine] = stages, list(shares_of(stages).items())
         self.phases: dict[str, Sequence[PrefillEngine | DecodeEngine | ColocatedEngine]]
         self.phases = {"prefill": self.prefills, "decode": self.decodes, "colocated": self.colocated}
         everyone = [engine for engines in self.phases.values() for engine in engines]
@@ -136,14 +144,19 @@ class _Simulation:
         columns = (workload.at / rate_rps, workload.inputs, workload.outputs, workload.hits)
         requests = zip(*(column.tolist() for column in columns), strict=True)
         self.jobs = [
-            Job(at, tokens, output, hits, number >= first) for number, (at, tokens, output, hits) in enumerate(requests)
+            SimulatedRequest(at, tokens, output, hits, number >= first)
+            for number, (at, tokens, output, hits) in enumerate(requests)
         ]
         self.unfinished = len(self.jobs) - first
-        self.left = math.floor(allowed * self.unfinished + 1e-9)  # misses until the run is decided
-        self.saves = bool(workload.hits.any())  # later prompts find in the store what is computed now
+        self.left = math.floor(allowed * self.unfinished + 1e-9)  # further misses until the run is decided
+        self.saves = bool(workload.hits.any())  # later prompts find computed blocks in the store
         self.decided = False
-        self.source: dict[Job, tuple[PrefillEngine, int]] = {}  # who has a job's blocks, and at which epoch
-        self.served: dict[Job, ColocatedEngine] = {}  # who does both phases of a job, whose blocks are to be saved
+        self.source: dict[
+            SimulatedRequest, tuple[PrefillEngine, int]
+        ] = {}  # the engine that has a job's blocks, and the engine's epoch when it computed them
+        self.served: dict[
+            SimulatedRequest, ColocatedEngine
+        ] = {}  # the engine that does both phases of a job whose blocks must be saved
         env.process(self._arrivals())
         for outage in fleet.outages:
             env.process(self._outage(outage))
@@ -169,9 +182,9 @@ class _Simulation:
                 yield env.timeout(job.at_s - env.now)
             self._dispatch(job)
 
-    def _dispatch(self, job: Job) -> None:
-        """Give a request to an engine, once what the store has of it has arrived there."""
-        if self.decodes and not self.prefills:  # decoding alone: its prefill takes no time
+    def _dispatch(self, job: SimulatedRequest) -> None:
+        """Choose an engine for a request, and queue the request there when its blocks from the store have arrived."""
+        if self.decodes and not self.prefills:  # only decode is simulated: prefill takes no time
             job.prefilled(self.env.now)
             job.sent_s = job.first_s = self.env.now
             if job.left:
@@ -191,7 +204,7 @@ class _Simulation:
         epoch = engine.epoch
 
         def loaded(_: simpy.Event) -> None:
-            if engine.epoch != epoch:  # it failed while they came
+            if engine.epoch != epoch:  # the engine failed while the blocks came
                 self._dispatch(job)
                 return
             job.loaded_s = self.env.now
@@ -199,12 +212,12 @@ class _Simulation:
 
         self.env.timeout(there_s - self.env.now).callbacks.append(loaded)
 
-    def _prefilled(self, engine: PrefillEngine, job: Job) -> None:
-        """A prompt is computed, its first token is out."""
+    def _prefilled(self, engine: PrefillEngine, job: SimulatedRequest) -> None:
+        """Continue after a prompt is computed and its first token sent."""
         now = self.env.now
         if self.slo is not None and job.ttft_s > self.slo.ttft_s:
             self._missed(job)
-        if not self.decodes:  # prefills alone
+        if not self.decodes:  # only prefill is simulated
             engine.release(job)
             self._ended(job)
             return
@@ -224,8 +237,8 @@ class _Simulation:
             decodes = [each for each in decodes if self._near(engine, each) and not each.down] or decodes
         _least(decodes).add(job)
 
-    def _save(self, engine: PrefillEngine | ColocatedEngine, job: Job) -> float:
-        """Send what was computed of a prompt to the store. -> when it is there."""
+    def _save(self, engine: PrefillEngine | ColocatedEngine, job: SimulatedRequest) -> float:
+        """Send the computed part of a prompt to the store. Returns the time at which it has arrived."""
         new = min(job.input, job.context - 1) - job.hits
         if new <= 0:
             return self.env.now
@@ -233,30 +246,31 @@ class _Simulation:
         return transfer(self.env.now, new * self.kv_bytes, path) + self.fleet.links.store_write_latency_s
 
     def _read(self, engine: object, tokens: int, from_s: float = 0.0) -> float:
-        """Fetch tokens from the store, the last of which is there at `from_s`. -> when they are here."""
+        """Fetch the blocks of tokens from the store, which has all of them from `from_s` on. Returns the time at which
+        they have arrived."""
         path = [(self.store_out, 1.0), *self._share(self.into, engine)]
         there_s = transfer(self.env.now, tokens * self.kv_bytes, path)
         return max(from_s, there_s) + self.fleet.links.store_read_latency_s
 
     def _share_node(self, one: object, other: object) -> bool:
-        """Whether stages of two engines are on the same node."""
+        """Return whether the two engines have stages on the same node."""
         return not set(self.nodes[one]).isdisjoint(self.nodes[other])
 
     def _near(self, one: object, other: object) -> bool:
-        """Whether all stages of two engines are on the same nodes."""
+        """Return whether the two engines have all their stages on the same nodes."""
         return set(self.nodes[one]) == set(self.nodes[other])
 
-    def _fetch(self, engine: DecodeEngine, job: Job) -> None:
-        """A decode engine has memory for a request: fetch its blocks."""
+    def _fetch(self, engine: DecodeEngine, job: SimulatedRequest) -> None:
+        """Fetch the blocks of a request for which a decode engine has memory."""
         now = job.admitted_s = self.env.now
         source, epoch = self.source.pop(job, (None, 0))
-        if source is not None and source.epoch != epoch:  # the blocks are gone with the engine that had them
+        if source is not None and source.epoch != epoch:  # the blocks are lost with the engine that had them
             engine.give_up(job)
             self._dispatch(job)
             return
         if self.fleet.links.via == "store":
             there_s = self._read(engine, job.context - 1, job.sent_s)
-        elif source is None:  # decoding alone
+        elif source is None:  # only decode is simulated
             there_s = now
         else:
             there_s = transfer(now, (job.context - 1) * self.kv_bytes, self._direct(source, engine))
@@ -268,7 +282,7 @@ class _Simulation:
 
         engine.after(there_s - now, arrived)
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, job: SimulatedRequest) -> None:
         if job.last_s < 0:
             job.last_s = job.first_s
         if self.saves and job in self.served:
@@ -281,7 +295,7 @@ class _Simulation:
         if self.unfinished == 0 and not self.over.triggered:
             self.over.succeed()
 
-    def _missed(self, job: Job) -> None:
+    def _missed(self, job: SimulatedRequest) -> None:
         if job.missed or not job.counted:
             return
         job.missed = True
@@ -292,13 +306,13 @@ class _Simulation:
 
     # ---- links ---------------------------------------------------------------------------------------------------
 
-    def _share(self, links: Sequence[Link], engine: object) -> list[tuple[Link, float]]:
-        """-> the links of the nodes that an engine's stages are on, each with the share of the layers there."""
-        return [(links[node], share) for node, share in shares_of(self.nodes[engine]).items()]
+    def _share(self, links: Sequence[NetworkLink], engine: object) -> list[tuple[NetworkLink, float]]:
+        """Return the links of the nodes of an engine's stages, each with the share of the layers there."""
+        return [(links[node], share) for node, share in self.shares[engine]]
 
-    def _direct(self, source: PrefillEngine, engine: DecodeEngine) -> list[tuple[Link, float]]:
-        sent, taken = shares_of(self.nodes[source]), shares_of(self.nodes[engine])
-        path: list[tuple[Link, float]] = []
+    def _direct(self, source: PrefillEngine, engine: DecodeEngine) -> list[tuple[NetworkLink, float]]:
+        sent, taken = dict(self.shares[source]), dict(self.shares[engine])
+        path: list[tuple[NetworkLink, float]] = []
         for node, share in sent.items():
             stays = min(share, taken.get(node, 0.0))
             path += [(self.inside[node], stays)] if stays else []
@@ -318,7 +332,7 @@ class _Simulation:
             source, epoch = self.source.pop(job, (None, 0))
             if source is not None and source.epoch == epoch:
                 source.release(job)
-            # The store has the blocks of its prompt if they were computed; what was generated is computed again.
+            # If the prompt was computed, the store has its blocks. The generated tokens are computed again.
             if job.prefilled_s >= 0 and self.fleet.links.via == "store":
                 job.hits = min(job.input, job.context - 1)
             self._dispatch(job)
@@ -327,13 +341,13 @@ class _Simulation:
 
     # ---- the result ----------------------------------------------------------------------------------------------
 
-    def run(self) -> Run:
+    def run(self) -> SimulatedRun:
         self.env.run(until=self.over)
         now = self.env.now
         counted = [job for job in self.jobs if job.counted]
         ttft = np.array([job.ttft_s if job.first_s >= 0 else np.nan for job in counted])
         tpot = np.array([job.tpot_s if job.last_s >= 0 else np.nan for job in counted])
-        run = Run(
+        run = SimulatedRun(
             ttft, tpot, np.maximum(1, np.array([job.output - 1 for job in counted])), self.decided, self._kept_up(), now
         )
         for name, engines in self.phases.items():
@@ -366,18 +380,19 @@ def simulate(
     slo: Slo | None = None,
     percentile: float | None = None,
     warm_up: int | None = None,
-) -> Run:
-    """Play a workload at a rate. Raises `DoesNotFit`.
+) -> SimulatedRun:
+    """Simulate a workload at a rate. Raises `DoesNotFit`.
 
-    warm_up: so many of the first requests are not counted; None: a share of them, `WARM_UP`.
+    warm_up: the number of first requests that are not counted; None for the share `WARM_UP` of all requests.
 
-    With `slo` and `percentile`, the run ends as soon as so many requests have missed their SLOs that the percentile
-    cannot be held."""
+    If `slo` and `percentile` are given, the run ends as soon as too many requests have missed their SLOs to hold the
+    percentile.
+    """
     allowed = 1.0 if percentile is None else 1 - percentile / 100
     first = int(len(workload) * WARM_UP) if warm_up is None else warm_up
     return _Simulation(fleet, workload, rate_rps, slo, allowed, first).run()
 
 
 def _least(engines: Sequence[_AnyEngine]) -> _AnyEngine:
-    """-> the engine with the fewest tokens, of those that work, if one does."""
+    """Return the engine with the fewest tokens among the engines that work, or among all engines if none works."""
     return min(engines, key=lambda engine: (engine.down, engine.pending))

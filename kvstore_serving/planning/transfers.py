@@ -1,7 +1,7 @@
-"""Measures how long blocks of a model take to a store and back, from where an engine runs, by their size.
+"""Measures how long transfers of a model's blocks between an engine's host and a store take, by their size.
 
-One client sends so many blocks in one call, and reads them again, as engines do. A small call is mostly latency, a
-large one mostly its bytes: the fit of `fitting.fit_transfer` tells them apart.
+One client sends a number of blocks in one call, and reads them in another call, as engines do. The time of a small call
+is mostly latency, and that of a large call mostly the time for its bytes. `fitting.fit_transfer` separates the two.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from kvstore_client import KVStoreClient, Namespace
 from kvstore_serving.planning.fitting import TransferSample
 
 BLOCK_TOKENS: Final = 16
-CALLS: Final = (1, 4, 16, 64, 256)  # blocks of a call
-CALL_BYTES: Final = 64 << 20  # of a call, at most
-LEAST_CALLS: Final = 3  # sizes that fit `CALL_BYTES`: where fewer do, blocks have fewer tokens
+CALLS: Final = (1, 4, 16, 64, 256)  # the numbers of blocks in a call
+CALL_BYTES: Final = 64 << 20  # the most bytes of a call
+LEAST_CALLS: Final = 3  # this many sizes must fit `CALL_BYTES`; blocks get fewer tokens if necessary
 ROUNDS: Final = 7
-TTL_S: Final = 60  # if they cannot be removed
+PROFILE_TTL_S: Final = 60  # removes blocks that the client could not remove
 
 
 def measure_transfers(
     endpoints: Sequence[str], kv_bytes_per_token: int, timeout_s: float = 30.0
 ) -> tuple[list[TransferSample], list[TransferSample]]:
-    """-> the seconds that one client takes to read, and to write, by the bytes of a call: medians of `ROUNDS` calls of
-    up to 256 blocks of 16 tokens, or of fewer tokens where those would be too large.
+    """Return the seconds that one client takes to read, and to write, for different numbers of bytes. They are medians
+    of `ROUNDS` calls of up to 256 blocks. Blocks have 16 tokens, or fewer if the calls would be too large.
 
-    The blocks are in a namespace of their own, have the lowest priority, and are removed. Raises `KVStoreError`, and
-    `ValueError` if the store keeps too few of them."""
+    The blocks are in a namespace of their own, have the lowest priority, and are removed at the end. Raises
+    `KVStoreError`, or `ValueError` if the store keeps too few of the blocks.
+    """
     tokens = max(1, min(BLOCK_TOKENS, CALL_BYTES // CALLS[LEAST_CALLS - 1] // kv_bytes_per_token))
     size = tokens * kv_bytes_per_token
     counts = [count for count in CALLS if count * size <= CALL_BYTES or count <= CALLS[1]]
@@ -45,17 +46,17 @@ def measure_transfers(
     writes: dict[int, list[float]] = {count: [] for count in counts}
     with KVStoreClient(list(endpoints), namespace, timeout_s=timeout_s) as client:
         try:
-            for number in range(ROUNDS + 1):  # in turn, so that a busy moment of the machine falls on all sizes
+            for number in range(ROUNDS + 1):  # sizes take turns, so that a busy moment of the machine affects all sizes
                 for count in list(reads):
                     keys = [secrets.token_bytes(16) for _ in range(count)]
                     begin = time.perf_counter()
-                    client.set(keys, blocks[:count], deferred=False, priority=0, ttl_s=TTL_S)
+                    client.set(keys, blocks[:count], deferred=False, priority=0, ttl_s=PROFILE_TTL_S)
                     middle = time.perf_counter()
                     found = client.get_into(keys, out[:count])
                     end = time.perf_counter()
-                    if not (number or found.all()):  # the store has no room for so many
+                    if not (number or found.all()):  # the store has no room for this many
                         del reads[count], writes[count]
-                    elif number and found.all():  # else others took the room: that call tells nothing
+                    elif number and found.all():  # otherwise other clients took the room, and the call is ignored
                         writes[count].append(middle - begin)
                         reads[count].append(end - middle)
                 client.purge()

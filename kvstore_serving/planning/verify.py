@@ -1,12 +1,13 @@
-"""Compares what the simulator predicts with what engines do: the same requests, at the same times, at several rates.
+"""Compares the simulator's prediction with real engines, which get the same requests at the same times, at several
+rates.
 
-The requests are those of a plan's load: of the same lengths, with gaps of the same kind, or a trace's own; and prompts
-share as much as the plan takes them to share. What prompts share is whole pieces of 512 tokens, as in traces; the
-simulator finds in its store what the requests that are sent can find, not what the plan assumed.
+The requests are those of a plan's load: either they have the same lengths and the same kind of gaps, or they are a
+trace's own requests. Prompts share as much as the plan assumes, in whole pieces of 512 tokens, as in traces. The
+simulator's store holds what the sent requests can find there, not what the plan assumed.
 
-Intervals are of 95 %, and go from the lower end to the upper one of two, because requests of one queue are not
-independent: see `kvstore_serving.load.report`. That of the prediction says how much another sample of as many requests
-would differ.
+Intervals are 95 % intervals. Each is the union of two intervals, because requests of one queue are not independent (see
+`kvstore_serving.load.report`). The interval of the prediction shows how much the result of another sample with as many
+requests would differ.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ import msgspec
 import numpy as np
 
 from kvstore_serving.load.prompts import HASHED_TOKENS
-from kvstore_serving.load.records import Outcome, Planned
+from kvstore_serving.load.records import Planned, RequestOutcome
 from kvstore_serving.load.report import LoadReport, Slo, attains, widest_interval
 from kvstore_serving.load.trace import replay
-from kvstore_serving.planning.simulator import Fleet, Run, simulate
+from kvstore_serving.planning.simulator import Fleet, SimulatedRun, simulate
 from kvstore_serving.planning.workload import Recipe, Synthetic, Workload, found_tokens, rate_of
 
-LEAST_RATES: Final = 5  # fewer are points, and no curve
+LEAST_RATES: Final = 5  # fewer rates do not give a curve
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One rate: shares of requests that attain their SLOs with their intervals, and medians in seconds, predicted and
-    measured. `error`: of the attainment, in points of a percent. Hit rates are shares of prompts' tokens; the measured
-    one is None if the engine does not say what it found."""
+    """The predicted and measured results at one rate: the shares of requests that attain their SLOs, with their
+    intervals, and medians in seconds.
+
+    error: the error of the predicted attainment, in percentage points
+    hit rates: the shares of prompts' tokens that were hits; the measured one is None if the engine does not report it
+    """
 
     rate_rps: float
     predicted: float
@@ -48,8 +52,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """The result of `kvstore plan verify`. `workload`: the load in words. Errors are absolute, in points of a
-    percent."""
+    """The result of `kvstore plan verify`. `workload`: the load in words. Errors are absolute, in percentage points."""
 
     compared: list[Compared]
     mean_error: float
@@ -59,10 +62,14 @@ class Verified(msgspec.Struct, frozen=True):
 
 
 def planned_load(recipe: Recipe, rate_rps: float, requests: int | None, warm_up: int, seed: int) -> list[Planned]:
-    """-> the requests of a load at a rate; the first `warm_up` are not counted, and come on top of `requests`.
+    """Return the requests of a load at a rate. The first `warm_up` requests are not counted, and come in addition to
+    `requests`.
 
-    requests: None: all of a trace, or of what the recipe takes of it. seed: of a synthetic load. Raises `TraceError`,
-    and `ValueError` for a trace without a rate."""
+    requests: the number of counted requests; None for the whole trace, or the part that the recipe uses
+    seed: the seed of a synthetic load
+
+    Raises `TraceError`, or `ValueError` for a trace without a rate.
+    """
     if isinstance(recipe, Synthetic):
         assert requests is not None
         return list(_synthetic(recipe.make(warm_up + requests, seed), rate_rps, warm_up))
@@ -74,7 +81,8 @@ def planned_load(recipe: Recipe, rate_rps: float, requests: int | None, warm_up:
 
 
 def _synthetic(made: Workload, rate_rps: float, warm_up: int) -> Iterator[Planned]:
-    """Prompts begin alike, as far as the store is to have them, to the nearest whole piece."""
+    """Yield prompts with shared beginnings. Each is as long as the part that the store is assumed to have, rounded to
+    whole pieces."""
     lengths, outputs = made.inputs.tolist(), made.outputs.tolist()
     alike = [
         min(round(hits / HASHED_TOKENS), (tokens - 1) // HASHED_TOKENS)
@@ -89,7 +97,7 @@ def _synthetic(made: Workload, rate_rps: float, warm_up: int) -> Iterator[Planne
 
 
 def workload_of(planned: Sequence[Planned], recipe: Recipe) -> Workload:
-    """-> the requests of a load, as the simulator takes them; at a rate of 1 it plays them at their own times."""
+    """Return the requests of a load as a workload for the simulator. At a rate of 1 they come at their own times."""
     prompts = ((each.hash_ids, each.input_tokens) for each in planned)
     found, held = found_tokens(prompts, recipe, planned[0].block_tokens)
     return Workload(
@@ -103,12 +111,13 @@ def workload_of(planned: Sequence[Planned], recipe: Recipe) -> Workload:
 
 
 def compare(
-    fleet: Fleet, recipe: Recipe, planned: Sequence[Planned], outcomes: Sequence[Outcome], report: LoadReport
+    fleet: Fleet, recipe: Recipe, planned: Sequence[Planned], outcomes: Sequence[RequestOutcome], report: LoadReport
 ) -> Compared:
-    """One rate: simulate what was sent. outcomes: in the order of arrival, as `report` was made from."""
+    """Simulate the requests that were sent at one rate. `outcomes`: the outcomes that `report` was made from, in the
+    order of arrival."""
     assert report.rate_rps is not None
     workload = workload_of(planned, recipe)
-    run: Run = simulate(fleet, workload, 1.0, warm_up=report.warmup)
+    run: SimulatedRun = simulate(fleet, workload, 1.0, warm_up=report.warmup)
     ttft, tpot = run.held(report.slo)
     predicted = [bool(each) for each in ttft & tpot]
     measured = [all(attains(outcome, report.slo)) for outcome in outcomes if outcome.planned.counted]
@@ -131,6 +140,6 @@ def compare(
 
 
 def verified(compared: Sequence[Compared], slo: Slo, recipe: Recipe) -> Verified:
-    """All rates."""
+    """Return the result over all rates."""
     errors = [each.error for each in compared]
     return Verified(list(compared), sum(errors) / len(errors), max(errors), slo, recipe.source)

@@ -1,7 +1,7 @@
-"""Replanning: sees from a proxy's metrics when the load is no longer the one that was planned for, and says what helps.
+"""Replanning: detects from a proxy's metrics that the load differs from the planned load, and proposes a change.
 
-What can change without new engines is their roles: of E engines, p prefill and E - p decode. Every split is simulated
-with the load as it is now, and the best one is proposed if it gains enough.
+Without new engines, only the roles of engines can change: of E engines, p prefill and E - p decode. Every such split is
+simulated with the present load, and the best split is proposed if it gains enough.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Final
 import msgspec
 from prometheus_client.samples import Sample
 
-from kvstore_serving.planning.fleet import Links, Pool
+from kvstore_serving.planning.fleet import NetworkLinks, NodePool
 from kvstore_serving.planning.goodput import Crew, Goal, mean_goodput
-from kvstore_serving.planning.placement import Engines, Placement, Shape
+from kvstore_serving.planning.placement import EnginePlacement, Engines, Shape
 from kvstore_serving.planning.profile import Profile
 from kvstore_serving.planning.simulator import Fleet
 from kvstore_serving.planning.workload import Lengths, Synthetic
 
-WORTH: Final = 1.05  # a split is proposed if it serves so many times as much
-_COUNTERS: Final = {
+WORTH: Final = 1.05  # a split is proposed if it serves at least this many times the present rate
+_PROXY_COUNTERS: Final = {
     "kvstore_proxy_requests_total": "requests",
     "kvstore_proxy_prompt_tokens_total": "prompt",
     "kvstore_proxy_cached_tokens_total": "cached",
@@ -30,8 +30,9 @@ _COUNTERS: Final = {
 GENERATING: Final = ("/v1/completions", "/v1/chat/completions")  # endpoints
 
 
-class Load(msgspec.Struct, frozen=True):
-    """What came in a window: requests a second, mean tokens of prompts and answers, share of prompts in a cache."""
+class OfferedLoad(msgspec.Struct, frozen=True):
+    """The load in a time window: requests a second, the mean tokens of prompts and answers, and the share of prompts'
+    tokens in a cache."""
 
     rate_rps: float
     input_tokens: float
@@ -40,7 +41,8 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Split(msgspec.Struct, frozen=True):
-    """Engines of each phase, and the goodput of the load as it is now. An engine that does both counts in both."""
+    """The number of engines of each phase, and their goodput with the present load. An engine that does both phases
+    counts in both."""
 
     prefill: int
     decode: int
@@ -48,11 +50,15 @@ class Split(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """`drift`: what has changed since the last plan, in words; empty: nothing has. `gain`: goodput of `best` to that
-    of `now`, the present roles; None if those serve nothing. `change`: the split is worth it. `enough`: the best split
-    serves the rate; else more engines are needed."""
+    """A proposal of roles.
 
-    load: Load
+    drift: what has changed since the last plan, in words; empty if nothing has
+    gain: the goodput of `best` divided by that of `now`, the present roles; None if the present roles serve nothing
+    change: whether the best split is worth a change
+    enough: whether the best split serves the rate; otherwise more engines are needed
+    """
+
+    load: OfferedLoad
     drift: list[str]
     now: Split | None = None
     best: Split | None = None
@@ -62,8 +68,8 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Counters:
-    """The proxy's counters at a time, and the roles of each of its engines."""
+class ProxyCounters:
+    """The proxy's counters at one time, with the roles of each of its engines."""
 
     at_s: float
     counts: dict[str, float]
@@ -71,39 +77,39 @@ class Counters:
 
     @property
     def split(self) -> tuple[int, int] | None:
-        """-> engines that prefill, and that decode; None if there are some that do both."""
+        """The number of engines that prefill, and the number that decode. It is None if some engines do both."""
         prefill = sum(roles == {"prefill"} for roles in self.roles.values())
         decode = sum(roles == {"decode"} for roles in self.roles.values())
         return (prefill, decode) if prefill + decode == len(self.roles) else None
 
 
-def counters(samples: Sequence[Sample], at_s: float) -> Counters:
-    """Read a page. Raises `ValueError` if it is not a proxy's."""
-    counts = dict.fromkeys(_COUNTERS.values(), 0.0)
+def counters(samples: Sequence[Sample], at_s: float) -> ProxyCounters:
+    """Return the counters on a page of metrics. Raises `ValueError` if it is not a proxy's page."""
+    counts = dict.fromkeys(_PROXY_COUNTERS.values(), 0.0)
     roles: dict[str, set[str]] = {}
     seen = False
     for sample in samples:
-        if name := _COUNTERS.get(sample.name):
+        if name := _PROXY_COUNTERS.get(sample.name):
             seen = True
-            # Others generate nothing, or were sent away before any engine had them.
+            # Other requests generate nothing, or were refused before they were sent to an engine.
             if name != "requests" or (
                 sample.labels["endpoint"] in GENERATING and sample.labels["outcome"] not in ("rejected", "refused")
             ):
                 counts[name] += sample.value
-        elif sample.name == "kvstore_proxy_engine_up":  # also of one that failed a moment ago
+        elif sample.name == "kvstore_proxy_engine_up":  # an engine that has just failed is listed, too
             roles.setdefault(sample.labels["engine"], set()).add(sample.labels["role"])
     if not seen:
-        raise ValueError("no metrics of `kvstore proxy` there")
-    return Counters(at_s, counts, roles)
+        raise ValueError("the page has no metrics of `kvstore proxy`")
+    return ProxyCounters(at_s, counts, roles)
 
 
-def load_between(before: Counters, after: Counters) -> Load | None:
-    """-> the load of the time between; None if nothing came, or the proxy began again."""
+def load_between(before: ProxyCounters, after: ProxyCounters) -> OfferedLoad | None:
+    """Return the load between two readings, or None if no request came or the proxy was restarted."""
     grown = {name: after.counts[name] - before.counts[name] for name in after.counts}
     if grown["requests"] <= 0 or min(grown.values()) < 0 or grown["prompt"] <= 0:
         return None
     requests = grown["requests"]
-    return Load(
+    return OfferedLoad(
         requests / (after.at_s - before.at_s),
         grown["prompt"] / requests,
         grown["output"] / requests,
@@ -111,8 +117,9 @@ def load_between(before: Counters, after: Counters) -> Load | None:
     )
 
 
-def drift(planned: Load, now: Load, share: float) -> list[str]:
-    """-> what differs by more than this share from the load that was planned for; hit rates, by so much of all."""
+def drift(planned: OfferedLoad, now: OfferedLoad, share: float) -> list[str]:
+    """Return what differs from the planned load by more than this share. Hit rates must differ by this share of all
+    tokens."""
     found = []
     for name, unit in (
         ("rate_rps", "req/s"),
@@ -129,39 +136,43 @@ def drift(planned: Load, now: Load, share: float) -> list[str]:
 
 @dataclass(frozen=True)
 class Watched:
-    """What does not change: the engines' profile and shape, links, and the goal."""
+    """What stays the same while roles change: the engines' profile and shape, the links, and the goal."""
 
     profile: Profile
     shape: Shape
-    links: Links
+    links: NetworkLinks
     goal: Goal
     max_batch: int = 256
     seeds: Sequence[int] = (0, 1, 2)
 
     def fleet(self, prefill: int, decode: int) -> Fleet:
-        """So many engines of each phase, each on nodes of its own."""
-        pool = Pool(self.profile, (prefill + decode) * self.shape.pp, self.shape.tp)
-        placement = Placement(Engines(self.shape, prefill), Engines(self.shape, decode))
+        """Return a fleet of this many engines of each phase, each on its own nodes."""
+        pool = NodePool(self.profile, (prefill + decode) * self.shape.pp, self.shape.tp)
+        placement = EnginePlacement(Engines(self.shape, prefill), Engines(self.shape, decode))
         return Fleet([pool], self.links, placement, self.max_batch)
 
     def colocated(self, engines: int) -> Fleet:
-        """So many engines that do both."""
-        pool = Pool(self.profile, engines * self.shape.pp, self.shape.tp)
-        return Fleet([pool], self.links, Placement(colocated=Engines(self.shape, engines)), self.max_batch)
+        """Return a fleet of this many engines that do both phases."""
+        pool = NodePool(self.profile, engines * self.shape.pp, self.shape.tp)
+        return Fleet([pool], self.links, EnginePlacement(colocated=Engines(self.shape, engines)), self.max_batch)
 
 
 def propose(
-    watched: Watched, load: Load, engines: int, split: tuple[int, int] | None, drifted: list[str], crew: Crew
+    watched: Watched, load: OfferedLoad, engines: int, split: tuple[int, int] | None, drifted: list[str], crew: Crew
 ) -> Proposal:
-    """-> the best split of so many engines, two or more, for this load. split: prefill and decode engines now; None:
-    some do both, and are compared as if all did."""
+    """Return the best split of `engines` (at least 2) for this load.
+
+    split: the present numbers of prefill and decode engines. If some engines do both, it is None, and the present fleet
+    is simulated as if all engines did both.
+    """
     recipe = Synthetic(Lengths(load.input_tokens), Lengths(load.output_tokens), hit_rate=min(load.hit_rate, 0.99))
     tasks = [
         (watched.fleet(number, engines - number), recipe, watched.goal, load.rate_rps, seed)
         for number in range(1, engines)
         for seed in watched.seeds
     ]
-    tasks += [(watched.colocated(engines), recipe, watched.goal, load.rate_rps, seed) for seed in watched.seeds]
+    if split is None:
+        tasks += [(watched.colocated(engines), recipe, watched.goal, load.rate_rps, seed) for seed in watched.seeds]
     values = crew.goodputs(tasks)
     seeds = len(watched.seeds)
     splits = [

@@ -1,7 +1,9 @@
-"""What is asked of a fleet: prompts and outputs of some lengths, when they come, and how much of them a store has.
+"""The load on a fleet: the lengths of prompts and answers, the times of requests, and how much of each prompt a store
+has.
 
-A workload is made once, with its random numbers, and then played at several rates: its times are those of one request
-a second, and are divided by the rate. So two rates differ in nothing but the rate, and attainment falls as it rises.
+A workload is made once, with its random numbers, and then simulated at several rates. Its times are for a rate of one
+request a second, and are divided by the simulated rate. So two simulations differ only in the rate, and attainment
+falls as the rate rises.
 """
 
 from __future__ import annotations
@@ -26,9 +28,13 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests in the order of their arrival. Arrays of one length: `at` at one request a second in the mean, from 0;
-    tokens of prompts (`inputs`) and of answers (`outputs`), each at least 1; `hits`: the leading tokens of a prompt
-    that the store has, less than the prompt; `kept_tokens`: the most that the store held for that, None: not known."""
+    """Requests in the order of their arrival, as arrays of equal length.
+
+    at: the times of requests in seconds, from 0, with a mean of one request a second
+    inputs, outputs: the numbers of tokens of each prompt and answer, at least 1
+    hits: the number of leading tokens of each prompt that the store has, which is less than `inputs`
+    kept_tokens: the most tokens that the store held for these hits; None if not known
+    """
 
     at: Floats
     inputs: Counts
@@ -42,13 +48,13 @@ class Workload:
 
     @property
     def means(self) -> Means:
-        """What its requests are like."""
+        """The means over its requests."""
         inputs, outputs, hits = (float(each.mean()) for each in (self.inputs, self.outputs, self.hits))
         return Means(inputs, outputs, hits, self.kept_tokens)
 
     def part(self, number: int, of: int, count: int) -> Workload:
-        """-> `count` requests from one of `of` equal parts, at their share of the whole's rate: a busy part stays
-        busier than the others. A part that is shorter than that comes again."""
+        """Return `count` requests from part `number` of `of` equal parts. Times keep their scale, so a busy part stays
+        busier than the others. A part with fewer requests is repeated."""
         first, last = len(self) * number // of, len(self) * (number + 1) // of
         at = self.at[first:last] - self.at[first]
         again = -(-count // len(at))
@@ -62,7 +68,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Means:
-    """Mean tokens of prompts, of answers, and of prompts that the store has. `kept_tokens`: see `Workload`."""
+    """The mean numbers of tokens of prompts, of answers, and of the part of prompts that the store has. `kept_tokens`:
+    see `Workload`."""
 
     inputs: float
     outputs: float
@@ -76,19 +83,19 @@ class Means:
 
     @property
     def new(self) -> float:
-        """Tokens of a prompt that are computed."""
+        """The mean number of a prompt's tokens that are computed."""
         return self.inputs - self.hits
 
 
 class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Lengths of a synthetic load: log-normal with this mean and coefficient of variation (standard deviation / mean);
-    0: all alike."""
+    """The lengths of a synthetic load, which are log-normal with this mean and coefficient of variation (standard
+    deviation / mean). If the coefficient is 0, all lengths are equal."""
 
     mean: float
     cv: float = 0.0
 
     def draw(self, random: np.random.Generator, count: int) -> Counts:
-        """-> `count` lengths, at least 1."""
+        """Return `count` lengths of at least 1."""
         if not self.cv:
             return np.full(count, max(1, round(self.mean)), dtype=np.int64)
         variance = math.log1p(self.cv**2)
@@ -98,10 +105,12 @@ class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Synthetic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="synthetic"):
-    """Independent requests.
+    """A synthetic load of independent requests.
 
-    arrival_cv: the coefficient of variation of the gaps between arrivals, which are gamma distributed; 1: Poisson, 0:
-    equal gaps, more than 1: bursts. hit_rate: of every prompt, the store has this share."""
+    arrival_cv: the coefficient of variation of the gaps between arrivals, which are gamma distributed. It is 0 for
+    equal gaps, 1 for a Poisson process, and more than 1 for bursts.
+    hit_rate: the share of every prompt that the store has
+    """
 
     inputs: Lengths
     outputs: Lengths
@@ -110,12 +119,12 @@ class Synthetic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sy
 
     @property
     def source(self) -> str:
-        """In words."""
+        """The load in words."""
         kind = f"{self.inputs.mean:g} to {self.outputs.mean:g} tokens"
         return kind + (f", {self.hit_rate:.0%} of each prompt in the store" if self.hit_rate else "")
 
     def make(self, count: int, seed: int) -> Workload:
-        """-> `count` requests."""
+        """Return `count` requests."""
         random = np.random.default_rng(seed)
         inputs, outputs = self.inputs.draw(random, count), self.outputs.draw(random, count)
         gaps = random.gamma(1 / self.arrival_cv**2, self.arrival_cv**2, count) if self.arrival_cv else np.ones(count)
@@ -124,16 +133,21 @@ class Synthetic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sy
 
     @property
     def means(self) -> Means:
-        """What its requests are like."""
+        """The means over its requests."""
         return Means(self.inputs.mean, self.outputs.mean, self.inputs.mean * self.hit_rate)
 
 
 class Replayed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="trace"):
-    """A trace, with its own bursts, lengths and shared prefixes.
+    """A load that replays a trace, with the trace's own bursts, lengths and shared prefixes.
 
-    kept_tokens: the tokens that the store holds, of which the least recently used go; None: it holds all. hits: whether
-    there is a store at all. limit: the first so many requests. parts: seeds stand for so many parts of the trace; 0 is
-    the one in the middle, because the store is empty in the first. block_tokens, time_unit: see `read_trace`."""
+    kept_tokens: the number of tokens that the store holds; it drops the least recently used tokens. None if it holds
+    all
+    hits: whether there is a store
+    limit: the number of requests that are used, from the first one on
+    parts: the number of parts that the trace is cut into, one for each seed; seed 0 gets the middle part, because in
+    the first part the store is empty
+    block_tokens, time_unit: see `read_trace`
+    """
 
     path: str
     limit: int | None = None
@@ -144,26 +158,26 @@ class Replayed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tra
     time_unit: TimeUnit | None = None
 
     def read(self) -> Trace:
-        """-> what it replays. Raises `TraceError`."""
+        """Return the trace that is replayed. Raises `TraceError`."""
         return _read(Path(self.path), self.limit, self.block_tokens, self.time_unit)
 
     @property
     def source(self) -> str:
-        """In words."""
+        """The load in words."""
         return f"trace {Path(self.path).name}"
 
     def make(self, count: int, seed: int) -> Workload:
-        """-> `count` requests of one part. Raises `TraceError`, and `ValueError` for a trace without a rate."""
+        """Return `count` requests of one part. Raises `TraceError`, or `ValueError` for a trace without a rate."""
         return _whole(self).part((seed + self.parts // 2) % self.parts, self.parts, count)
 
     @property
     def means(self) -> Means:
-        """What the requests of the whole trace are like. Raises what `make` raises."""
+        """The means over the requests of the whole trace. Raises the same errors as `make`."""
         return _whole(self).means
 
     @property
     def requests(self) -> int:
-        """Of the whole trace. Raises what `make` raises."""
+        """The number of requests of the whole trace. Raises the same errors as `make`."""
         return len(_whole(self))
 
 
@@ -172,7 +186,7 @@ Recipe = Synthetic | Replayed
 
 
 def without_hits(recipe: Recipe) -> Recipe:
-    """-> the same requests, of which the store has nothing."""
+    """Return the same load without hits: the store has no part of any prompt."""
     if isinstance(recipe, Replayed):
         return msgspec.structs.replace(recipe, hits=False)
     return msgspec.structs.replace(recipe, hit_rate=0.0)
@@ -180,7 +194,7 @@ def without_hits(recipe: Recipe) -> Recipe:
 
 @functools.lru_cache(maxsize=4)
 def _whole(recipe: Replayed) -> Workload:
-    """Raises `TraceError`, and `ValueError` for a trace of less than two requests at two times."""
+    """Return the whole trace. Raises `TraceError`, or `ValueError` unless it has two requests at different times."""
     trace = recipe.read()
     at = np.array(trace.at_s) * _rate(recipe.path, trace)
     inputs, outputs = np.array(trace.input_tokens), np.array(trace.output_tokens)
@@ -197,21 +211,23 @@ def _read(path: Path, limit: int | None, block_tokens: int | None, time_unit: Ti
 def rate_of(
     path: Path, limit: int | None = None, block_tokens: int | None = None, time_unit: TimeUnit | None = None
 ) -> float:
-    """-> the requests a second of a trace at its own speed. Raises `TraceError`, and `ValueError` if it has none."""
+    """Return the rate of a trace at its own speed, in requests a second. Raises `TraceError`, or `ValueError` if the
+    trace has no rate."""
     return _rate(path, _read(path, limit, block_tokens, time_unit))
 
 
 def _rate(path: Path | str, trace: Trace) -> float:
     if trace.at_s[-1] <= 0:
-        raise ValueError(f"{path}: {len(trace)} requests: expected two or more, at different times, for a rate")
+        raise ValueError(f"{path}: {len(trace)} requests have no rate: expected two or more, at different times")
     return (len(trace) - 1) / trace.at_s[-1]
 
 
 def found_tokens(
     prompts: Iterable[tuple[Sequence[int], int]], recipe: Recipe, block_tokens: int = HASHED_TOKENS
 ) -> tuple[Counts, int]:
-    """-> the leading tokens of each prompt (its hash ids, and its tokens) that a store has which drops the least
-    recently used first, less than the prompt; and the most tokens that it held."""
+    """Return the number of leading tokens of each prompt that a store has, and the most tokens that the store held. The
+    first number is always less than the number of the prompt's tokens. The store drops the least recently used tokens.
+    `prompts`: the hash ids and the number of tokens of each prompt."""
     most: int | None = None
     kept: OrderedDict[int, None] = OrderedDict()
     held = 0
@@ -225,7 +241,7 @@ def found_tokens(
         while leading < len(hash_ids) and hash_ids[leading] in kept:
             leading += 1
         found.append(min(leading * block_tokens, tokens - 1))
-        for each in reversed(hash_ids):  # tails go before heads
+        for each in reversed(hash_ids):  # the ends of prompts are dropped before their beginnings
             kept[each] = None
             kept.move_to_end(each)
         while most is not None and len(kept) > most:

@@ -1,12 +1,15 @@
-"""The proxy's addresses: what is asked of it, and what becomes of a request from its first byte to its line in the log.
+"""The proxy's HTTP routes, and the life of a request from its first byte to its line in the access log.
 
-    POST /v1/completions, /v1/chat/completions     served by P and D, or by D alone
+    POST /v1/completions, /v1/chat/completions     served by P and D together, or by D alone
     GET  /v1/models                                the models of all healthy engines
-    GET  /health /healthz /readyz /metrics /status of the proxy itself
-    the paths in `PASSED`                          passed to a D engine as they are; those above, too, in other ways
-    /v1/responses/ID                               passed to the engine that keeps the response; any other path: 404
+    GET  / /health /healthz /readyz /metrics /status
+                                                   about the proxy itself: a page for people, probes, numbers
+    the paths in `PASSED`                          passed to a D engine unchanged; so are those above with other methods
+    /v1/responses/ID                               passed to the engine that keeps the response
+    any other path                                 answered with 404
 
-One event loop. Every request ends in one record, whatever happens; when its user leaves, so do its requests to engines.
+Runs in one event loop. Every request ends in one record, whatever happens. When a user disconnects, the proxy also ends
+the requests that it sent to engines for that user.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -26,26 +30,28 @@ from kvstore_serving.proxy.ask import (
     CHAT,
     COMPLETIONS,
     POLICY_HEADER,
-    Ask,
-    AskError,
+    BadRequest,
     NotUnderstood,
+    ParsedRequest,
     model_of,
     understand,
 )
-from kvstore_serving.proxy.bodies import Bodies, BodyTooLarge, BodyTooSlow, NoRoom
+from kvstore_serving.proxy.bodies import BodiesFull, BodyBudget, BodyTooLarge, BodyTooSlow
 from kvstore_serving.proxy.handover import StreamedAnswer
+from kvstore_serving.proxy.page import GUARDS, page_files
 from kvstore_serving.proxy.pools import Engine
+from kvstore_serving.proxy.recent import Recent
 from kvstore_serving.proxy.record import AccessLog, Record, begin
-from kvstore_serving.proxy.responses import PATH, Responses, is_of_one, named_in
-from kvstore_serving.proxy.serving import Request, Serving, engine_span
+from kvstore_serving.proxy.responses import RESPONSES_PATH, Responses, is_of_one, named_in
+from kvstore_serving.proxy.serving import ServedRequest, Serving, engine_span
 from kvstore_serving.proxy.tracing import Tracing
 from kvstore_serving.proxy.upstream import EngineFailed
-from kvstore_serving.proxy.user import JSON, User, UserGone
+from kvstore_serving.proxy.user import JSON_HEADERS, User, UserGone, while_there
 
 log = logging.getLogger(__name__)
 
 MODELS: Final = "/v1/models"
-# Nothing that changes an engine is passed on.
+# Requests that would change an engine are not passed on.
 PASSED: Final = frozenset(
     {
         *(COMPLETIONS, CHAT, MODELS),
@@ -53,17 +59,17 @@ PASSED: Final = frozenset(
         *("/v1/messages", "/pooling", "/classify", "/score", "/rerank"),
     }
 )
-# How a client names a path that takes this for a proxy of its own (RFC 9112, section 3.2.2).
+# The request target that a client sends if it treats this server as a forward proxy (RFC 9112, section 3.2.2).
 _PROXY_FORM: Final = re.compile(r"^https?://[^/]*", re.IGNORECASE)
 _RETRY: Final = {"retry-after": "1"}
-_TEXT: Final = (("content-type", "text/plain; version=0.0.4; charset=utf-8"),)
+_METRICS_HEADERS: Final = (("content-type", "text/plain; version=0.0.4; charset=utf-8"),)
 
 Serve = Callable[[User, Record, bytes], Awaitable[None]]
 """Serves a request, whose body is given."""
 
 
 class Proxy:
-    """The ASGI application. `draining`: no new requests are taken."""
+    """The ASGI application. `draining`: whether new requests are refused."""
 
     def __init__(
         self,
@@ -73,8 +79,11 @@ class Proxy:
         status: Callable[[], dict[str, Any]],
         look_again: Callable[[str | None], Awaitable[bool]],
     ) -> None:
-        """`status`: what /status says beside the pools. `look_again`: asks engines for their models, when none is known
-        to have this one, and says whether one has."""
+        """Make the application.
+
+        status: returns what /status reports in addition to the pools
+        look_again: asks all engines for their models again if none is known to serve this one; returns whether one does
+        """
         self.serving = serving
         self.in_flight: set[asyncio.Task[None]] = set()
         self.draining = False
@@ -82,9 +91,11 @@ class Proxy:
         self._tracing = tracing
         self._status = status
         self._look_again = look_again
+        self._recent = Recent()
+        self._page = page_files()
         self._responses = Responses(serving.pools)
         settings = serving.settings
-        self._bodies = Bodies(
+        self._bodies = BodyBudget(
             settings.max_body_bytes, settings.max_bodies_bytes, settings.max_in_flight, settings.user_stall_s
         )
 
@@ -101,6 +112,8 @@ class Proxy:
             "/status": self._state,
             MODELS: self._models,
         }.get(path)
+        if path in self._page:
+            own = partial(self._page_file, path)
         try:
             if "transfer-encoding" in user.headers and "content-length" in user.headers:
                 message = "Content-Length and Transfer-Encoding were given; expected one of them"
@@ -115,25 +128,25 @@ class Proxy:
             elif own is not None:
                 await user.refuse(405, f"{method} {path} is not allowed", "invalid_request_error")
             else:
-                await user.refuse(404, f"this proxy has no {path}; see docs/proxy.md", "NotFoundError")
+                await user.refuse(404, f"this proxy has no {path}; see docs/reference/proxy.md", "NotFoundError")
         except UserGone:
-            log.debug("%s %s: the user has gone", method, path)
+            log.debug("%s %s: the user has disconnected", method, path)
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
     async def _recorded(self, user: User, method: str, path: str, serve: Serve) -> None:
-        """Serve a request, unless the proxy drains or has too many; end it when its user leaves; write its record."""
+        """Serve a request, unless the proxy drains or is full; end it if its user disconnects; write its record."""
         record = begin(method, path, user.headers)
         user.request_id = record.id
         try:
             if await self._takes_more(user, record):
                 async with self._bodies.body(user) as body:
-                    if await self._takes_more(user, record):  # it may have taken long to come
+                    if await self._takes_more(user, record):  # the body may have taken long to arrive
                         await self._served(user, record, lambda user, record: serve(user, record, body))
         except UserGone:
             record.outcome = "disconnect"
-        except (BodyTooLarge, BodyTooSlow, NoRoom) as error:
-            record.outcome = "rejected" if isinstance(error, NoRoom) else "refused"
+        except (BodyTooLarge, BodyTooSlow, BodiesFull) as error:
+            record.outcome = "rejected" if isinstance(error, BodiesFull) else "refused"
             await self._refuse_body(user, error)
         finally:
             self._ended(user, record)
@@ -149,7 +162,7 @@ class Proxy:
             self.serving.metrics.in_flight.set(len(self.in_flight))
 
     async def _takes_more(self, user: User, record: Record) -> bool:
-        """Whether a request can be served now; if not, its user is told."""
+        """Return whether a request can be served now. If it cannot, send the user the reason."""
         most = self.serving.settings.max_in_flight
         if self.draining:
             record.outcome = "rejected"
@@ -162,7 +175,7 @@ class Proxy:
             return False
         return True
 
-    async def _refuse_body(self, user: User, error: BodyTooLarge | BodyTooSlow | NoRoom) -> None:
+    async def _refuse_body(self, user: User, error: BodyTooLarge | BodyTooSlow | BodiesFull) -> None:
         settings = self.serving.settings
         status, kind, headers = 503, "overloaded", _RETRY
         message = f"the bodies of other requests take {settings.max_bodies_bytes} bytes, the most that all may take"
@@ -175,7 +188,7 @@ class Proxy:
         try:
             await user.refuse(status, message, kind, None, headers)
         except UserGone:
-            log.debug("the user has gone, too")
+            log.debug("the user disconnected before the refusal was sent")
 
     async def _guarded(self, user: User, record: Record, serve: Callable[[User, Record], Awaitable[None]]) -> None:
         try:
@@ -187,7 +200,7 @@ class Proxy:
                 raise
             record.outcome = "cut"
             await self._cut_off(user, "this proxy is shutting down")
-        except Exception:  # the log says what is wrong here, the user that it is not the request
+        except Exception:  # the log has the details; the user learns only that the request is not at fault
             log.exception("request %s failed", record.id)
             record.outcome = "failed"
             await self._cut_off(user, "the proxy failed; its log says why")
@@ -202,7 +215,7 @@ class Proxy:
                 body = error_body(503, f"the answer was cut off: {why}; ask again", "unavailable")
                 await user.write(b"data: %b\n\n" % body, more=False)
         except UserGone:
-            log.debug("the user has gone, too")
+            log.debug("the user disconnected before the error was sent")
 
     def _ended(self, user: User, record: Record) -> None:
         record.status = user.status
@@ -210,16 +223,18 @@ class Proxy:
         if record.ttft_s is None:
             record.ttft_s = user.first_s
         self.serving.metrics.ended(record)
+        self._recent.add(record)
         self._access_log.write(record)
         self._tracing.ended(record)
 
     def _generating(self, pass_on: Serve) -> Serve:
-        """What serves a completion, of a prompt or of a chat. `pass_on`: for bodies that only an engine can refuse."""
+        """Return the handler of a completion or chat request. `pass_on` serves a request whose body the proxy cannot
+        parse: only an engine can refuse it."""
 
         async def serve(user: User, record: Record, body: bytes) -> None:
             try:
                 ask = understand(record.path, msgspec.json.decode(body), user.headers.get(POLICY_HEADER, ""))
-            except AskError as error:
+            except BadRequest as error:
                 record.outcome = "refused"
                 await user.refuse(400, str(error), "BadRequestError", error.param)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, NotUnderstood):
@@ -233,12 +248,13 @@ class Proxy:
         return serve
 
     async def _lacks(self, model: str | None) -> bool:
-        """Whether engines work, and none of them has this model, also when they are asked: they may say so."""
+        """Return whether engines work, but none of them serves this model even after they were asked again. In that
+        case the caller lets an engine refuse the request."""
         healthy = [engine for engine in self.serving.pools.engines.values() if engine.healthy]
         lacking = bool(healthy) and not any(engine.serves(model) for engine in healthy)
         return lacking and not await self._look_again(model)
 
-    async def _generate(self, user: User, record: Record, ask: Ask) -> None:
+    async def _generate(self, user: User, record: Record, ask: ParsedRequest) -> None:
         record.model, record.stream = ask.model or "", ask.stream
 
         async def work() -> None:
@@ -251,13 +267,13 @@ class Proxy:
             record.decision, record.why, record.decode = decision.path, decision.why, decision.decode.url
             record.prefill = decision.prefill.url if decision.prefill is not None else ""
             record.prompt_tokens, record.cached_tokens = decision.prompt_tokens, decision.cached_tokens
-            request = Request(self.serving, ask, user, record, decision)
+            request = ServedRequest(self.serving, ask, user, record, decision)
             await (StreamedAnswer(request).run() if ask.stream else plain.serve(request))
 
-        await _while_there(user, work())
+        await while_there(user, work())
 
     async def _nobody(self, user: User, record: Record, model: str | None) -> None:
-        """No engine serves the model now."""
+        """Refuse the request, because no engine serves the model now."""
         pools = self.serving.pools
         record.outcome = "failed"
         down = "; ".join(f"{engine.url}: {engine.why_down}" for engine in pools.engines.values() if not engine.healthy)
@@ -267,7 +283,7 @@ class Proxy:
         await user.refuse(503, message, "unavailable", None, _RETRY)
 
     def _passing(self, method: str, path: str, query: str) -> Serve:
-        """What serves a request that an engine answers as it is."""
+        """Return the handler of a request that an engine answers unchanged."""
 
         async def serve(user: User, record: Record, body: bytes) -> None:
             model, response = model_of(body), named_in(path, body)
@@ -288,18 +304,18 @@ class Proxy:
                 return
             record.decision, record.why, record.decode = "passed", "path", engine.url
             whole = f"{path}?{query}" if query else path
-            await _while_there(user, self._passed_to(engine, user, record, method, whole, body))
+            await while_there(user, self._passed_to(engine, user, record, method, whole, body))
 
         return serve
 
     async def _passed_to(self, engine: Engine, user: User, record: Record, method: str, path: str, body: bytes) -> None:
         upstream, pools = self.serving.upstream, self.serving.pools
-        events, makes_response = False, path.partition("?")[0] == PATH and method == "POST"
+        events, makes_response = False, path.partition("?")[0] == RESPONSES_PATH and method == "POST"
         try:
             with pools.running(engine, 0), engine_span(record, "pass", "proxy to D", engine, method) as span:
                 sent = record.for_engine(span)
                 if makes_response:
-                    sent["accept-encoding"] = "identity"  # its id is read
+                    sent["accept-encoding"] = "identity"  # the proxy reads the answer's id
                 async with upstream.passed(engine, method, path, body, sent) as (status, headers, pieces):
                     events = dict(headers).get("content-type", "").startswith("text/event-stream")
                     await user.start(status, headers)
@@ -314,7 +330,8 @@ class Proxy:
                 await user.refuse(502, f"the engine failed: {error}", "upstream_error", None, _RETRY)
             elif events:
                 await self._cut_off(user, "the engine failed")
-            # Else the server breaks the connection, so that nobody takes the part for the whole.
+            # Otherwise the server breaks the connection, so that the user does not mistake a part of the answer for the
+            # whole.
 
     # ---- about the proxy -----------------------------------------------------------------------------------------
 
@@ -323,35 +340,40 @@ class Proxy:
         return not self.draining and any(engine.healthy for engine in self.serving.pools.engines.values())
 
     async def _alive(self, user: User) -> None:
-        await user.reply(200, b"ok\n", _TEXT)
+        await user.reply(200, b"ok\n", _METRICS_HEADERS)
 
     async def _health(self, user: User) -> None:
-        """As the engines have it, for load balancers that check it: 200 while requests are taken."""
-        await user.reply(200 if self.ready else 503, b"", _TEXT)
+        """Answer health checks as the engines do: 200 while requests are accepted."""
+        await user.reply(200 if self.ready else 503, b"", _METRICS_HEADERS)
 
     async def _ready(self, user: User) -> None:
         why = "draining" if self.draining else "ok" if self.ready else "no healthy engine"
-        await user.reply(200 if self.ready else 503, f"{why}\n".encode(), _TEXT)
+        await user.reply(200 if self.ready else 503, f"{why}\n".encode(), _METRICS_HEADERS)
 
     async def _metrics(self, user: User) -> None:
-        await user.reply(200, self.serving.metrics.text(), _TEXT)
+        await user.reply(200, self.serving.metrics.text(), _METRICS_HEADERS)
 
     async def _models(self, user: User) -> None:
-        """An engine's own answer, with the models of all: it knows what it wants of a user, and what CORS allows."""
-        record, headers = begin("GET", MODELS, user.headers), [*JSON]
+        """Reply with one engine's own answer, to which the models of all engines are added. The request is passed to an
+        engine because only engines know their API key and their CORS rules."""
+        record, headers = begin("GET", MODELS, user.headers), [*JSON_HEADERS]
         engine = self.serving.pools.decoder(None, {}, 0)
         if engine is not None:
             try:
                 timeout_s = self.serving.settings.check_timeout_s
                 answer = await self.serving.upstream.get(engine, MODELS, record.for_engine(record.root), timeout_s)
             except EngineFailed as error:
-                log.debug("%s does not say its models: %s", engine.url, error)
+                log.debug("%s did not list its models: %s", engine.url, error)
             else:
                 if answer.status != 200:
                     await user.reply(answer.status, answer.body, answer.headers)
                     return
                 headers = answer.headers
         await user.reply(200, msgspec.json.encode({"object": "list", "data": self.serving.pools.cards()}), headers)
+
+    async def _page_file(self, path: str, user: User) -> None:
+        kind, content = self._page[path]
+        await user.reply(200, content, (("content-type", kind), *GUARDS))
 
     async def _state(self, user: User) -> None:
         pools = self.serving.pools
@@ -365,27 +387,13 @@ class Proxy:
             "split_from": self.serving.decider.split_from(),
             "pools": {role: [each for each in engines if role in each["roles"]] for role in ("prefill", "decode")},
             "unpaired": pools.unpaired(),
+            "recent": self._recent.status(),
             **self._status(),
         }
         await user.reply(200, msgspec.json.encode(state))
 
 
-async def _while_there(user: User, work: Awaitable[None]) -> None:
-    """Do the work while the user is there. Raises `UserGone` when not."""
-    doing = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(user.gone())
-    try:
-        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done() and not user.ended:  # a server also calls it a disconnect when the reply was sent
-            raise UserGone
-        await doing
-    finally:
-        for task in (doing, leaving):
-            task.cancel()
-        await asyncio.gather(doing, leaving, return_exceptions=True)
-
-
 def _is_json(user: User) -> bool:
-    """Whether a body is said to be JSON; engines refuse what is not."""
+    """Return whether the request declares a JSON body; engines refuse any other."""
     kind = user.headers.get("content-type", "")
     return kind.partition(";")[0].strip().lower() == "application/json"

@@ -1,13 +1,14 @@
-"""What a user asks for, and what is sent to engines for it.
+"""The user's request, and the requests that the proxy sends to engines for it.
 
-Pure. An `Ask` is a request's JSON with what the proxy must know about it: may the first token of another engine be
-shown, may an answer be continued, or repeated, on another engine. These are statements about the engine's sampling, so
-each of them errs to "no":
+Pure. A `ParsedRequest` is a request's JSON with the properties that the proxy must know. They say whether the user may
+be shown another engine's first token, and whether another engine may continue or repeat an answer. They depend on how
+the engine samples tokens, so each property is false in case of doubt:
 
-* plain: one answer to one prompt, made of text only, so that what was sent is known by its text and its tokens.
-* steady: the same request gives the same answer, float noise aside: temperature 0, or a seed.
-* may_continue: an answer may go on in a request whose prompt ends with what was sent. Whatever looks back at the
-  answer's own tokens (penalties, grammars) would then see them as the prompt, so it says no.
+* plain: the request asks for one answer to one prompt, with text only. The text and tokens already sent then describe
+  the answer completely.
+* steady: the same request gives the same answer, except for rounding errors, because it has temperature 0 or a seed.
+* may_continue: another request may continue the answer, if its prompt ends with what was already sent. Penalties and
+  grammars rule this out: they depend on the answer's own tokens, which would then count as a part of the prompt.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from typing import Any, Final
 
 import msgspec
 
-from kvstore_serving.proxy.settings import POLICIES
+from kvstore_serving.proxy.settings import PROXY_POLICIES
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 _LAST_TOKEN: Final = (1 << 31) - 1
-_MANY_TOKENS: Final = 4096  # of an answer without a limit
-_DEFAULT_MAX_TOKENS: Final = 16  # of completions, by OpenAI's API
+_MANY_TOKENS: Final = 4096  # the number assumed for an answer without a limit
+_DEFAULT_MAX_TOKENS: Final = 16  # the default for completions in OpenAI's API
 POLICY_HEADER: Final = "x-kvstore-policy"
 _OURS: Final = ("do_remote_decode", "do_remote_prefill")
 
-# What makes an answer more than one text.
+# Fields that make an answer more than one text.
 _NOT_PLAIN: Final = (
     *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "echo", "use_beam_search", "prompt_embeds"),
     *("tools", "functions", "suffix", "return_prompt_text", "return_tokens_as_token_ids"),
 )
-# What looks back at the tokens of the answer, or changes the prompt.
+# Fields that depend on the tokens of the answer so far, or change the prompt.
 _LOOKS_BACK: Final = (
     *("presence_penalty", "frequency_penalty", "structured_outputs", "bad_words", "thinking_token_budget"),
     *("repetition_detection", "watermarking", "truncate_prompt_tokens", "documents", "mm_processor_kwargs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
-# What a continued answer has in common with the request that it continues.
+# Fields that a continuation takes over from the request that it continues.
 _SAMPLING: Final = (
     *("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "stop_token_ids"),
     *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias"),
@@ -48,8 +49,8 @@ _SAMPLING: Final = (
 )
 
 
-class AskError(ValueError):
-    """The request cannot be served by anybody. `param`: the field that is wrong."""
+class BadRequest(ValueError):
+    """No engine can serve the request. `param`: the name of the wrong field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -57,17 +58,17 @@ class AskError(ValueError):
 
 
 class NotUnderstood(ValueError):
-    """The body is none of this API. Engines say so in their own words."""
+    """The body is not a request of this API. The proxy lets an engine report that."""
 
 
 @dataclass(frozen=True)
-class Ask:
+class ParsedRequest:
     """A request of a user. Immutable."""
 
     path: str
     body: Mapping[str, Any]
     shown_ids: bool = False  # whether the user asked for token ids
-    policy: str = ""  # for this request; empty: the proxy's
+    policy: str = ""  # the policy that this request asks for; empty: the proxy's policy applies
 
     @property
     def chat(self) -> bool:
@@ -84,7 +85,7 @@ class Ask:
 
     @property
     def token_ids(self) -> list[int] | None:
-        """The prompt's tokens, if the request brings them."""
+        """The prompt's tokens, if the request contains them."""
         prompt = self.body.get("prompt")
         if not self.chat and isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return prompt
@@ -92,12 +93,12 @@ class Ask:
 
     @property
     def brings_tokens(self) -> bool:
-        """Whether the user gives a chat's tokens beside its messages."""
+        """Whether the user sends a chat's tokens in addition to its messages."""
         return (self.body.get("kv_transfer_params") or {}).get("prompt_token_ids") is not None
 
     @property
     def is_text(self) -> bool:
-        """Whether the prompt's tokens say all of it, so that engines may get them instead of the text."""
+        """Whether the prompt's tokens describe all of it, so that engines may get tokens instead of the text."""
         body = self.body
         if body.get("truncate_prompt_tokens") is not None or _asked(body.get("return_prompt_text")):
             return False
@@ -105,7 +106,7 @@ class Ask:
 
     @property
     def max_tokens(self) -> int | None:
-        """None: as many as fit."""
+        """The highest number of tokens in an answer. It is None if the answer may have as many as fit."""
         names = ("max_completion_tokens", "max_tokens") if self.chat else ("max_tokens",)
         given = next((self.body[name] for name in names if self.body.get(name) is not None), None)
         if given is None:
@@ -114,7 +115,7 @@ class Ask:
 
     @property
     def most_output(self) -> int:
-        """-> how many tokens the answers may have together, roughly."""
+        """The approximate highest number of tokens in all answers together."""
         many = self.body.get("n")
         return (self.max_tokens or _MANY_TOKENS) * (many if type(many) is int and many > 0 else 1)
 
@@ -147,7 +148,7 @@ class Ask:
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream's last chunk is to tell what it took."""
+        """Whether a stream's last chunk must contain the usage."""
         options = self.body.get("stream_options")
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
@@ -168,8 +169,12 @@ class Ask:
 
     @property
     def splittable(self) -> bool:
-        """Whether a prefill elsewhere helps. An engine that must give the prompt's logits computes it anyway, and
-        embeddings, also of a part of the prompt, are more bytes to send twice than they save."""
+        """Whether a prefill on another engine helps.
+
+        It does not help if the answering engine must return the prompt's logits, because that engine then computes the
+        prompt anyway. It does not help either if any part of the prompt is embeddings, because sending them twice costs
+        more bytes than the split saves.
+        """
         body = self.body
         return not (
             any(_asked(body.get(name)) for name in ("prompt_logprobs", "echo", "use_beam_search", "prompt_embeds"))
@@ -178,15 +183,18 @@ class Ask:
 
     # ---- what is sent to engines -----------------------------------------------------------------------------
 
-    def seeded(self) -> Ask:
-        """-> this request, steady: with a random seed if it has neither a seed nor temperature 0."""
+    def seeded(self) -> ParsedRequest:
+        """Return this request made steady: with a random seed if it has neither a seed nor temperature 0."""
         if self.steady:
             return self
         return replace(self, body={**self.body, "seed": secrets.randbits(32)})
 
     def for_prefill(self, tokens: list[int] | None = None, *, shown: bool) -> dict[str, Any]:
-        """The prompt and one token. `tokens`: what the prompt is, if it is known. `shown`: that token is for the user,
-        so it comes as a stream."""
+        """Return the request for the prefill engine: the prompt and one token.
+
+        tokens: the prompt's tokens, if they are known
+        shown: whether the token is shown to the user; the answer must then be a stream
+        """
         body = dict(self.body)
         self._hand_over(body, "do_remote_decode", tokens)
         for name in ("max_tokens", "max_completion_tokens", "n", "best_of", "logprobs", "top_logprobs"):
@@ -203,23 +211,27 @@ class Ask:
         return body
 
     def for_decode(self, tokens: list[int] | None = None, *, split: bool) -> dict[str, Any]:
-        """The request as it is. `split`: a prefill engine computes the prompt meanwhile. `tokens`: what it is, if it is
-        known."""
+        """Return the request for the decode engine.
+
+        split: whether a prefill engine computes the prompt at the same time
+        tokens: the prompt's tokens, if they are known
+        """
         body = dict(self.body)
         if split:
             self._hand_over(body, "do_remote_prefill", tokens)
         if self.stream and self.plain:
             body["return_token_ids"] = True
-            if not self.wants_usage:  # what it found of the prompt; `continuous_usage_stats` counts only with usage
+            if not self.wants_usage:  # the usage has the number of cached tokens; `continuous_usage_stats` needs it
                 options = {"include_usage": True, "continuous_usage_stats": False}
                 body["stream_options"] = {**(self.body.get("stream_options") or {}), **options}
         return body
 
     def continued(self, prompt_ids: list[int], said: list[int], max_model_len: int | None) -> dict[str, Any] | None:
-        """What asks /v1/completions to go on after the tokens `said`. -> None: no token is left to say.
+        """Return a /v1/completions request that continues after the tokens `said`, or None if no token is left to
+        generate.
 
-        Tokens and not text, also for a chat: the same text may be other tokens, and templates change the ends of
-        messages.
+        Its prompt is given as tokens and not as text, also for a chat: the same text may be split into other tokens,
+        and templates change the ends of messages.
         """
         most = self.max_tokens
         if most is None and max_model_len is not None:
@@ -242,15 +254,18 @@ class Ask:
     def _hand_over(self, body: dict[str, Any], flag: str, tokens: list[int] | None) -> None:
         transfer = body["kv_transfer_params"] = {**(self.body.get("kv_transfer_params") or {}), flag: True}
         if tokens is not None and self.chat:
-            transfer["prompt_token_ids"] = tokens  # vLLM takes them instead of rendering the messages
+            transfer["prompt_token_ids"] = tokens  # vLLM uses these tokens instead of rendering the messages
         elif tokens is not None:
             body["prompt"] = tokens
 
 
-def understand(path: str, body: object, policy: str = "") -> Ask:
-    """-> the request. policy: that it asks for. Raises `AskError` and `NotUnderstood`."""
-    if policy and policy not in POLICIES:
-        raise AskError(f"{POLICY_HEADER} is {policy[:100]!r}; expected one of {', '.join(POLICIES)}", POLICY_HEADER)
+def understand(path: str, body: object, policy: str = "") -> ParsedRequest:
+    """Return the parsed request. `policy`: the policy that the request asks for. Raises `BadRequest` or `NotUnderstood`
+    if the request cannot be served."""
+    if policy and policy not in PROXY_POLICIES:
+        raise BadRequest(
+            f"{POLICY_HEADER} is {policy[:100]!r}; expected one of {', '.join(PROXY_POLICIES)}", POLICY_HEADER
+        )
     if not isinstance(body, dict):
         raise NotUnderstood
     given = body.get("kv_transfer_params")
@@ -258,8 +273,8 @@ def understand(path: str, body: object, policy: str = "") -> Ask:
         raise NotUnderstood
     for flag in _OURS:
         if given and flag in given:
-            raise AskError(
-                f"kv_transfer_params.{flag} was given; the proxy sets it. Leave it out: the object `kvstore` is yours",
+            raise BadRequest(
+                f"kv_transfer_params.{flag} was given, but only the proxy may set it; you may give `kvstore` there",
                 "kv_transfer_params",
             )
     options = body.get("stream_options")
@@ -269,8 +284,8 @@ def understand(path: str, body: object, policy: str = "") -> Ask:
     tokens = [each for each in prompt if type(each) is int] if isinstance(prompt, list) else []
     if tokens and not 0 <= min(tokens) <= max(tokens) <= _LAST_TOKEN:
         wrong = next(each for each in tokens if not 0 <= each <= _LAST_TOKEN)
-        raise AskError(f"prompt has the token id {wrong}; expected 0 to {_LAST_TOKEN}", "prompt")
-    return Ask(path, body, bool(body.get("return_token_ids")), policy)
+        raise BadRequest(f"prompt has the token id {wrong}; expected 0 to {_LAST_TOKEN}", "prompt")
+    return ParsedRequest(path, body, bool(body.get("return_token_ids")), policy)
 
 
 class _Named(msgspec.Struct):
@@ -281,7 +296,7 @@ _decode_named: Final = msgspec.json.Decoder(_Named).decode
 
 
 def model_of(body: bytes) -> str | None:
-    """-> the model that a body names, if it is JSON and names one."""
+    """Return the model that a body names, or None if it is not JSON or names none."""
     try:
         return _decode_named(body).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -289,21 +304,22 @@ def model_of(body: bytes) -> str | None:
 
 
 def with_trace(body: dict[str, Any], traceparent: str) -> dict[str, Any]:
-    """-> the body that also tells the engine's connector the trace: engines drop the header unless they trace, too."""
+    """Return the body with the trace added for the engine's connector. The header alone is not enough: an engine drops
+    it unless the engine itself records traces."""
     given = body.get("kv_transfer_params") or {}
     ours = given.get("kvstore") or {}
     if not isinstance(ours, dict):
-        return body  # the engine says what is wrong with it
+        return body  # the engine reports what is wrong with it
     return {**body, "kv_transfer_params": {**given, "kvstore": {**ours, "traceparent": traceparent}}}
 
 
 def _asked(value: object) -> bool:
-    """Whether a field asks for something: the 0 of `logprobs` does."""
+    """Return whether the field is set to a value that asks for something. For `logprobs`, even 0 does."""
     return value is not None and value is not False and value not in ("", [], {})
 
 
 def _has_embeddings(messages: object) -> bool:
-    """Whether a part of a chat is embeddings; engines know it by its type, or by the name of a field."""
+    """Return whether a chat has a part with embeddings. Engines recognise it by its type or by the name of a field."""
     if isinstance(messages, list):
         return any(map(_has_embeddings, messages))
     if isinstance(messages, dict):

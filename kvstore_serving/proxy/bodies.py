@@ -1,7 +1,8 @@
-"""The bodies of requests that the proxy holds: of those that are coming, and of those that are being served.
+"""Limits the memory for the request bodies that the proxy holds: those that are still arriving, and those being served.
 
-All together they take at most so many bytes. A body that is still coming gives way to others, the oldest first: who
-sends slowly, or never sends the end, keeps nobody out. What is being served keeps its own.
+`BodyBudget` limits the bytes of all bodies together. When others need room, bodies that are still arriving are dropped,
+the oldest first. So a client that sends slowly or never finishes keeps no other client out. A body that is being served
+is never dropped.
 """
 
 from __future__ import annotations
@@ -14,23 +15,28 @@ from typing import Any, Final
 
 from kvstore_serving.proxy.user import User, UserGone
 
-SLOWEST: Final = 100_000  # bytes a second of a body, beside the time that a user may be silent
+SLOWEST: Final = 100_000  # bytes/s at which a body must arrive; a pause of the permitted length is added
 
 
 class BodyTooLarge(Exception):
-    """The body is larger than the proxy takes."""
+    """The body is larger than the proxy accepts."""
 
 
 class BodyTooSlow(Exception):
-    """Too little of the body has come, or nothing more; or it has given way to others."""
+    """The body arrived too slowly, stopped arriving, or was dropped to make room for others."""
 
 
-class NoRoom(Exception):
-    """The bodies of requests that are being served take all that bodies may."""
+class BodiesFull(Exception):
+    """The bodies of requests that are being served use all the memory for bodies."""
 
 
-class Bodies:
-    """One event loop. most_bytes: of one body; in_all: of all; most_coming: how many may be coming."""
+class BodyBudget:
+    """Limits the memory of bodies. Used by one event loop.
+
+    most_bytes: the most bytes of one body
+    in_all: the most bytes of all bodies together
+    most_coming: the most bodies that may be arriving at once
+    """
 
     def __init__(self, most_bytes: int, in_all: int, most_coming: int, stall_s: float) -> None:
         self.held_bytes = 0
@@ -42,8 +48,8 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def body(self, user: User) -> AsyncIterator[bytes]:
-        """The whole body of a user's request, which counts until the block ends. Raises `BodyTooLarge`, `BodyTooSlow`,
-        `NoRoom`, `UserGone`."""
+        """Yield the whole body of a user's request. Its bytes count until the `async with` block ends. Raises
+        `BodyTooLarge`, `BodyTooSlow`, `BodiesFull`, `UserGone`."""
         coming = _Coming()
         self._coming[coming] = None
         if len(self._coming) > self._most_coming:
@@ -74,24 +80,24 @@ class Bodies:
                 return b"".join(coming.pieces)
 
     def _make_room(self, nbytes: int, coming: _Coming) -> None:
-        """Count so many bytes more. Raises `NoRoom`."""
+        """Count this many more bytes, and drop older bodies if the bytes do not fit. Raises `BodiesFull`."""
         while self.held_bytes + nbytes > self._in_all:
             oldest = self._oldest()
             if oldest is coming:
-                raise NoRoom
+                raise BodiesFull
             self.held_bytes -= oldest.give_way()
         self.held_bytes += nbytes
         coming.counted += nbytes
 
     def _oldest(self) -> _Coming:
-        """-> the one that has been coming for longest, which is coming no more."""
+        """Remove and return the body that has been arriving for longest."""
         oldest = next(iter(self._coming))
         del self._coming[oldest]
         return oldest
 
 
 class _Coming:
-    """A body that is coming."""
+    """A body that is still arriving."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -101,7 +107,7 @@ class _Coming:
         self._receiving: asyncio.Future[dict[str, Any]] | None = None
 
     async def next(self, user: User, stall_s: float) -> dict[str, Any]:
-        """-> the next message of the connection. Raises `BodyTooSlow`."""
+        """Return the next message of the connection. Raises `BodyTooSlow`."""
         patience_s = min(stall_s, self._began + stall_s + self.counted / SLOWEST - time.monotonic())
         self._receiving = receiving = asyncio.ensure_future(user.receive())
         try:
@@ -114,7 +120,8 @@ class _Coming:
             self._receiving = None
 
     def give_way(self) -> int:
-        """Let go of what has come, and have the user told. -> how many bytes that was."""
+        """Drop the part of the body that has arrived; the user then gets an error. Returns the number of bytes
+        freed."""
         counted, self.counted = self.counted, 0
         self.pieces.clear()
         self._gives_way = True

@@ -1,7 +1,9 @@
-"""Whether engines work, and what they serve: each is asked in turns of its own.
+"""Health checks, which find out whether each engine works and which models it serves. Each engine is checked in its own
+loop.
 
-/health every interval; /v1/models and /version when an engine comes up, and now and then later. An engine that is up
-but does not say what it serves takes no requests. Adapters may come and go, so the list is asked for again.
+Each check requests /health. When an engine becomes healthy, and again after every `_MODELS_EVERY` checks, the proxy
+also requests /v1/models and /version, because adapters come and go. An engine that is up but does not list its models
+gets no requests.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ import msgspec
 from kvstore_serving.proxy.describing import Describing
 from kvstore_serving.proxy.engine_load import look_at_load
 from kvstore_serving.proxy.pools import Engine, Model, Pools
-from kvstore_serving.proxy.silence import LEAST_S, weight
+from kvstore_serving.proxy.silence import MIN_SILENCE_S, weight
 from kvstore_serving.proxy.upstream import EngineFailed, Upstream
 
 log = logging.getLogger(__name__)
 
 _MODELS_EVERY: Final = 15  # checks
 LOOK_AGAIN_S: Final = 1.0
-LOOK_S: Final = 0.25  # whether requests are late
+LATE_POLL_S: Final = 0.25  # the interval at which late requests are detected
 
 
 class Checks:
-    """Follows the pools: engines that are added are checked, those that are removed no more."""
+    """Follows the pools: checks the engines that are added, and stops checking those that are removed."""
 
     def __init__(
         self, pools: Pools, upstream: Upstream, describing: Describing, interval_s: float, timeout_s: float
@@ -38,13 +40,13 @@ class Checks:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._tasks: dict[Engine, tuple[asyncio.Task[None], ...]] = {}
-        self._asked: dict[Engine, asyncio.Event] = {}  # set: once at least
-        self._unpaired: list[tuple[str, ...]] = []  # logged
+        self._asked: dict[Engine, asyncio.Event] = {}  # set when the engine was checked once
+        self._unpaired: list[tuple[str, ...]] = []  # the pairs that were logged last
         self._looking: asyncio.Future[list[BaseException | None]] | None = None
         self._look_at = 0.0
 
     def follow(self) -> None:
-        """Begin and end the checks that the pools need now."""
+        """Start and stop checks, so that exactly the engines in the pools are checked."""
         engines = set(self._pools.engines.values())
         for engine in engines - self._tasks.keys():
             self._asked[engine] = asyncio.Event()
@@ -55,7 +57,7 @@ class Checks:
             self._asked.pop(engine).set()
 
     async def first(self) -> None:
-        """Returns when every engine that is followed was asked once."""
+        """Return once every followed engine was checked."""
         await asyncio.gather(*(asked.wait() for asked in list(self._asked.values())))
 
     async def close(self) -> None:
@@ -65,7 +67,7 @@ class Checks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def check(self, engine: Engine, number: int) -> None:
-        """Ask an engine once; the `number`-th time."""
+        """Check an engine once. `number`: the number of checks that it had before."""
         try:
             answer = await self._upstream.own(engine, "/health", self._timeout_s)
             if answer.status != 200:
@@ -88,8 +90,9 @@ class Checks:
             await self._describing.look(engine)
 
     async def look_again(self, model: str | None) -> bool:
-        """Ask healthy engines for their models, if none is known to have this one: adapters come at any time. ->
-        whether one has it now. They are asked once in `LOOK_AGAIN_S` at most."""
+        """Ask healthy engines for their models again if no engine is known to serve this model, because adapters may be
+        loaded at any time. Returns whether an engine serves it now. Engines are asked at most once in
+        `LOOK_AGAIN_S`."""
         now = time.monotonic()
         healthy = [engine for engine in self._pools.engines.values() if engine.healthy]
         if model is None or any(engine.serves(model) for engine in healthy):
@@ -103,18 +106,19 @@ class Checks:
         return any(engine.serves(model) for engine in healthy)
 
     async def _listen(self, engine: Engine) -> None:
-        """Find out that an engine is silent, and that one which failed works again."""
+        """Keep checking whether the engine has become silent or, after a failure, works again."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LATE_POLL_S)
             if engine.healthy and (engine.silence.late() or (engine.failures and time.monotonic() >= engine.ask_at)):
                 await self.ask_for_a_token(engine)
 
     async def ask_for_a_token(self, engine: Engine) -> None:
-        """An answer brings the engine back; if none comes while requests are late, it is silent."""
+        """Ask the engine for one token. After an answer, the engine gets requests again. If no answer comes while
+        requests are late, the engine is considered silent."""
         usual_s = engine.silence.limit_s(weight(1, 1))
         before, late = engine.failures, engine.silence.late()
         try:
-            await self._upstream.token(engine, min(max(self._timeout_s, LEAST_S), usual_s))
+            await self._upstream.token(engine, min(max(self._timeout_s, MIN_SILENCE_S), usual_s))
         except EngineFailed as error:
             engine.failed()
             if late and not engine.silent:
@@ -143,7 +147,7 @@ class Checks:
         answer = await self._upstream.own(engine, "/v1/models", self._timeout_s)
         if answer.status != 200:
             raise EngineFailed(
-                engine, f"/v1/models: status {answer.status}; if it wants a key, set KVSTORE_ENGINE_API_KEY"
+                engine, f"/v1/models: status {answer.status}; if the engine requires a key, set KVSTORE_ENGINE_API_KEY"
             )
         try:
             cards = [card for card in msgspec.json.decode(answer.body)["data"] if isinstance(card["id"], str)]
@@ -152,12 +156,12 @@ class Checks:
             raise EngineFailed(engine, f"/v1/models: cannot read the answer: {error!r}") from None
         before, engine.cards, engine.models = engine.models, cards, {model.name: model for model in models}
         for name in [name for name in engine.adapters if engine.models.get(name) != before.get(name)]:
-            del engine.adapters[name]  # it came again, perhaps from other files
+            del engine.adapters[name]  # it was loaded again, perhaps from other files
         version = await self._upstream.own(engine, "/version", self._timeout_s)
         engine.version = _version(version.body) if version.status == 200 else ""
 
     def _compare(self) -> None:
-        """Log which engines cannot be paired, when that changes."""
+        """Log which engines cannot be paired, if that has changed."""
         unpaired = self._pools.unpaired()
         told: list[tuple[str, ...]] = [
             (each["model"], each["decode"]["url"], other["url"], other["why"])
@@ -167,11 +171,11 @@ class Checks:
         if told != self._unpaired:
             for each in unpaired:
                 log.warning(
-                    "model %s: the decode engine %s is not paired with %s, and %s (docs/proxy.md)",
+                    "model %s: the decode engine %s is not paired with %s, and %s (docs/disaggregation.md)",
                     each["model"],
                     each["decode"]["url"],
                     ", ".join(f"{other['url']}: {other['why']}" for other in each["prefill"]),
-                    "works alone" if each["alone"] else "has others",
+                    "works alone" if each["alone"] else "is paired with others",
                 )
         self._unpaired = told
 

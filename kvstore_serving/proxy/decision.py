@@ -1,11 +1,12 @@
 """Which engines serve a request, and why: one decode engine alone, or a prefill engine and a decode engine together.
 
-A split pays when there is much to compute, so what counts is the prompt's uncached tokens; from how many on it pays is
-measured (`pace`), unless the operator says it. Before a decode engine gets a long prompt alone because the store has
-it, the store is asked whether it has lost blocks meanwhile; how many tokens engines say that they found corrects what
-is remembered.
+A split is worth its cost if there is much to compute, so the decision depends on the number of the prompt's uncached
+tokens. The smallest number for which prompts are split is measured (`pace`), unless the operator sets it. A decode
+engine may get a long prompt alone because the prompt's KV is in the store. Before the proxy decides this, it asks
+whether the store has lost blocks. When engines report how many tokens were cached, the proxy corrects what it
+remembers.
 
-A request for a single token is prefill and nothing else, so a prefill engine answers it.
+A request for a single token needs only prefill, so a prefill engine answers it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from kvstore_serving.proxy.ask import Ask
+from kvstore_serving.proxy.ask import ParsedRequest
 from kvstore_serving.proxy.describing import Describing
 from kvstore_serving.proxy.kv_identity import identity_of
 from kvstore_serving.proxy.pace import Ways
@@ -27,19 +28,25 @@ from kvstore_serving.proxy.pools import Engine, Pools
 from kvstore_serving.proxy.prefixes import PIECE, Have, Prefixes, Prompt
 from kvstore_serving.proxy.settings import Settings
 from kvstore_serving.proxy.store import StoreWatch
-from kvstore_serving.proxy.tokens import PromptTokens, Tokens
+from kvstore_serving.proxy.tokens import EngineTokenizer, PromptTokens
 from kvstore_serving.proxy.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
-_LEAST_S: Final = 0.1  # that the least tokens of a split hold
-_EVIDENCE: Final = 32  # tokens that a decode engine lacks, from which it shows whether they come
+_LEAST_S: Final = 0.1  # how long the computed smallest number of tokens for a split is used
+_EVIDENCE: Final = 32  # tokens; a hand-over of fewer does not show whether blocks arrive
 
 
 @dataclass(frozen=True)
 class Decision:
-    """`path`: split or colocate. `decode` answers. `prompt`: None: its tokens are not known, or not all that decides
-    its KV. `given`: the prompt's tokens, which both engines of a split get; None: they get it as the user sent it."""
+    """The engines for a request.
+
+    path: "split" or "colocate"
+    decode: the engine that answers
+    prompt: the prompt; None if its tokens, or anything else that decides its KV, are not known
+    given: the prompt's tokens, which both engines of a split get instead of the text; None if both get the prompt as
+    the user sent it
+    """
 
     path: Literal["split", "colocate"]
     why: str
@@ -53,7 +60,7 @@ class Decision:
 
 
 class Decider:
-    """One event loop."""
+    """Chooses the engines of requests. Used by one event loop."""
 
     def __init__(
         self,
@@ -67,15 +74,15 @@ class Decider:
     ) -> None:
         self._settings = settings
         self._pools = pools
-        self._tokens = Tokens(settings, pools, upstream, self.least)
+        self._tokens = EngineTokenizer(settings, pools, upstream, self.least)
         self._prefixes = prefixes
         self._store = store
         self._pairs = pairs
         self._describing = describing
         self._least = self._least_until = 0.0
 
-    async def decide(self, ask: Ask) -> Decision | None:
-        """-> None: no engine serves this model now."""
+    async def decide(self, ask: ParsedRequest) -> Decision | None:
+        """Return the engines for this request, or None if no engine serves this model now."""
         tokens = await self._tokens.of(ask)
         kv = identity_of(ask.body, chat=ask.chat)
         prompt = Prompt.of(tokens.ids, kv, ask.model) if tokens.ids is not None and kv is not None else None
@@ -86,7 +93,7 @@ class Decider:
             self._pairs.taken(decision.prefill, decision.decode)
         return decision
 
-    async def _decide(self, ask: Ask, prompt: Prompt | None, tokens: PromptTokens) -> Decision | None:
+    async def _decide(self, ask: ParsedRequest, prompt: Prompt | None, tokens: PromptTokens) -> Decision | None:
         count = tokens.count
         engines = list(self._pools.engines.values())
         have = await self._prefixes.find(prompt, engines) if prompt is not None else Have()
@@ -112,13 +119,13 @@ class Decider:
             assert prefill is not None
             why = "policy split" if policy == "split" else f"{uncached} uncached tokens"
             longest = decode.max_model_len(ask.model)
-            fits = longest is None or count + (ask.max_tokens or 1) <= longest  # else D says so, in its own words
+            fits = longest is None or count + (ask.max_tokens or 1) <= longest  # otherwise D itself refuses
             given = np.asarray(tokens.ids).tolist() if tokens.replace and fits else None
             return Decision("split", why, decode, prefill, prompt, count, cached, have, given)
         return Decision("colocate", why, decode, None, prompt, count, cached, have)
 
-    def _counts_on_the_store(self, ask: Ask, decision: Decision) -> bool:
-        """Whether a decode engine would have much to compute alone, did the store not have it."""
+    def _counts_on_the_store(self, ask: ParsedRequest, decision: Decision) -> bool:
+        """Return whether a decode engine would have much to compute alone if the store did not have the prompt."""
         own = decision.have.engines.get(decision.decode.url, 0)
         least = self.least()
         auto = (ask.policy or self._settings.policy) == "auto"
@@ -134,7 +141,8 @@ class Decider:
         return uncached >= fixed if fixed is not None else self._ways(prefill, decode).splits(uncached, at_prefill)
 
     def split_from(self) -> list[dict[str, Any]]:
-        """-> of each decode engine, the uncached tokens from which a prompt is split now; None: no prompt is."""
+        """Return, for each decode engine, the fewest uncached tokens for which a prompt is split now. The number is
+        None if no prompt is split."""
         found = []
         fixed = self._settings.split_tokens
         for decode in self._pools.candidates("decode", None):
@@ -146,7 +154,7 @@ class Decider:
         return found
 
     def least(self) -> float:
-        """-> no prompt of fewer uncached tokens is split now."""
+        """The fewest uncached tokens for which any prompt is split now."""
         if self._settings.split_tokens is not None:
             return self._settings.split_tokens
         if (now := time.monotonic()) > self._least_until:
@@ -155,20 +163,21 @@ class Decider:
             self._least_until = now + _LEAST_S
         return self._least
 
-    def answered(self, ask: Ask, decision: Decision, engine: Engine, cached: int | None = None) -> None:
-        """This engine has computed or loaded the prompt. cached: how many tokens it said it found; None: it did not."""
+    def answered(self, ask: ParsedRequest, decision: Decision, engine: Engine, cached: int | None = None) -> None:
+        """Note that this engine has computed or loaded the prompt. `cached`: the number of tokens that it reported as
+        cached; None if it reports no such number."""
         prompt = decision.prompt
         if prompt is None:
             return
         expected = min(decision.prompt_tokens, decision.have.at(engine))
         if cached is not None and ask.splittable and cached < expected - PIECE:
-            log.info("%s found %d tokens of a prompt where %d were expected", engine.url, cached, expected)
+            log.info("%s found only %d tokens of a prompt; %d were expected", engine.url, cached, expected)
             self._prefixes.missed(prompt, engine, cached)
         else:
             self._prefixes.sent(prompt, engine)
 
     def handed_over(self, decision: Decision, cached: int | None) -> None:
-        """The prefill engine has computed the prompt, and the decode engine said how many tokens it found."""
+        """Note how much a decode engine found of the prompt that the prefill engine has computed."""
         before = decision.have.at(decision.decode)
         lacked = decision.prompt_tokens - before
         if decision.prefill is None or decision.prompt is None or cached is None or lacked < _EVIDENCE:
@@ -180,7 +189,7 @@ class Decider:
             self._pairs.arrived(decision.prefill, decision.decode)
 
     def _colocated_because(
-        self, ask: Ask, decode: Engine, prefill: Engine | None, policy: str, only_prefill: bool, off: bool
+        self, ask: ParsedRequest, decode: Engine, prefill: Engine | None, policy: str, only_prefill: bool, off: bool
     ) -> str:
         if policy == "colocate":
             return "policy colocate"

@@ -1,11 +1,15 @@
-"""How engines name their blocks, asked of them, so that only those are paired which find each other's.
+"""Asks engines how they name their blocks. The proxy then pairs only engines that find each other's blocks.
 
-An engine with kvstore's connector says it in the answer to a request that wants it (`BlockNames`): the proxy asks for
-one token, neither loaded nor saved. It asks when an engine comes up, after a purge of the store, while an engine cannot
-be paired with another, and when prompts that were handed over did not arrive. An adapter is asked about when it is
-first used. Engines that say nothing are paired by the root of their models, and by what arrives.
+An engine with kvstore's connector describes the names of its blocks (`BlockNames`) in its answer, if the request asks
+for them. To ask for them, the proxy requests one token for a prompt that is neither loaded nor saved. The proxy asks:
 
-One event loop. No request waits for a question.
+* when an engine comes up, and after a purge of the store;
+* again while an engine cannot be paired with another, and when prompts that were handed over did not arrive;
+* about an adapter, at the adapter's first use.
+
+Engines that do not answer this question are paired if their models have the same root, until prompts fail to arrive.
+
+Used by one event loop. Requests do not wait for these questions.
 """
 
 from __future__ import annotations
@@ -19,12 +23,12 @@ import msgspec
 
 from kvstore_client.engine.block_names import BlockNames
 from kvstore_serving.proxy.pools import Engine, Pools
-from kvstore_serving.proxy.prefixes import Store
+from kvstore_serving.proxy.prefixes import StoreView
 from kvstore_serving.proxy.upstream import EngineFailed, Upstream
 
 log = logging.getLogger(__name__)
 
-_FIRST_S: Final = 2.0  # until an engine that cannot be paired is asked again; doubled each time
+_FIRST_S: Final = 2.0  # the wait until an engine that cannot be paired is asked again; doubled each time
 _LONGEST_S: Final = 30.0
 _WANTED: Final = {"kvstore": {"describe": True, "load": False, "save": False}}
 
@@ -41,9 +45,9 @@ _decode: Final = msgspec.json.Decoder(_Told).decode
 
 
 class Describing:
-    """See above."""
+    """Asks for the names of blocks, as the module describes."""
 
-    def __init__(self, pools: Pools, upstream: Upstream, store: Store, timeout_s: float) -> None:
+    def __init__(self, pools: Pools, upstream: Upstream, store: StoreView, timeout_s: float) -> None:
         self._pools = pools
         self._upstream = upstream
         self._store = store
@@ -51,7 +55,7 @@ class Describing:
         self._asking: dict[tuple[Engine, str], asyncio.Task[None]] = {}
 
     async def look(self, engine: Engine) -> None:
-        """Ask a healthy engine, if there is a reason."""
+        """Ask a healthy engine for the names of its blocks, if there is a reason to."""
         now = time.monotonic()
         purged = engine.asked_names_at <= self._store.purged_at
         if engine.asked_names_at and not purged:
@@ -66,7 +70,7 @@ class Describing:
             await self._ask(engine, model)
 
     def want(self, engine: Engine, model: str) -> None:
-        """Ask about an adapter, unless that was done."""
+        """Ask an engine about an adapter, unless the proxy has already asked."""
         if model in engine.adapters:
             return
         engine.adapters[model] = ""
@@ -74,7 +78,7 @@ class Describing:
         task.add_done_callback(lambda _: self._asking.pop((engine, model), None))
 
     def doubt(self, *engines: Engine) -> None:
-        """What these engines have said may not hold any more: prompts did not arrive."""
+        """Note that the names which these engines gave may no longer be right, because prompts did not arrive."""
         for engine in engines:
             engine.doubted = True
             engine.adapters.clear()
@@ -91,7 +95,7 @@ class Describing:
             answer = await self._upstream.token(engine, self._timeout_s, model, _WANTED)
             told = _decode(answer.body).kv_transfer_params
         except (EngineFailed, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            log.info("engine %s does not say how it names the blocks of %s: %s", engine.url, model, error)
+            log.info("engine %s did not say how it names the blocks of %s: %s", engine.url, model, error)
             return
         if told is None or told.kvstore is None or engine.life != life:
             return

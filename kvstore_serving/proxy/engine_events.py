@@ -1,7 +1,8 @@
-"""The KV events of engines: which publishers `Routes` listens to, as engines come and go.
+"""The KV events of engines. `Routes` subscribes to engines that are added, and unsubscribes from those that are
+removed.
 
-`Routes` and pyzmq, which it needs, are loaded with the first engine that has events. Connections are made and ended in
-a thread: `Routes` holds its lock while an engine is asked for events that were missed.
+`Routes` and pyzmq, which `Routes` needs, are imported when the first engine that publishes events is added. Connections
+are opened and closed in a thread, because `Routes` holds its lock while it asks an engine for missed events.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from kvstore_client.engine.routing import Found, Routes
 
 
 class EngineEvents:
-    """Used by one event loop; `find` by any thread."""
+    """The engines whose events are followed. Used by one event loop; any thread may call `find`."""
 
     def __init__(self) -> None:
         self._routes: Routes | None = None
         self._heard: dict[str, tuple[str, str]] = {}
-        self._lives: dict[str, int] = {}  # that were told of
-        self._lock = threading.Lock()  # for these
+        self._lives: dict[str, int] = {}  # the life of each engine that `find` was last called with
+        self._lock = threading.Lock()  # guards `_lives`
         self._one_at_a_time = asyncio.Lock()
 
     @property
     def heard(self) -> bool:
-        """Whether any engine's events are."""
+        """Whether the events of any engine are followed."""
         return bool(self._heard)
 
     async def follow(self, wanted: Mapping[str, tuple[str, str]]) -> list[str]:
-        """Listen to these, by URL the publisher and the replay address, and to no others. -> what cannot be used, in
-        words; the others are heard."""
+        """Follow exactly the engines in `wanted`, which maps each URL to the publisher and the replay address. Returns
+        a message for each engine that cannot be followed; the others are followed."""
         async with self._one_at_a_time:
             return await asyncio.to_thread(self._follow, dict(wanted))
 
@@ -58,8 +59,10 @@ class EngineEvents:
         return problems
 
     def find(self, tokens: Sequence[int], *, lives: Mapping[str, int], lora_name: str, cache_salt: str) -> Found:
-        """`Routes.find`; only while some are heard. lives: of the engines now, by URL; in another life than before, an
-        engine has nothing of before."""
+        """Call `Routes.find`. At least one engine's events must be followed.
+
+        lives: the current life of each engine, by URL; an engine in a new life has lost the blocks of its previous life
+        """
         assert self._routes is not None
         with self._lock:
             for url in lives.keys() & list(self._heard):

@@ -1,7 +1,8 @@
-"""How busy engines are by their own metrics, where they have them: others may send them requests, too.
+"""How busy engines are, according to their own metrics. The proxy needs these metrics because other clients may send
+requests to the same engines.
 
-vLLM and SGLang have Prometheus metrics under /metrics, of which two lines are read here. Whoever has none is taken to
-have this proxy's requests alone.
+vLLM and SGLang have Prometheus metrics under /metrics. Two of the metrics are read here. For an engine without metrics,
+the proxy counts only its own requests.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _VALUE: Final = re.compile(
 
 
 async def look_at_load(engine: Engine, upstream: Upstream, timeout_s: float) -> None:
-    """Ask an engine for its metrics, and note what they say. Never raises."""
+    """Read the engine's metrics, and note its load. Never raises."""
     try:
         answer = await upstream.own(engine, "/metrics", timeout_s)
     except EngineFailed as error:
@@ -32,7 +33,8 @@ async def look_at_load(engine: Engine, upstream: Upstream, timeout_s: float) -> 
 
 
 def running_and_waiting(text: bytes) -> tuple[int, int]:
-    """-> how many requests run and wait, of all ranks, by Prometheus metrics. 0 where they do not say."""
+    """Return the numbers of running and waiting requests on all ranks, read from Prometheus metrics. A missing number
+    counts as 0."""
     counts = {"running": 0.0, "waiting": 0.0}
     for found in _VALUE.finditer(text):
         name = (found[1] or found[2]).decode().replace("queue", "waiting")

@@ -1,9 +1,10 @@
-"""Which engines there are: named by flags, by a file, or by themselves in the cluster's directory.
+"""The list of engines, which comes from flags, from a file, or from the engines' own records in the cluster's
+directory.
 
-Each way yields `EngineRecord`s, and `Following` has the pools, the health checks and the KV events agree with them. An
-engine that is not named any more gets no new requests; what it is answering goes on. One URL may have several records,
-then it has all their roles. Flags and the file are the operator's: what cannot be used ends the start. Records of the
-directory are not trusted, and neither is a file that changes later: what cannot be used is logged.
+Each source yields `EngineRecord`s, and `Following` keeps the pools, the health checks and the KV events in step with
+them. An engine that is no longer in the list gets no new requests, and finishes its running ones. If several records
+have the same URL, the engine has the roles of all of them. Flags and the file come from the operator, so an error in
+them at the start ends the proxy. Errors in the directory's records, or in a file that changes later, are only logged.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from kvstore_serving.proxy.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
 
-_LIST_S: Final = 5.0  # for the first list of the directory to come
+_LIST_S: Final = 5.0  # how long to wait for the directory's first list
 
 
 class Following:
-    """Made and closed by the event loop, which alone touches the pools; the directory has a thread of its own."""
+    """The list of engines. The event loop makes and closes it. The directory has its own thread, but only the event
+    loop changes the pools."""
 
     def __init__(self, settings: Settings, pools: Pools, checks: Checks, events: EngineEvents) -> None:
         self._settings = settings
@@ -41,8 +43,8 @@ class Following:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns when the first engines are in the pools, or the directory does not say in time: then they come
-        later. Raises `SettingsError`."""
+        """Return when the first engines are in the pools. If the directory does not answer in time, return without
+        engines; they are added later. Raises `SettingsError`."""
         if self._settings.engines:
             await self._follow_directory(self._settings.engines)
             return
@@ -68,11 +70,12 @@ class Following:
             self._list = EngineList(url, changed)
         except (ValueError, DirectoryError) as error:
             raise SettingsError(f"--engines: {error}") from None
-        with contextlib.suppress(asyncio.TimeoutError):  # etcd may be away
+        with contextlib.suppress(asyncio.TimeoutError):  # etcd may not be reachable
             await asyncio.wait_for(first.wait(), _LIST_S)
 
     async def take_over(self, engines: Sequence[EngineRecord]) -> list[str]:
-        """From now on these engines there are, and no others. -> what cannot be used of them, in words."""
+        """Make these the only engines from now on. Returns a message for each part of the records that cannot be
+        used."""
         roles: dict[str, set[Role]] = {}
         weights: dict[str, str] = {}
         names: dict[str, BlockNames] = {}
@@ -92,7 +95,7 @@ class Following:
         problems = await self._events.follow(events)
         for problem in problems:
             if problem not in self._complained:
-                log.warning("%s; the engines are used without", problem)
+                log.warning("%s; the engines are used without KV events", problem)
         self._complained = frozenset(problems)
         return problems
 

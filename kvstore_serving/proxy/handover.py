@@ -1,14 +1,16 @@
-"""A streamed answer: P's first token at once, then D's stream, and another D's if that one fails.
+"""A streamed answer. P's first token is sent at once and D's stream follows. If D fails, another D takes over.
 
-Nothing is sent twice and nothing is missing: a `Transcript` knows what the user has, and a `Follower` for each engine's
-stream leaves that out. After a failure, or when D disagrees with the token that P gave, what was sent stays true:
+Nothing is sent twice and nothing is missing, because a `Transcript` records what the user has, and a `StreamFollower`
+leaves that out of each engine's stream. After a failure, or when D disagrees with P's token, the answer must still
+agree with what was already sent:
 
-* an answer that looks only ahead (`Ask.may_continue`) at temperature 0 goes on after exactly the tokens that were sent;
-* one that is steady otherwise (a seed, stop strings, penalties) is asked for again, and its beginning is left out;
-* any other ends with an error event, because another engine would tell another story.
+* an answer that another request may continue (`ParsedRequest.may_continue`), at temperature 0, is continued after
+  exactly the tokens that were sent;
+* any other steady answer (with a seed, stop strings or penalties) is requested again, and its beginning is left out;
+* any other answer ends with an error event, because another engine would give another answer.
 
-P's chunks are shown only after some D has accepted the request: D may still refuse what P takes, such as too many
-tokens.
+P's chunks are shown only after a D has accepted the request, because D may refuse a request that P accepts, such as one
+for too many tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from typing import Any
 from kvstore_serving import sse
 from kvstore_serving.proxy.ask import COMPLETIONS
 from kvstore_serving.proxy.prefill import Early, beside, prefill_only, prefill_shown
-from kvstore_serving.proxy.serving import Request
+from kvstore_serving.proxy.serving import ServedRequest
 from kvstore_serving.proxy.silence import weight
-from kvstore_serving.proxy.transcript import Diverged, Follower, Transcript
-from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, Stream
+from kvstore_serving.proxy.transcript import Diverged, StreamFollower, Transcript
+from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, EngineStream
 from kvstore_serving.proxy.usage import body_with_found, read_usage, usage_of, with_found
 from kvstore_serving.proxy.user import error_body
 
@@ -33,28 +35,28 @@ _REPLACEMENT = "\ufffd"
 
 
 class StreamedAnswer:
-    """One request. `run` once."""
+    """Streams the answer to one request. Call `run` once."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: ServedRequest) -> None:
         ask = request.ask
-        # Each of two engines draws its own tokens unless both have the same seed.
+        # Two engines sample different tokens unless both have the same seed.
         self._shown = request.decision.prefill is not None and ask.may_continue
         if self._shown:
             request.ask = ask = ask.seeded()
         self._request = request
         self._ask = ask
         self._transcript = Transcript(ask)
-        self._early: asyncio.Queue[Early | None] = asyncio.Queue()  # a few chunks of P, see `prefill_shown`
+        self._early: asyncio.Queue[Early | None] = asyncio.Queue()  # the first chunks of P, see `prefill_shown`
         self._early_over = not self._shown
         self._first: float | None = None  # when the user got the first token
         self._last = 0.0
         self._pieces = 0
-        self._computing = contextlib.ExitStack()  # while an engine computes the prompt alone
-        self._alone: tuple[float, float] | None = None  # uncached tokens that it computes before, and when it began
-        self._prefilled: float | None = None  # when P's token was there
+        self._computing = contextlib.ExitStack()  # open while an engine computes the prompt alone
+        self._alone: tuple[float, float] | None = None  # the uncached tokens queued before this prompt, and its start
+        self._prefilled: float | None = None  # when P's token arrived
         self._raw_sent = False
-        self._last_chunk: dict[str, Any] | None = None  # ends the answer, and is not sent yet
-        self._found: int | None = None  # tokens of the prompt, by the engine that answers
+        self._last_chunk: dict[str, Any] | None = None  # the chunk that ends the answer, until it is sent
+        self._found: int | None = None  # cached tokens of the prompt, as the answering engine reports them
 
     async def run(self) -> None:
         """Answer the request. Raises `UserGone`."""
@@ -74,7 +76,7 @@ class StreamedAnswer:
     async def _answer(self) -> None:
         request, transcript = self._request, self._transcript
         serving, record = request.serving, request.record
-        continues: int | None = None  # the number of tokens that the next stream goes on after
+        continues: int | None = None  # the number of tokens after which the next stream continues
         while True:
             split = request.decision.prefill is not None
             path, body = self._ask.path, self._ask.for_decode(request.decision.given, split=split)
@@ -140,7 +142,8 @@ class StreamedAnswer:
                 continues = transcript.safe_ids or None if begun and self._may_continue() else None
 
     def _compute(self, helped: bool) -> None:
-        """An engine gets the request. helped: it has not to compute the prompt alone."""
+        """Note that an engine gets the request. `helped`: whether the engine need not compute the whole prompt
+        alone."""
         self._computing.close()
         self._alone = None
         request = self._request
@@ -151,7 +154,8 @@ class StreamedAnswer:
         self._alone = ahead, time.monotonic()
 
     def _may_continue(self) -> bool:
-        """Whether what was sent is all that another engine must know. With stop strings, an engine holds text back."""
+        """Whether another engine can continue from what was sent. With stop strings this may be impossible, because
+        engines hold text back."""
         return self._continuable() and self._ask.greedy and not self._ask.stops
 
     def _continuable(self) -> bool:
@@ -161,7 +165,8 @@ class StreamedAnswer:
         return self._transcript.continuable and length_known
 
     def _after_divergence(self) -> int | None:
-        """-> how many tokens to go on after, if that can be done right. The text of P's token is never held back."""
+        """Return the number of tokens after which another stream may continue, or None if no stream can continue
+        correctly. The text of P's token is never held back."""
         transcript = self._transcript
         only_prefill = transcript.from_prefill == len(transcript.ids)
         if self._continuable() and (only_prefill or self._may_continue()):
@@ -170,11 +175,11 @@ class StreamedAnswer:
 
     # ---- one engine's stream ---------------------------------------------------------------------------------
 
-    async def _relay(self, stream: Stream, continues: int | None) -> None:
-        """Pass on what is new in a stream, and P's chunks as long as there is nothing else."""
+    async def _relay(self, stream: EngineStream, continues: int | None) -> None:
+        """Pass on what is new in a stream. Until its first chunk arrives, pass on P's chunks."""
         reading: asyncio.Task[dict[str, Any] | sse.Comment | None] | None = None
         showing: asyncio.Task[Early | None] | None = None
-        follower = Follower(self._transcript, continues)
+        follower = StreamFollower(self._transcript, continues)
         try:
             while not self._early_over and self._transcript.empty:
                 reading = reading or asyncio.create_task(stream.chunk())
@@ -186,7 +191,7 @@ class StreamedAnswer:
                         self._early_over = True
                     elif await self._show(early):
                         return
-                    follower = Follower(self._transcript, continues)  # of D nothing but a role was sent
+                    follower = StreamFollower(self._transcript, continues)  # D has sent only a role so far
                 else:
                     chunk, reading = reading.result(), None
                     if chunk is None:
@@ -211,8 +216,8 @@ class StreamedAnswer:
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
 
-    async def _take(self, chunk: dict[str, Any] | sse.Comment, follower: Follower, continues: int | None) -> None:
-        """Pass on what is new in a chunk of D, or a comment."""
+    async def _take(self, chunk: dict[str, Any] | sse.Comment, follower: StreamFollower, continues: int | None) -> None:
+        """Pass on the new part of a chunk from D, or a comment."""
         if isinstance(chunk, sse.Comment):
             await self._write(b"%b\n\n" % chunk)
             return
@@ -224,7 +229,7 @@ class StreamedAnswer:
         await self._send(follower.feed(chunk))
 
     async def _show(self, early: Early) -> bool:
-        """Pass on a chunk of P, if it can be shown. -> True: the answer ended with it."""
+        """Pass on a chunk from P if it can be shown. Returns whether the answer ended with this chunk."""
         chunk = early.chunk
         choices = chunk.get("choices")
         if not choices:
@@ -233,32 +238,33 @@ class StreamedAnswer:
         delta = choice.get("delta")
         text = (delta.get("content") if isinstance(delta, dict) else choice.get("text")) or ""
         finish = choice.get("finish_reason")
-        if finish == "stop":  # it would have ended there anyway
+        if finish == "stop":  # D would have ended there too
             self._early_over = True
-            await self._send(Follower(self._transcript).feed(chunk, prefill=True))
+            await self._send(StreamFollower(self._transcript).feed(chunk, prefill=True))
             while (rest := await self._early.get()) is not None:
-                await self._send(Follower(self._transcript).feed(rest.chunk, prefill=True))
+                await self._send(StreamFollower(self._transcript).feed(rest.chunk, prefill=True))
             return True
         odd = isinstance(delta, dict) and any(value for name, value in delta.items() if name not in ("role", "content"))
         if isinstance(delta, dict) and "role" in delta and not text and not odd and finish is None:
             if not self._transcript.role_sent:
-                await self._send(Follower(self._transcript).feed(chunk, prefill=True))
+                await self._send(StreamFollower(self._transcript).feed(chunk, prefill=True))
             return False
         self._early_over = True
         if text and not odd and not _may_be_held_back(text, self._ask.stops):
             if finish is not None:
                 choice["finish_reason"] = None
-                choice.pop("stop_reason", None)  # of a chat's last chunk only
+                choice.pop("stop_reason", None)  # only a chat's last chunk has it
                 choice |= {} if self._ask.chat else {"stop_reason": None}
             chunk.pop("usage", None)
-            await self._send(Follower(self._transcript).feed(chunk, prefill=True))
+            await self._send(StreamFollower(self._transcript).feed(chunk, prefill=True))
             self._prefilled = early.at
         return False
 
-    async def _relay_raw(self, stream: Stream) -> None:
-        """Pass on a stream as it is: what an answer of several parts is made of is not looked at.
+    async def _relay_raw(self, stream: EngineStream) -> None:
+        """Pass on a stream unchanged. This is for answers with several parts, which are not parsed.
 
-        The reply begins with the first event: an error that comes instead of an answer is the reply, with its status.
+        The reply begins only when the first event arrives. If that event is an error, the reply is the error with its
+        own status.
         """
         user, begun = self._request.user, False
         while (data := await stream.next()) is not None:
@@ -288,9 +294,9 @@ class StreamedAnswer:
     async def _send(self, chunk: dict[str, Any] | None) -> None:
         if chunk is None:
             return
-        if not self._ask.wants_usage:  # the proxy itself asks for it
+        if not self._ask.wants_usage:  # the proxy itself asked for it
             if chunk.get("choices") and self._transcript.finished:
-                self._last_chunk = chunk  # without usage, what engines say at the end would be in this one
+                self._last_chunk = chunk  # without usage, this chunk would carry the engine's final fields
                 return
             if not chunk.get("choices"):
                 said = {name: value for name, value in chunk.items() if name not in ("choices", "usage")}
@@ -299,7 +305,8 @@ class StreamedAnswer:
         await self._write(sse.encode(chunk), token=not self._transcript.empty)
 
     async def _send_last(self, said: Mapping[str, Any]) -> None:
-        """Send the chunk that ends the answer, if there is one to be sent, with what else the engine said."""
+        """Send the chunk that ends the answer, unless it was already sent. Other fields that the engine sent last are
+        added to it."""
         last, self._last_chunk = self._last_chunk, None
         if last is not None:
             await self._write(sse.encode({**said, **last}), token=not self._transcript.empty)
@@ -317,7 +324,7 @@ class StreamedAnswer:
         await self._request.user.write(piece, more=more)
 
     async def _end(self) -> None:
-        """All tokens were sent: say so."""
+        """Tell the user that the answer is complete."""
         transcript = self._transcript
         for chunk in transcript.ending():
             await self._send(transcript.stamp(chunk))
@@ -326,7 +333,7 @@ class StreamedAnswer:
         self._request.record.outcome = "ok"
 
     async def _break_off(self, why: str, body: bytes = b"") -> None:
-        """End a stream that cannot go on: an error event, and no [DONE]."""
+        """End a stream that cannot be continued: send an error event and no [DONE]."""
         await self._send_last({})
         message = f"the answer was cut off: {why}; ask again"
         await self._write(b"data: %b\n\n" % (body or error_body(502, message, "upstream_error")), more=False)
@@ -348,7 +355,7 @@ class StreamedAnswer:
             if self._alone is not None:
                 ahead, began = self._alone
                 computed = record.prompt_tokens - record.cached_tokens
-                if computed > record.prompt_tokens / 2:  # else most of the time went into loading the rest
+                if computed > record.prompt_tokens / 2:  # otherwise most of the time was spent on loading
                     request.engine.pace.add(ahead + computed, self._first - began)
 
     def _observe(self, phase: str, seconds: float) -> None:
@@ -356,8 +363,8 @@ class StreamedAnswer:
 
 
 def _may_be_held_back(text: str, stops: list[str]) -> bool:
-    """Whether an engine that goes on after this text might not show all of it: a stop string may begin in it, or its
-    last character may be incomplete."""
+    """Return whether an engine might hold back a part of this text: the text may end with the beginning of a stop
+    string or with an incomplete character."""
     if text.endswith(_REPLACEMENT):
         return True
     return any(

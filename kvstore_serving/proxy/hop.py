@@ -1,4 +1,5 @@
-"""Headers of one hop, which go no further (RFC 9110, section 7.6.1), and of how a body is sent, which is done anew."""
+"""The headers that the proxy does not pass on: those of one hop (RFC 9110, section 7.6.1), and those about the encoding
+of the body, which are set anew."""
 
 from __future__ import annotations
 
@@ -13,5 +14,6 @@ OF_A_HOP: Final = frozenset(
 
 
 def of_this_hop(connection: str) -> frozenset[str]:
-    """-> the names, in small letters, that are not passed on. `connection`: that header, which may name more."""
+    """Return the names, in lower case, of the headers that are not passed on. `connection`: the header that may name
+    more of them."""
     return OF_A_HOP | {each.strip().lower() for each in connection.split(",")}

@@ -1,9 +1,9 @@
-"""What decides the KV of a prompt beside its tokens, read from a request's body.
+"""What decides the KV of a prompt besides its tokens, read from a request's body.
 
-Pure. Two prompts of the same tokens have different KV if they ask for another model or adapter, another `cache_salt`,
-or have other pictures, sounds, videos or embeddings in them. `salt` covers all of it, so that whoever remembers prompts
-by their tokens and their salt never takes one for the other. Media are covered as the request has them, a URL by
-itself: what is behind it may change, and then a guess is wrong, and no answer.
+Pure. Two prompts with the same tokens have different KV if they differ in the model or adapter, in `cache_salt`, or in
+pictures, sounds, videos or embeddings. `salt` covers all of this, so a table of prompts by tokens and salt never
+confuses two prompts. Media are covered as the request contains them. Only the text of a URL is covered, so the content
+behind the URL may change. In that case the proxy guesses wrongly, but answers stay right.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from typing import Any, Final
 import msgspec
 import xxhash
 
-_TEXT: Final = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
-# What changes the KV, or the tokens in a way that /tokenize is not told of.
+_TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+# Fields that change the KV, or that change the tokens although /tokenize ignores them.
 _DECIDES: Final = ("model", "cache_salt", "prompt_embeds")
 _DECIDES_CHAT: Final = ("model", "cache_salt", "prompt_embeds", "documents", "reasoning_effort")
 _DECIDES_MEDIA: Final = ("mm_processor_kwargs", "media_io_kwargs")
-_LEAST_TTL_S: Final = 600  # what the store keeps for less is not remembered as stored
+_LEAST_TTL_S: Final = 600  # a prompt that the store keeps for less time is not remembered as stored
 
 _encoder: Final = msgspec.json.Encoder(order="sorted")
 
 
 @dataclass(frozen=True)
 class KVIdentity:
-    """salt: of everything but the tokens. cache_salt: the request's; empty: none. plain: nothing else than tokens,
-    adapter and `cache_salt` decides. loads, saves: how many tokens of it the engine may load from the store, and save
-    there; None: all."""
+    """What decides a prompt's KV besides its tokens.
+
+    salt: a digest of everything but the tokens
+    cache_salt: the request's `cache_salt`; empty if it has none
+    plain: whether only tokens, adapter and `cache_salt` decide the KV
+    loads, saves: how many of the prompt's tokens the engine may load from the store, and save there; None means all
+    """
 
     salt: bytes
     cache_salt: str = ""
@@ -39,10 +43,10 @@ class KVIdentity:
 
 
 def identity_of(body: Mapping[str, Any], *, chat: bool) -> KVIdentity | None:
-    """-> what decides the KV of this request's prompt beside its tokens. None: it cannot be told from the request, so
-    nothing may be remembered of it."""
+    """Return what decides the KV of this request's prompt besides its tokens. Returns None if the request does not
+    tell. The proxy must then remember nothing about the prompt."""
     if body.get("truncate_prompt_tokens") is not None:
-        return None  # the engine computes other tokens than those that are known here
+        return None  # the engine will compute other tokens than those known here
     covered: dict[str, Any] = {name: body.get(name) for name in (_DECIDES_CHAT if chat else _DECIDES)}
     media = list(_media(body.get("messages"))) if chat else []
     if media:
@@ -61,17 +65,17 @@ def identity_of(body: Mapping[str, Any], *, chat: bool) -> KVIdentity | None:
 
 
 def _media(messages: object) -> Iterator[object]:
-    """What messages have beside text, in order."""
+    """Yield the parts of messages that are not text, in order."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else message
         for part in content if isinstance(content, list) else (content,):
-            if part is None or isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _TEXT):
+            if part is None or isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _TEXT_PARTS):
                 continue
             yield part
 
 
 def _shown_to_model(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What some chat templates write into the prompt, and /tokenize does not take."""
+    """Return the fields that some chat templates write into the prompt, and that /tokenize does not accept."""
     shown = {}
     if body.get("tools"):
         shown["tool_choice"] = body.get("tool_choice")
@@ -82,12 +86,12 @@ def _shown_to_model(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_store(params: object) -> tuple[int | None, int | None]:
-    """-> how many tokens may be loaded and saved, as `kv_transfer_params` have it for the connector (docs/vllm.md)."""
+    """Return how many tokens may be loaded and saved, by the connector's `kv_transfer_params` (docs/vllm.md)."""
     given = params.get("kvstore") if isinstance(params, dict) else None
     if given is None:
         return None, None
     if not isinstance(given, dict):
-        return 0, 0  # the engine computes it without the store, and says why
+        return 0, 0  # the engine will compute it without the store, and say why
     loads = 0 if given.get("load") is False else _count(given.get("max_load_tokens"))
     saves = 0 if given.get("save") is False else _count(given.get("max_save_tokens"))
     ttl_s = given.get("ttl_s")

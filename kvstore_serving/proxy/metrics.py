@@ -1,4 +1,4 @@
-"""What the proxy counts and measures, for /metrics. One registry a proxy."""
+"""What the proxy counts and measures, for /metrics. Each proxy has one registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ITL_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15,
 
 
 class Metrics:
-    """Used by the event loop only."""
+    """The proxy's metrics. Used by the event loop only."""
 
     def __init__(self, pools: Pools, store: StoreWatch, split_from: Callable[[], list[dict[str, Any]]]) -> None:
         self.registry = CollectorRegistry()
@@ -96,7 +96,7 @@ class Metrics:
 
 
 class _Engines(Collector):
-    """What the pools are now."""
+    """The current state of the pools."""
 
     def __init__(self, pools: Pools, split_from: Callable[[], list[dict[str, Any]]]) -> None:
         self._pools = pools

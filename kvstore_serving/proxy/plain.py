@@ -1,7 +1,7 @@
 """An answer that is one JSON document.
 
-P is asked for the prompt at the same time as D, and is not waited for: D's answer is complete alone. Nothing is sent to
-the user before D's answer is here in full, so a failure is answered by asking another D for all of it.
+P and D get the prompt at the same time. The proxy does not wait for P, because D's answer is complete by itself. The
+user gets nothing before D's answer has arrived in full, so after a failure another D can answer the whole request.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import time
 
 from kvstore_serving.proxy.prefill import beside, prefill_only
-from kvstore_serving.proxy.serving import Request
+from kvstore_serving.proxy.serving import ServedRequest
 from kvstore_serving.proxy.silence import weight
 from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused
 from kvstore_serving.proxy.usage import body_with_found, usage_of
 
 
-async def serve(request: Request) -> None:
+async def serve(request: ServedRequest) -> None:
     """Answer a request that is not a stream."""
     async with beside(prefill_only(request) if request.decision.prefill is not None else None):
         await _serve(request)
 
 
-async def _serve(request: Request) -> None:
+async def _serve(request: ServedRequest) -> None:
     serving, record = request.serving, request.record
     split = request.decision.prefill is not None
     while True:

@@ -1,12 +1,12 @@
-"""The engines: which there are, which of them work, how busy they are, and which one takes a request.
+"""The engines: which ones exist, which of them work, how busy they are, and which one gets a request.
 
-Kept by one event loop, used by its tasks only. An engine is a candidate if its last health check passed and its circuit
-is closed: failures of requests open it, and silence does (`silence.py`). The proxy then asks for a token itself, at
-times that are twice as far apart after each failure, and an answer closes it. If every healthy engine's circuit is open
-they are candidates all the same: a suspect is better than nobody.
+Used by the tasks of one event loop only. An engine is a candidate if its last health check passed and its circuit is
+closed. A failed request opens the circuit, and so does silence (`silence.py`). The proxy then asks the engine for a
+token from time to time, and waits twice as long after each failure. An answer closes the circuit. If the circuits of
+all healthy engines are open, all of these engines are candidates, because a suspect engine is better than none.
 
-P and D are paired only if D finds what P saves (`Identity.unlike`). Load is what this proxy has in flight, so it is
-exact for one proxy and a fair guess for several.
+P and D are paired only if D finds what P saves (`Identity.unlike`). An engine's load is the number of requests that
+this proxy has in flight there, so it is exact for one proxy and a fair guess for several.
 """
 
 from __future__ import annotations
@@ -21,20 +21,25 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from kvstore_client.engine.block_names import NOT_SHARED, BlockNames
-from kvstore_serving.proxy.pace import Pace, Side
+from kvstore_serving.proxy.pace import EngineLoad, TokenPace
 from kvstore_serving.proxy.silence import Silence, nothing_usual
 
 Role: TypeAlias = Literal["prefill", "decode"]
 ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
 _LONGEST_BACKOFF_S: Final = 30.0
 _lives: Final = itertools.count(1)
-_OTHERS_TOKENS: Final = 1024  # of a prompt that others sent there, which nobody has counted
-_REQUEST_TOKENS: Final = 256  # what a running request weighs beside its tokens: each step computes all requests
+_OTHERS_TOKENS: Final = 1024  # assumed for each prompt that other clients sent, as its length is not known
+_REQUEST_TOKENS: Final = 256  # a running request weighs this much, plus its tokens: each step computes all requests
 
 
 class Identity(NamedTuple):
-    """A model of an engine, as others must have it. root: where the engine has it from. weights: their version, empty:
-    not known. names: of its blocks. is_adapter: it is a LoRA adapter."""
+    """What identifies a model of an engine, for comparing it with the same model of another engine.
+
+    root: the place from which the engine loaded the model
+    weights: the version of the weights; empty if not known
+    names: how the engine names the model's blocks
+    is_adapter: whether the model is a LoRA adapter
+    """
 
     root: str
     weights: str
@@ -42,8 +47,8 @@ class Identity(NamedTuple):
     is_adapter: bool = False
 
     def same_weights(self, other: Identity) -> bool:
-        """Whether one engine may go on with what the other has said. What is in the files counts more than where they
-        are."""
+        """Return whether an engine with one model may continue an answer of the other. If the contents of the files are
+        known, they are compared; otherwise the places of the files are compared."""
         if self.weights and other.weights and self.weights != other.weights:
             return False
         mine, others = self.names, other.names
@@ -53,7 +58,8 @@ class Identity(NamedTuple):
         return self.root == other.root or (same_names and not self.is_adapter)
 
     def unlike(self, other: Identity) -> str:
-        """-> why a prompt cannot be handed over from one engine to the other, in words; empty: it can."""
+        """Return in words why a prompt cannot be handed over from one engine to the other. The text is empty if it
+        can."""
         mine, others = self.names, other.names
         if NOT_SHARED in (mine.namespaces, others.namespaces):
             return "one of them shares no blocks now"
@@ -70,13 +76,14 @@ class Identity(NamedTuple):
 
     @property
     def holder(self) -> Identity:
-        """-> who has this model's blocks in the store: whatever its files' place, if they are known."""
+        """The key under which the proxy notes this model's blocks in the store. The key contains the place of the
+        model's files only if their contents are not known."""
         known = self.names.adapter if self.is_adapter else self.names.namespaces
         return self._replace(root="") if known else self
 
 
 class Model(NamedTuple):
-    """A model as an engine serves it. parent: of an adapter, the model that it belongs to."""
+    """A model as an engine serves it. `parent`: for an adapter, the model that it belongs to."""
 
     name: str
     root: str
@@ -91,39 +98,39 @@ class Engine:
     url: str
     roles: frozenset[Role]
     weights: str = ""
-    backoff_s: float = 1.0  # after the first failure
+    backoff_s: float = 1.0  # the wait after the first failure
     healthy: bool = False
     why_down: str = "not checked yet"
     models: dict[str, Model] = field(default_factory=dict)
     version: str = ""
-    cards: list[dict[str, Any]] = field(default_factory=list)  # of /v1/models, for the proxy's own
-    life: int = 0  # another one each time that it comes to be healthy: what it had cached before is gone
-    failures: int = 0  # of requests and of the proxy's questions, one after the other
-    ask_at: float = 0.0  # when the proxy asks for a token, to see whether it works again
-    silent: bool = False  # it accepts requests, and answers none
+    cards: list[dict[str, Any]] = field(default_factory=list)  # the entries of /v1/models, for the proxy's own list
+    life: int = 0  # changes when the engine becomes healthy: its cache is then empty
+    failures: int = 0  # failures in a row, of requests and of the proxy's probes
+    ask_at: float = 0.0  # when the proxy asks for a token again, to see whether the engine works
+    silent: bool = False  # it accepts requests but answers none
     silence: Silence = field(default_factory=Silence)
-    queued_tokens: int = 0  # uncached prompt tokens that it was sent to prefill
-    running: int = 0  # requests
+    queued_tokens: int = 0  # uncached prompt tokens that it must still prefill
+    running: int = 0  # requests of this proxy
     running_tokens: int = 0
-    others_running: int = 0  # by its own metrics: requests that this proxy has not sent
+    others_running: int = 0  # requests of other clients, according to the engine's metrics
     others_waiting: int = 0
-    pace: Pace = field(default_factory=Pace)  # of prompts, to the first token
-    hand_overs: Pace = field(default_factory=Pace)  # to this engine, from the first token of the prefill engine
-    names: BlockNames = field(default_factory=BlockNames)  # without an adapter
-    renamed: int = 0  # how often `names` came to be others
-    adapters: dict[str, str] = field(default_factory=dict)  # digests of those that it was asked about; empty: not known
-    recorded: BlockNames = field(default_factory=BlockNames)  # the last names of its directory record
+    pace: TokenPace = field(default_factory=TokenPace)  # the time to the first token when it computes a prompt
+    hand_overs: TokenPace = field(default_factory=TokenPace)  # hand-overs to this engine, from P's first token
+    names: BlockNames = field(default_factory=BlockNames)  # for the model without an adapter
+    renamed: int = 0  # how often `names` changed
+    adapters: dict[str, str] = field(default_factory=dict)  # the digest of each known adapter, or an empty string
+    recorded: BlockNames = field(default_factory=BlockNames)  # the names in its last directory record
     asked_names_at: float = 0.0
-    ask_names_at: float = 0.0  # not before, see `Describing`
+    ask_names_at: float = 0.0  # it is not asked before this time, see `Describing`
     ask_names_s: float = 0.0
-    doubted: bool = False  # whether `names` still hold
+    doubted: bool = False  # `names` may no longer hold
 
     @property
-    def side(self) -> Side:
-        return Side(self.pace.line, self.queued_tokens + self.others_waiting * _OTHERS_TOKENS)
+    def side(self) -> EngineLoad:
+        return EngineLoad(self.pace.line, self.queued_tokens + self.others_waiting * _OTHERS_TOKENS)
 
     def load(self, running: int, waiting: int) -> None:
-        """What its own metrics say of all requests there."""
+        """Note the number of running and waiting requests that the engine's own metrics report."""
         self.others_waiting = max(0, waiting - self.running)
         self.others_running = max(0, running + waiting - self.running - self.others_waiting)
 
@@ -138,7 +145,7 @@ class Engine:
         return Identity(served.root, self.weights, names, bool(served.parent))
 
     def named(self, names: BlockNames) -> None:
-        """It says how it names its blocks."""
+        """Note the names that the engine gives its blocks."""
         names = msgspec.structs.replace(names, adapter="")
         self.renamed += names != self.names
         self.names = names
@@ -148,7 +155,7 @@ class Engine:
         return served.max_model_len if served else None
 
     def failed(self) -> None:
-        """A request failed here that was not to blame for it, or the proxy's own question did."""
+        """Note that a request failed through the engine's fault, or that the proxy's own probe failed."""
         wait_s = self.backoff_s * 2 ** min(self.failures, 10)
         self.ask_at = time.monotonic() + min(_LONGEST_BACKOFF_S, wait_s)
         self.failures += 1
@@ -169,8 +176,8 @@ class Engine:
 
     @property
     def shunned(self) -> bool:
-        """Whether it gets no requests while there are others. The proxy's own question brings it back, or a request of
-        the time when there were no others."""
+        """Whether the engine gets no requests as long as there are other engines. This ends when the engine answers the
+        proxy's own probe, or a request that was sent to it because there was no other engine."""
         return self.failures > 0
 
     def status(self) -> dict[str, Any]:
@@ -204,8 +211,8 @@ class Pools:
         self.engines: dict[str, Engine] = {}
 
     def set(self, url: str, roles: Collection[Role], weights: str = "", names: BlockNames | None = None) -> Engine:
-        """Add an engine, or change its roles. An engine with other weights than before begins anew. names: of its
-        blocks, as its record has them."""
+        """Add an engine, or change its roles. An engine whose weights have changed is treated as a new engine. `names`:
+        the names of its blocks, from its record."""
         engine = self.engines.get(url)
         if engine is None or engine.weights != weights:
             engine = Engine(url, frozenset(roles), weights, self._backoff_s, silence=Silence(self._usual))
@@ -218,14 +225,15 @@ class Pools:
         return engine
 
     def remove(self, url: str) -> None:
-        """What is in flight there goes on."""
+        """Remove an engine. Its running requests continue."""
         self.engines.pop(url, None)
 
     def count(self, role: Role) -> int:
         return sum(role in engine.roles for engine in self.engines.values())
 
     def candidates(self, role: Role, model: str | None, without: Collection[str] = ()) -> list[Engine]:
-        """Healthy engines of a role that serve the model; those with a closed circuit if there are any."""
+        """Return the healthy engines of a role that serve the model. Engines with an open circuit are left out if there
+        are others."""
         healthy = [
             engine
             for engine in self.engines.values()
@@ -243,8 +251,12 @@ class Pools:
         like: Engine | None = None,
         first: Role = "decode",
     ) -> Engine | None:
-        """Who answers: an engine of the role `first`, else one of the other role. `have`: by URL, how many of the
-        prompt's tokens it need not compute. `like`: with the same weights as this one."""
+        """Return the engine that answers: an engine of the role `first` if possible, otherwise one of the other role.
+        Returns None if there is none.
+
+        have: by URL, the number of the prompt's tokens that the engine need not compute
+        like: an engine whose weights the chosen engine must have, too
+        """
         for role in sorted(ROLES, key=lambda role: role != first):
             found = [
                 engine
@@ -264,8 +276,10 @@ class Pools:
         *,
         without: Collection[str] = (),
     ) -> Engine | None:
-        """Who prefills: the shortest queue with this prompt in it. `beside`: the engine that decodes, which must find
-        what is prefilled and be another one."""
+        """Return the engine that prefills: the one whose queue, including this prompt, is shortest.
+
+        beside: the engine that decodes; it is never chosen, and it must find the blocks of the chosen engine
+        """
         found = [
             engine
             for engine in self.candidates("prefill", model, without)
@@ -277,7 +291,7 @@ class Pools:
 
     @contextlib.contextmanager
     def running(self, engine: Engine, tokens: int) -> Iterator[None]:
-        """While a request of so many tokens runs on an engine."""
+        """Count a request of this many tokens as running on the engine until the block ends."""
         engine.running += 1
         engine.running_tokens += tokens
         try:
@@ -288,7 +302,8 @@ class Pools:
 
     @contextlib.contextmanager
     def prefilling(self, engine: Engine, tokens: int) -> Iterator[float]:
-        """While an engine has so many uncached prompt tokens to compute. -> how many it computes first."""
+        """Count this many uncached prompt tokens as queued at the engine until the block ends. Yields the number of
+        tokens that the engine computes before them."""
         ahead = engine.side.ahead
         engine.queued_tokens += tokens
         try:
@@ -297,7 +312,8 @@ class Pools:
             engine.queued_tokens -= tokens
 
     def unpaired(self) -> list[dict[str, Any]]:
-        """Which decode engines cannot be paired with which prefill engines, by model, and why. `alone`: with none."""
+        """Return the decode and prefill engines that cannot be paired, by model, with the reason. `alone` in an entry
+        says that the engine cannot be paired with any other."""
         found = []
         for name in sorted({name for engine in self.engines.values() for name in engine.models}):
             prefill = self.candidates("prefill", name)
@@ -311,7 +327,7 @@ class Pools:
         return found
 
     def is_unpaired(self, engine: Engine) -> bool:
-        """Whether it cannot be paired with some engine of the other role, for any of its models."""
+        """Return whether, for any of its models, there is an engine of the other role that it cannot be paired with."""
         others = [
             other
             for other in self.engines.values()
@@ -324,7 +340,7 @@ class Pools:
         )
 
     def cards(self) -> list[dict[str, Any]]:
-        """The models of all healthy engines, each once, as /v1/models lists them."""
+        """Return the models of all healthy engines, each once, as /v1/models lists them."""
         cards: dict[str, dict[str, Any]] = {}
         for engine in self.engines.values():
             if engine.healthy:
@@ -341,7 +357,7 @@ def _decode_cost(engine: Engine, have: Mapping[str, int], tokens: int) -> int:
 
 
 def _paces(engine: Engine) -> dict[str, Any]:
-    """-> what was measured there; None: too little."""
+    """Return the measured times of an engine. A time with too few measurements is None."""
     pace, hand_overs = engine.pace.line, engine.hand_overs.line
     return {
         "first_token_s": None if pace is None else round(pace.first, 4),

@@ -1,11 +1,12 @@
-"""The engines that a file names: `--pools FILE`, TOML, read again when it changes.
+"""The engines that are listed in a TOML file (`--pools FILE`), which is read again when it changes.
 
     [[engines]]
     url = "http://gpu-7:8000"
     roles = ["prefill", "decode"]
 
-Each entry has the fields of an `EngineRecord`; others are errors, so that a typo is heard of. The path is looked at,
-not the open file: a file that is renamed into place and a link that points elsewhere, as in Kubernetes, are changes.
+Each entry has the fields of an `EngineRecord`. Any other field is an error, so that a typing error is reported. The
+proxy watches the path and not the open file. So it sees when a file is renamed into place, or when a link is pointed
+elsewhere, as Kubernetes does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _Stamp: TypeAlias = tuple[int, int, int]
 
 
 class _Entry(EngineRecord, frozen=True, forbid_unknown_fields=True):
-    """An engine, as the file names it."""
+    """One entry of the file."""
 
 
 class _Pools(msgspec.Struct, forbid_unknown_fields=True):
@@ -44,17 +45,18 @@ _read: Final = msgspec.json.Decoder(_Pools).decode
 
 
 class PoolsFile:
-    """The file. Used by one event loop."""
+    """A file that lists engines. Used by one event loop."""
 
     def __init__(self, path: str) -> None:
-        """Raises `SettingsError` if it cannot be used."""
+        """Read the file. Raises `SettingsError` if it cannot be used."""
         self._path = Path(path)
         self._stamp = self._look()
         self.engines = read_pools(self._path)
 
     async def follow(self, changed: Callable[[Sequence[EngineRecord]], Awaitable[object]], interval_s: float) -> None:
-        """Call back after each change, for ever. A file that cannot be used is logged once, and the engines before
-        it stay. A change counts when two looks in a row see the same, so a file that is being written is not read."""
+        """Call `changed` after each change, for ever. If the file cannot be used, this is logged once, and the engines
+        stay as they were. A changed file is read when two checks in a row find it the same, so a file that is still
+        being written is not read."""
         seen = self._stamp
         complained = ""
         while True:
@@ -84,11 +86,11 @@ class PoolsFile:
 
 
 def read_pools(path: Path) -> tuple[EngineRecord, ...]:
-    """-> the engines that the file names. Raises `SettingsError`."""
+    """Return the engines that the file names. Raises `SettingsError`."""
     try:
         engines = _read(msgspec.json.encode(tomllib.loads(path.read_text(encoding="utf-8")))).engines
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as error:
-        raise SettingsError(f"--pools {path}: {error}; expected [[engines]] with url and roles each") from None
+        raise SettingsError(f"--pools {path}: {error}; expected [[engines]] entries, each with url and roles") from None
     for number, engine in enumerate(engines):
         if any(engine.url == other.url for other in engines[:number]):
             raise SettingsError(f"--pools {path}: {engine.url} is named twice; expected one entry with both roles")

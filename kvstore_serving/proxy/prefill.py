@@ -1,6 +1,7 @@
-"""The prefill engine's half of a request: the prompt's blocks come to the store, and the first token to the user.
+"""The prefill engine's half of a request: the prompt's blocks go to the store, and the first token to the user.
 
-P's end needs no action whatever it is: D computes what does not come. So nothing is raised here; outcomes are counted.
+If P fails, nothing has to be done, because D computes the blocks that do not come. So no error is raised here, but
+outcomes are counted.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import Any, Final, NamedTuple
 
 from kvstore_client.engine.spans import Span
-from kvstore_serving.proxy.serving import Request, engine_span
+from kvstore_serving.proxy.serving import ServedRequest, engine_span
 from kvstore_serving.proxy.silence import weight
-from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, Stream
+from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, EngineStream
 from kvstore_serving.proxy.usage import Usage, read_usage, usage_of
 from kvstore_serving.sse import Comment
 
 log = logging.getLogger(__name__)
 
-_MOST_CHUNKS: Final = 16  # of one token; an engine that streams on is left
+_MOST_CHUNKS: Final = 16  # each chunk has one token; if an engine sends more, its stream is closed
 
 
-async def prefill_only(request: Request) -> None:
-    """Let P compute the prompt; its token is not shown to anybody."""
+async def prefill_only(request: ServedRequest) -> None:
+    """Let P compute the prompt. Its token is not shown to the user."""
     engine = request.decision.prefill
     assert engine is not None
     with _counted(request) as span:
@@ -37,14 +38,14 @@ async def prefill_only(request: Request) -> None:
 
 
 class Early(NamedTuple):
-    """A chunk of P. at: when it came, by `time.monotonic`."""
+    """A chunk from P. `at`: when it came, by `time.monotonic`."""
 
     at: float
     chunk: dict[str, Any]
 
 
-async def prefill_shown(request: Request, chunks: asyncio.Queue[Early | None]) -> None:
-    """Let P compute the prompt, and put what it streams into `chunks`; last None."""
+async def prefill_shown(request: ServedRequest, chunks: asyncio.Queue[Early | None]) -> None:
+    """Let P compute the prompt, and put the chunks that it streams into `chunks`, followed by None."""
     engine = request.decision.prefill
     assert engine is not None
     try:
@@ -65,20 +66,21 @@ async def prefill_shown(request: Request, chunks: asyncio.Queue[Early | None]) -
         chunks.put_nowait(None)
 
 
-async def _no_comment(stream: Stream) -> dict[str, Any] | None:
+async def _no_comment(stream: EngineStream) -> dict[str, Any] | None:
     while isinstance(chunk := await stream.chunk(), Comment):
-        pass  # it keeps a connection alive that nobody but the proxy has
+        pass  # a comment only keeps P's connection to the proxy alive
     return chunk
 
 
-def _note_usage(request: Request, usage: Usage | None) -> None:
+def _note_usage(request: ServedRequest, usage: Usage | None) -> None:
     if usage is not None:
         request.record.prefill_cached_tokens = usage.cached_tokens
 
 
 @contextlib.asynccontextmanager
 async def beside(prefill: Coroutine[Any, Any, None] | None) -> AsyncGenerator[None, None]:
-    """The prefill, if there is one, goes on during the body, and ends with it."""
+    """Run the prefill, if there is one, at the same time as the body of the `async with` block. The prefill is
+    cancelled if it has not finished when the block ends."""
     task = asyncio.create_task(prefill) if prefill is not None else None
     try:
         yield
@@ -89,7 +91,7 @@ async def beside(prefill: Coroutine[Any, Any, None] | None) -> AsyncGenerator[No
 
 
 @contextlib.contextmanager
-def _counted(request: Request) -> Iterator[Span]:
+def _counted(request: ServedRequest) -> Iterator[Span]:
     serving, record, decision = request.serving, request.record, request.decision
     engine = decision.prefill
     assert engine is not None
@@ -115,7 +117,7 @@ def _counted(request: Request) -> Iterator[Span]:
         outcome = "failed"
         engine.failed()
         serving.metrics.failures.labels(engine.url).inc()
-        log.warning("request %s: prefill: %s; the decode engine computes the prompt", record.id, error)
+        log.warning("request %s: the prefill failed: %s; the decode engine computes the prompt", record.id, error)
     finally:
         record.prefill_outcome = outcome
         request.prefilled.set()

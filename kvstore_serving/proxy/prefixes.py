@@ -1,15 +1,19 @@
-"""How much of a prompt which engine has, and the store: a guess that steers requests, and never changes answers.
+"""How much of a prompt each engine and the store have. This is a guess: it decides where requests go, and never changes
+answers.
 
-Two sources. What this proxy has sent where: prompts are cut into pieces of `PIECE` tokens, each named by a digest of
-itself, all before it, and what else decides the KV (`kv_identity`); what an engine was sent it has, and so has the
-store for all engines of that model. And, for engines whose KV events are known, what they really have, also if that is
-less.
+The guess has two sources. The first is the prompts that this proxy has sent to engines. Each prompt is cut into pieces
+of `PIECE` tokens. A piece is named by a digest of its tokens, all pieces before it, and whatever else decides the KV
+(`kv_identity`). An engine is assumed to have the prompts that were sent to it. The store is assumed to have them for
+all engines of that model. The second source is the KV events of engines that publish them. They say what these engines
+really have, even if that is less than assumed.
 
-What is remembered ends: after `MAX_AGE_S`; with an engine's restart; for the store, when it lost what it had
-(`StoreWatch.since`); and when an engine found less than was expected. That an engine answered says of the store only
-that it has what this engine did not have before.
+When an engine restarts, the proxy forgets which prompts the engine has. When the store has lost blocks
+(`StoreWatch.since`), the proxy forgets which prompts the store has. It forgets both for a prompt after
+`MAX_PREFIX_AGE_S`, and when an engine found less of the prompt than expected. After an answer, the store is only
+assumed to have the tokens that the answering engine did not have before.
 
-Bounded in bytes: the pieces that were sent last. One event loop; events are heard by a thread of their own.
+The memory of this table is bounded in bytes; the pieces that were sent last are kept. Used by one event loop. A
+separate thread receives events.
 """
 
 from __future__ import annotations
@@ -33,37 +37,38 @@ from kvstore_serving.proxy.pools import Engine, Identity
 log = logging.getLogger(__name__)
 
 PIECE: Final = 64  # tokens
-MAX_AGE_S: Final = 600.0
-MEMORY_BYTES: Final = 64 << 20
-# What a piece takes, and each holder of it: of tests/unit/test_proxy_prefixes.py, which measures it.
-_PIECE_BYTES: Final = 300
+MAX_PREFIX_AGE_S: Final = 600.0
+PREFIX_MEMORY_BYTES: Final = 64 << 20
+# The bytes of memory for a piece, and for each holder of a piece. tests/unit/test_proxy_prefixes.py measures them.
+_PREFIX_BYTES: Final = 300
 _HOLDER_BYTES: Final = 50
-_HOLDERS: Final = 64  # of a piece
-_STORED: Final = 0.8  # of a computed token is saved by one that is loaded from the store
+_HOLDERS: Final = 64  # the most holders that are remembered for one piece
+_STORED: Final = 0.8  # the share of a token's computing work that loading it from the store saves
 _FIND_S: Final = 0.25
 
 
-class Store(Protocol):
-    """What is known of the store, see `StoreWatch`. Times are of `time.monotonic`."""
+class StoreView(Protocol):
+    """What is known of the store (see `StoreWatch`). Times are those of `time.monotonic`."""
 
     @property
     def since(self) -> float:
-        """Nothing that the store was given before is believed there."""
+        """The time before which all blocks that the store got are assumed to be lost."""
 
     @property
     def purged_at(self) -> float:
-        """The last purge; 0: none."""
+        """The time of the last purge, or 0 if there was none."""
 
 
 @dataclass
 class Have:
-    """Tokens from the prompt's beginning that an engine has itself, and that the store has for it, by URL."""
+    """By URL, how many leading tokens of a prompt each engine has itself, and how many the store has for this
+    engine."""
 
     engines: dict[str, int] = field(default_factory=dict)
     stores: dict[str, int] = field(default_factory=dict)
 
     def worth(self, engines: Sequence[Engine]) -> dict[str, int]:
-        """-> by URL, how many tokens' work is saved there."""
+        """Return, by URL, how much computing each engine saves, as a number of tokens."""
         return {
             each.url: max(self.engines.get(each.url, 0), int(self.stores.get(each.url, 0) * _STORED))
             for each in engines
@@ -75,7 +80,8 @@ class Have:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt whose KV is known by name. model: as the request names it. at: when it was looked at."""
+    """A prompt, with the names of its pieces. `model`: the model as the request names it. `at`: when the object was
+    made."""
 
     tokens: Sequence[int]
     kv: KVIdentity
@@ -88,24 +94,24 @@ class Prompt:
         return cls(tokens, kv, model, _names(tokens, kv.salt), time.monotonic())
 
 
-# Who has a piece: a life of an engine, or the store for all engines of a model.
+# A holder of a piece: an engine in one of its lives, or the store for all engines of a model.
 _Holder = int | Identity
 
 
 class Prefixes:
-    """See above."""
+    """The prompts that are remembered, as the module describes."""
 
-    def __init__(self, events: EngineEvents, store: Store, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self, events: EngineEvents, store: StoreView, memory_bytes: int = PREFIX_MEMORY_BYTES) -> None:
         self._events = events
         self._store = store
         self._memory_bytes = memory_bytes
-        self._pieces: OrderedDict[bytes, dict[_Holder, float]] = OrderedDict()  # when it came to be there
+        self._pieces: OrderedDict[bytes, dict[_Holder, float]] = OrderedDict()  # by holder, since when it has the piece
         self._holders = 0
 
     @property
     def held_bytes(self) -> int:
-        """What all of it takes, about."""
-        return len(self._pieces) * _PIECE_BYTES + self._holders * _HOLDER_BYTES
+        """The approximate number of bytes that this object uses."""
+        return len(self._pieces) * _PREFIX_BYTES + self._holders * _HOLDER_BYTES
 
     async def find(self, prompt: Prompt, engines: Sequence[Engine]) -> Have:
         have = self._remembered(prompt, engines)
@@ -122,14 +128,14 @@ class Prefixes:
             )
             found = await asyncio.wait_for(asked, _FIND_S)
         except (asyncio.TimeoutError, KVStoreError) as error:
-            log.warning("where a prompt is could not be found out (%r): the proxy's own memory counts", error)
+            log.warning("could not find out which engines have a prompt (%r): using the proxy's own records", error)
             return have
         for url, tiers in found.engines.items():
-            have.engines[url] = tiers.get("any", 0)  # what it really has, also if that is less
+            have.engines[url] = tiers.get("any", 0)  # the engine's real state, even if that is less
         return have
 
     def sent(self, prompt: Prompt, engine: Engine) -> None:
-        """An engine has computed or loaded this prompt, and saved what of it the store had not."""
+        """Note that an engine has computed or loaded this prompt, and has saved the part that the store lacked."""
         stored, now = engine.identity(prompt.model).holder, time.monotonic()
         saved = len(prompt.tokens) if prompt.kv.saves is None else prompt.kv.saves
         for number, name in enumerate(prompt.names, start=1):
@@ -148,7 +154,7 @@ class Prefixes:
             self._forget_piece(next(iter(self._pieces)))
 
     def missed(self, prompt: Prompt, engine: Engine, found: int) -> None:
-        """An engine found only so many tokens of this prompt: beyond, neither it nor the store has it."""
+        """Note that an engine found only `found` tokens of this prompt: neither it nor the store has the rest."""
         stored = engine.identity(prompt.model).holder
         for name in prompt.names[found // PIECE :]:
             holders = self._pieces.get(name)
@@ -163,10 +169,10 @@ class Prefixes:
         self._holders -= len(self._pieces.pop(name))
 
     def _engine_has(self, at: float | None, now: float) -> bool:
-        return at is not None and at > self._store.purged_at and now - at < MAX_AGE_S
+        return at is not None and at > self._store.purged_at and now - at < MAX_PREFIX_AGE_S
 
     def _store_has(self, at: float | None, now: float) -> bool:
-        return at is not None and at > self._store.since and now - at < MAX_AGE_S
+        return at is not None and at > self._store.since and now - at < MAX_PREFIX_AGE_S
 
     def _remembered(self, prompt: Prompt, engines: Sequence[Engine]) -> Have:
         now = time.monotonic()
@@ -198,6 +204,6 @@ def _names(tokens: Sequence[int], salt: bytes) -> list[bytes]:
 
 
 def _adapter(model: str | None, engines: Sequence[Engine]) -> str:
-    """-> the model's name if it is an adapter, which has a model that it belongs to; else nothing."""
+    """Return the model's name if it is an adapter, and an empty string if it is not."""
     cards = (card for engine in engines for card in engine.cards)
     return next((str(model) for card in cards if card.get("id") == model and card.get("parent")), "")

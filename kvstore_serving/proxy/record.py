@@ -1,7 +1,7 @@
-"""What is known of one request while it is served, and the line that says so at its end.
+"""The record of one request while it is served, and its line in the access log.
 
-The access log is one JSON object a line, on standard output or appended to a file. Each line is one write, so a file
-may be moved away at any time; the proxy then writes to the moved file until it is restarted.
+The access log has one JSON object on each line, and goes to standard output or to the end of a file. Each line is one
+write, so the file may be renamed at any time; the proxy then writes to the renamed file until it is restarted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore_serving.proxy.hop import of_this_hop
 
 log = logging.getLogger(__name__)
 
-# Set anew for each engine, or about a hop before this one.
+# Headers that the proxy sets itself for each engine, or that describe only the user's connection to the proxy.
 _NOT_PASSED_ON: Final = frozenset(
     {"host", "expect", "traceparent", "tracestate", "x-request-id", "forwarded", "x-real-ip", POLICY_HEADER}
 )
@@ -34,13 +34,13 @@ _NOT_PASSED_ON: Final = frozenset(
 
 @dataclass
 class Record:
-    """One request. `outcome`: ok, refused, failed, cut (a stream that ended with an error), disconnect, rejected."""
+    """One request. `outcome`: one of ok, refused, failed, cut (a stream ended with an error), disconnect, rejected."""
 
     id: str
     path: str
     trace: TraceContext
-    root: Span  # the request as its user sees it
-    headers: Headers  # of the user, for engines
+    root: Span  # the whole request, as its user sees it
+    headers: Headers  # the user's headers, for engines
     time: float = field(default_factory=time.time)
     model: str = ""
     stream: bool = False
@@ -49,8 +49,8 @@ class Record:
     prefill: str = ""
     decode: str = ""
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, found in a cache: a guess until an engine says it
-    prefill_cached_tokens: int | None = None  # what P found of a split prompt
+    cached_tokens: int = 0  # tokens of the prompt found in a cache: a guess until an engine reports them
+    prefill_cached_tokens: int | None = None  # how many tokens of a split prompt P reports as cached
     output_tokens: int = 0
     retries: int = 0
     status: int = 0
@@ -67,20 +67,20 @@ class Record:
         return self.root.began
 
     def note_cached(self, by_decode: int | None) -> None:
-        """What D found of the prompt; None: it does not say."""
+        """Note the number of the prompt's tokens that D reports as cached, or None if D does not report it."""
         found = self.prefill_cached_tokens if by_decode is None else self.found_before(by_decode)
         self.cached_tokens = self.cached_tokens if found is None else found
 
     def found_before(self, by_decode: int) -> int:
-        """How many tokens of the prompt were cached, where D says that it found so many: D finds what P has just
-        computed, too. If P has not finished, D has not had it from there."""
+        """Return how many tokens of the prompt were cached before the request. `by_decode` is the number that D
+        reports. That number includes the tokens that D got from P, if P has finished."""
         if self.prefill and self.prefill_cached_tokens is not None:
             return self.prefill_cached_tokens
         return min(by_decode, self.cached_tokens) if self.prefill and self.prefill_outcome == "ok" else by_decode
 
     @contextlib.contextmanager
     def span(self, name: str, kind: Kind = "internal", row: str = "proxy") -> Iterator[Span]:
-        """A part of the request, which ends with the block."""
+        """Measure a part of the request, until the `with` block ends."""
         span = Span(name, kind, row, parent=self.root.id)
         self.spans.append(span)
         try:
@@ -92,8 +92,8 @@ class Record:
             span.ended = time.monotonic()
 
     def for_engine(self, span: Span, attempt: int = 0) -> MutableHeaders:
-        """-> the headers of a request to an engine, which is that span. A second attempt has another id, because the
-        engine may still know the first."""
+        """Return the headers for the engine's request that this span measures. Each further attempt gets another id,
+        because the engine may still be serving the one before."""
         headers = self.headers.mutablecopy()
         headers["traceparent"] = self.trace.header(span.id)
         headers["x-request-id"] = f"{self.id}-{attempt}" if attempt else self.id
@@ -127,8 +127,8 @@ class Record:
 
 
 def begin(method: str, path: str, headers: Headers) -> Record:
-    """-> the record of a request with these headers."""
-    trace = parse_traceparent(",".join(headers.getlist("traceparent")))  # two are none
+    """Return the record of a request with these headers."""
+    trace = parse_traceparent(",".join(headers.getlist("traceparent")))  # a header that occurs twice is ignored
     given = headers.get("x-request-id", "")
     usable = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
     left_out = of_this_hop(",".join(headers.getlist("connection"))) | _NOT_PASSED_ON
@@ -149,7 +149,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 class AccessLog:
-    """Lines to standard output (``-``), to a file, or nowhere (empty)."""
+    """Writes lines to standard output (``-``), to a file, or nowhere (empty)."""
 
     def __init__(self, target: str) -> None:
         """Raises `OSError` if the file cannot be opened."""
@@ -165,7 +165,7 @@ class AccessLog:
         try:
             self._file.write(msgspec.json.encode(record.line()).decode() + "\n")
             self._file.flush()
-        except OSError as error:  # a full disk must not fail requests
+        except OSError as error:  # a full disk must not make requests fail
             log.warning("kvstore proxy: the access log cannot be written: %s", error)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""The proxy's process: from its settings to its ready line, and from SIGTERM to exit status 0.
+"""The proxy's process, from its settings to its ready line, and from SIGTERM to exit status 0.
 
-SIGTERM drains: the port stays open and new requests are refused, so that a load balancer hears it from /readyz; what
-runs may finish for `drain_s`, and is then ended with an error event. A second signal does not wait.
+SIGTERM makes the proxy drain: it refuses new requests, but keeps the port open, so that a load balancer learns of this
+from /readyz. Running requests have `drain_s` seconds to finish; those that do not finish end with an error event. A
+second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from kvstore_serving.proxy.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
-_CANCELLED_S: Final = 5.0  # for what was ended to end
+_CANCELLED_S: Final = 5.0  # how long cancelled requests may take to end
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `SettingsError` for what cannot be used, such as a port that is taken."""
+    """Serve until SIGTERM or SIGINT. Raises `SettingsError` for settings that cannot be used, such as a port in use."""
     asyncio.run(_run(settings))
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, without its handling of signals."""
+    """uvicorn without its signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -58,7 +59,7 @@ async def _run(settings: Settings) -> None:
         access_log = AccessLog(settings.access_log)
         sock = _listen(settings.host, settings.port)
     except OSError as error:
-        raise SettingsError(f"{error}; expected a free port in --listen, and a writable --access-log") from None
+        raise SettingsError(f"{error}; expected a free port in --listen, and a writable file in --access-log") from None
     pools = Pools(settings.backoff_s)
     upstream = Upstream(settings, os.environ.get("KVSTORE_ENGINE_API_KEY", ""))
     try:
@@ -113,7 +114,7 @@ async def _run(settings: Settings) -> None:
 
 
 def _on_signals(stop: asyncio.Event) -> None:
-    """The first SIGTERM or SIGINT sets `stop`; the next one ends the process as if nobody handled it."""
+    """Make the first SIGTERM or SIGINT set `stop`, and the next one end the process as if there were no handler."""
     loop = asyncio.get_running_loop()
 
     def handle(number: int) -> None:
@@ -142,8 +143,9 @@ async def _drain(proxy: Proxy, drain_s: float, stop: asyncio.Event) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off for sockets that are said to be TCP's, and those accepted here are what this
-    # one is. With it, the body of each answer would wait 40 ms for the client to acknowledge its head.
+    # asyncio turns Nagle's algorithm off only for sockets whose protocol is given as TCP, and accepted sockets inherit
+    # this socket's protocol. With Nagle's algorithm, the body of each answer would wait 40 ms until the client has
+    # acknowledged the headers.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -158,7 +160,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _config(settings: Settings, proxy: Proxy) -> uvicorn.Config:
     options: dict[str, Any] = {
-        "http": "h11",  # bounds the headers of a request
+        "http": "h11",  # limits the size of a request's headers
         "h11_max_incomplete_event_size": settings.max_header_bytes,
         "ws": "none",
         "lifespan": "off",

@@ -1,7 +1,7 @@
-"""What the operator of the proxy chooses, checked once at the start.
+"""The proxy's options, checked once at the start.
 
-Every bound of the proxy is here: how long it waits for engines and users, how much it holds for them. All times are in
-seconds, all sizes in bytes.
+All limits of the proxy are here: how long it waits for engines and users, and how much memory it uses for their data.
+All times are in seconds, and all sizes in bytes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from urllib.parse import urlsplit
 from kvstore_client.engine.directory import EngineRecord
 
 Policy: TypeAlias = Literal["auto", "colocate", "split"]
-POLICIES: Final = get_args(Policy)
-_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s\[\]:/]*)):([0-9]{1,5})")
+PROXY_POLICIES: Final = get_args(Policy)
+_LISTEN_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s\[\]:/]*)):([0-9]{1,5})")
 
 
 class SettingsError(ValueError):
-    """An option cannot be used. The message says what was given, what was expected, what to do."""
+    """An option cannot be used. The message names the given value, the expected one, and what to do."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All options. `events`: by an engine's URL, the publisher and the replay address of its KV events."""
+    """All options. `events`: for each engine its URL, and the publisher and replay address of its KV events."""
 
     host: str
     port: int
@@ -35,20 +35,20 @@ class Settings:
     engines: str = ""
     events: tuple[tuple[str, str, str], ...] = ()
     policy: Policy = "auto"
-    split_tokens: int | None = None  # None: as measured, see `pace`
+    split_tokens: int | None = None  # None to measure it, see `pace`
     drain_s: float = 60.0
-    retries: int = 2  # of one request, on other decode engines
+    retries: int = 2  # retries of one request, on other decode engines
     connect_s: float = 2.0
-    first_byte_s: float = 300.0  # an engine's queue may be long
+    first_byte_s: float = 300.0  # until an engine's first byte; its queue may be long
     idle_s: float = 60.0  # between two pieces of an engine's stream
-    answer_s: float = 1800.0  # an answer that is not streamed
+    answer_s: float = 1800.0  # for an answer that is not streamed
     tokenize_s: float = 2.0
-    backoff_s: float = 1.0  # without an engine after its first failure; doubled with each that follows
+    backoff_s: float = 1.0  # an engine's pause after its first failure; doubled after each further failure
     check_interval_s: float = 2.0
     check_timeout_s: float = 2.0
-    user_stall_s: float = 120.0  # a user who does not read
+    user_stall_s: float = 120.0  # how long a user may stop reading
     max_body_bytes: int = 32 << 20
-    max_bodies_bytes: int = 256 << 20  # of all requests, those that are still coming and those that are served
+    max_bodies_bytes: int = 256 << 20  # the bodies of all requests, those that are arriving and those being served
     max_answer_bytes: int = 64 << 20
     max_header_bytes: int = 64 << 10
     max_in_flight: int = 1024
@@ -63,18 +63,18 @@ class Settings:
         for url, _, _ in self.events:
             if url not in known:
                 raise SettingsError(
-                    f"--events names {url!r}, which is neither --prefill nor --decode; expected one of them"
+                    f"--events names {url!r}, which is not a URL of --prefill or --decode; expected one of them"
                 )
         flags = {"--prefill or --decode": known, "--pools": self.pools, "--engines": self.engines}
         ways = [name for name, given in flags.items() if given]
         if len(ways) > 1:
-            raise SettingsError(f"{' and '.join(ways)} were given; expected one way to name engines")
+            raise SettingsError(f"{' and '.join(ways)} were given; expected only one of them")
         if not ways:
             raise SettingsError(
                 "no engines were given; expected --prefill URL and --decode URL, --pools FILE, or --engines etcd://…"
             )
-        if self.policy not in POLICIES:
-            raise SettingsError(f"--policy is {self.policy!r}; expected one of {', '.join(POLICIES)}")
+        if self.policy not in PROXY_POLICIES:
+            raise SettingsError(f"--policy is {self.policy!r}; expected one of {', '.join(PROXY_POLICIES)}")
         for name in ("drain_s", "connect_s", "first_byte_s", "idle_s", "answer_s", "check_interval_s", "user_stall_s"):
             if not 0 < getattr(self, name) < 86_400:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; expected more than 0 and less than a day")
@@ -89,12 +89,12 @@ class Settings:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; expected 1 or more")
         if self.max_bodies_bytes < self.max_body_bytes:
             raise SettingsError(
-                f"--max-bodies is {self.max_bodies_bytes} bytes; expected at least those of --max-body, "
-                f"{self.max_body_bytes}"
+                f"--max-bodies is {self.max_bodies_bytes} bytes; expected at least --max-body, which is "
+                f"{self.max_body_bytes} bytes"
             )
 
     def named(self) -> list[EngineRecord]:
-        """The engines of the flags."""
+        """The engines that are given by flags."""
         events = {url: addresses for url, *addresses in self.events}
         records = []
         for url in dict.fromkeys((*self.prefill, *self.decode)):
@@ -109,7 +109,8 @@ class Settings:
 
 
 def check_engine_url(url: str) -> None:
-    """Raises `SettingsError` if `url` is not http://HOST:PORT, or has a path that does not end the same."""
+    """Raise `SettingsError` unless `url` is of the form http://HOST:PORT, without a slash, query or fragment at its
+    end."""
     parts = urlsplit(url)
     if (
         parts.scheme not in ("http", "https")
@@ -122,15 +123,15 @@ def check_engine_url(url: str) -> None:
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """-> host and port of HOST:PORT. Raises `SettingsError`."""
-    match = _ADDRESS.fullmatch(text)
+    """Return the host and port of HOST:PORT. Raises `SettingsError`."""
+    match = _LISTEN_ADDRESS.fullmatch(text)
     if match is None or int(match[3]) >= 1 << 16:
         raise SettingsError(f"--listen is {text!r}; expected HOST:PORT with a port from 0 to 65535")
     return match[1] or match[2] or "127.0.0.1", int(match[3])
 
 
 def parse_split_tokens(text: str) -> int | None:
-    """-> the number; None: it is measured. Raises `SettingsError`."""
+    """Return the number of tokens, or None if it is to be measured. Raises `SettingsError`."""
     if text == "auto":
         return None
     if not text.isascii() or not text.isdigit() or len(text) > 9:
@@ -139,7 +140,7 @@ def parse_split_tokens(text: str) -> int | None:
 
 
 def parse_events(text: str) -> tuple[str, str, str]:
-    """-> URL, publisher and replay address of URL=EVENTS[,REPLAY]. Raises `SettingsError`."""
+    """Return the URL, publisher and replay address of URL=EVENTS[,REPLAY]. Raises `SettingsError`."""
     url, separator, rest = text.partition("=")
     addresses = rest.split(",")
     if not separator or not addresses[0] or len(addresses) > 2:

@@ -1,8 +1,8 @@
-"""Whether the store answers, and since when it has kept what it was given.
+"""Whether the store answers, and since when it has lost no blocks.
 
-Without it nothing can be handed over, so each request is served by one engine alone. The client waits for the network,
-so it is asked in a thread; the answer is read in the event loop. What a prompt's blocks are called there only engines
-know: the store is asked whether it lost blocks, and not which it has.
+Without the store nothing can be handed over, so each request is served by one engine alone. The client blocks while it
+waits for the network, so it runs in a thread, and the event loop reads the result. Only engines know the keys of a
+prompt's blocks. So the proxy cannot ask which blocks the store has; it asks whether the store has lost any.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from kvstore_serving.proxy.store_losses import StoreLosses
 log = logging.getLogger(__name__)
 
 _NOBODY: Final = Namespace(model="kvstore-proxy", dtype="uint8", block_tokens=1, block_bytes=1)
-_FRESH_S: Final = 0.1  # an answer that is as young needs no other
-_ASKED_S: Final = 0.25  # that a request waits for one
+_FRESH_S: Final = 0.1  # an answer that is younger than this is used again
+_ASKED_S: Final = 0.25  # how long a request waits for the store's answer
 
 
 class StoreWatch:
-    """Asks the store now and then. One event loop. `works`: at least one of its shards answered when it was asked."""
+    """Asks the store at intervals. Used by one event loop. `works`: whether at least one shard answered the last
+    time."""
 
     def __init__(self, endpoint: tuple[str, ...], interval_s: float, timeout_s: float) -> None:
-        """Raises `ValueError` for an endpoint that is none."""
+        """Raises `ValueError` for an invalid endpoint."""
         self.works = False
         self.endpoint = endpoint
         self._interval_s = interval_s
@@ -53,17 +54,17 @@ class StoreWatch:
         return {"endpoint": list(self.endpoint), "answers": self.works, "kept_s": kept_s, "lost": self._losses.why}
 
     async def check(self) -> None:
-        """Ask once; two who want that at a time get one answer."""
+        """Ask the store once. Calls at the same time share one request."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         await asyncio.shield(self._asking)
 
     async def look_again(self) -> bool:
-        """Ask, unless it was asked just now. -> whether less is believed there than before; False if it does not answer
-        at once."""
+        """Ask the store, unless its last answer is very recent. Returns whether the store has lost blocks since the
+        last answer. Returns False if the store does not answer at once."""
         before = self.since
         if time.monotonic() - self._asked > _FRESH_S:
-            with contextlib.suppress(asyncio.TimeoutError):  # the next check tells
+            with contextlib.suppress(asyncio.TimeoutError):  # the next check will show it
                 await asyncio.wait_for(self.check(), _ASKED_S)
         return self.since > before
 
@@ -76,13 +77,16 @@ class StoreWatch:
         works = bool(shards)
         if works != self.works:
             where = ", ".join(self.endpoint)
-            log.warning("the store at %s %s", where, "answers" if works else "does not answer: nothing is handed over")
+            if works:
+                log.info("the store at %s answers", where)
+            else:
+                log.warning("the store at %s does not answer: nothing is handed over", where)
         self.works, self._asked = works, asked
         if works and self._losses.look(shards, asked, time.monotonic()):
-            log.info("the store: %s; nothing from before is taken to be there", self._losses.why)
+            log.info("the store: %s; all blocks from before are assumed to be lost", self._losses.why)
 
     def follow(self) -> None:
-        """Ask again and again, until `close`."""
+        """Ask the store at intervals until `close` is called."""
         self._task = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:

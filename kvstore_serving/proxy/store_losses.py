@@ -1,9 +1,9 @@
-"""What a store has lost, from what its shards say of themselves: since when what it was given may be believed there.
+"""What a store has lost, according to its shards, and since when its blocks may be assumed to be there.
 
-Pure: the caller asks the shards and tells the time, of `time.monotonic`. A shard that was restarted, purged, emptied,
-or has gone has lost all of its blocks. Of one that evicts, what counts is the share that it lost: blocks that were
-there before a tenth of a shard's blocks went are not believed in any more, since a prompt is spread over all shards and
-ends at its first block that is missing.
+Pure: the caller asks the shards and passes the time from `time.monotonic`. A shard that was restarted, purged or
+emptied, or that is gone, has lost all of its blocks. For a shard that evicts, the share of lost blocks is added up.
+Once a shard has lost a tenth of its blocks, all older blocks are assumed to be lost. The reason is that a prompt is
+spread over all shards and ends at its first missing block.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from typing import Final
 
 from kvstore.wire.status import NamespaceInfo, ShardInfo
 
-_LOST: Final = 0.1  # of a shard's blocks
-_REMEMBERED: Final = 10_000  # looks
-_CLOCKS_S: Final = 1.0  # by which two looks at one start may differ
-_GONE: Final = 2  # looks without an answer
+_LOST: Final = 0.1  # share of a shard's blocks; when losses add up to it, all older blocks count as lost
+_REMEMBERED: Final = 10_000  # the most losses that are remembered
+_CLOCKS_S: Final = 1.0  # seconds by which two reports of the same start may differ
+_GONE: Final = 2  # a shard missing in this many reports in a row is gone
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """A shard at one look. started: not before, not after. missing: how many looks it has not answered since."""
+    """A shard in one report.
+
+    started: the earliest and the latest time at which it can have started
+    missing: the number of later reports in which the shard did not answer
+    """
 
     info: ShardInfo
     started: tuple[float, float]
@@ -35,18 +39,23 @@ class _Seen:
 
 
 class StoreLosses:
-    """One thread. since: nothing that the store was given before is believed there. purged_at: the last purge that the
-    whole store had. why: of the last loss that was one of everything."""
+    """The losses of a store. Used by one thread.
+
+    since: the time before which all blocks that the store got are assumed to be lost
+    purged_at: the last purge of the whole store
+    why: the reason for the last loss of all blocks of a shard
+    """
 
     def __init__(self) -> None:
         self.since = 0.0
         self.purged_at = 0.0
         self.why = ""
         self._shards: dict[str, _Seen] = {}
-        self._shares: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)  # when, the share lost up to then
+        self._shares: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)  # the time and the share of each loss
 
     def look(self, shards: Sequence[ShardInfo], asked: float, answered: float) -> bool:
-        """Take in what all shards that answer have said. -> whether a shard has lost everything."""
+        """Compare the reports of all shards that answer with their last reports. Returns whether a shard has lost all
+        its blocks."""
         share, why = 0.0, ""
         here = [_Seen(shard, (asked - shard.uptime_s, answered - shard.uptime_s)) for shard in shards]
         for now in here:
@@ -71,7 +80,7 @@ class StoreLosses:
         return bool(why)
 
     def _note(self, share: float, now: float) -> None:
-        """Whatever was there before `now` has seen this loss, and those after it."""
+        """Note that this share of all blocks from before `now` is lost, in addition to earlier losses."""
         self._shares.append((now, share))
         total = 0.0
         for at, each in reversed(self._shares):
@@ -82,7 +91,7 @@ class StoreLosses:
 
 
 def _lost_all(before: _Seen, now: _Seen) -> str:
-    """-> why nothing is there any more that was; empty: it may be."""
+    """Return why a shard has lost all its blocks, or an empty string if it may still have some."""
     if now.info.pid != before.info.pid or now.started[0] > before.started[1] + _CLOCKS_S:
         return "was restarted"
     if now.info.generation > before.info.generation:
@@ -97,14 +106,15 @@ def _blocks(shard: ShardInfo) -> int:
 
 
 def _lost(before: ShardInfo, now: ShardInfo) -> float:
-    """-> the share of its blocks that a shard has lost: evicted, deleted, or expired."""
+    """Return the share of its blocks that a shard has lost by eviction, deletion or expiry."""
     there, left = _blocks(before), {each.id: each for each in now.namespaces}
     lost = sum(_lost_of(each, left.get(each.id)) for each in before.namespaces)
     return min(1.0, lost / there) if there else 0.0
 
 
 def _lost_of(before: NamespaceInfo, now: NamespaceInfo | None) -> int:
-    """-> how many blocks of a namespace there were and are not any more, in memory or, if it has one, on disk."""
+    """Return how many blocks of a namespace were lost between the two reports. The blocks on disk are counted if the
+    namespace has a disk, otherwise those in memory."""
     if now is None:
         return before.blocks + before.disk_blocks
     if before.disk_blocks or now.disk_blocks:

@@ -1,7 +1,7 @@
-"""Where the spans of a request go when it has ended: to a file, to an OpenTelemetry collector, or nowhere.
+"""Where the spans of an ended request go: to a file, to an OpenTelemetry collector, or nowhere.
 
-What must hold: nothing here waits for a disk or a network, since all requests share one loop; threads do that, and lose
-what is too much. A trace that its caller does not want recorded, as its `traceparent` says, is not.
+Nothing here may wait for a disk or a network, because all requests share one event loop. Threads write the spans, and
+drop spans when there are too many. A trace is not recorded if its caller says so in `traceparent`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _OPERATIONS = {CHAT: "chat", COMPLETIONS: "text_completion"}
 
 
 class Tracing:
-    """One event loop. `on`: whether there is anywhere to go."""
+    """Records spans. Used by one event loop. `on`: whether there is a file or a collector to record to."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises `SettingsError`: the file cannot be written, or what makes spans is not installed."""
+        """Raises `SettingsError` if the file cannot be written, or if the package that makes spans is not installed."""
         self._sender = _sender(settings) if settings.trace_file or settings.otlp_endpoint else None
         self.on = self._sender is not None
 
     def ended(self, record: Record) -> None:
-        """Take the spans of a request that has ended."""
+        """Record the spans of a request that has ended."""
         if self._sender is None or not record.trace.sampled:
             return
         _finish(record)
         self._sender.send(record.trace, record.id, [record.root, *record.spans], record.time - record.began)
 
     def close(self) -> None:
-        """Write and send what waits, for some seconds at most."""
+        """Write and send the waiting spans. This takes a few seconds at most."""
         if self._sender is not None:
             self._sender.close()
 
@@ -60,7 +60,7 @@ def _sender(settings: Settings) -> SpanSender:
 
 
 def _finish(record: Record) -> None:
-    """All spans have ended, and the root span says what the record says, in OpenTelemetry's words as far as it has
+    """End all spans, and copy the record's values to the root span. OpenTelemetry's names are used where it defines
     them."""
     root = record.root
     root.ended = record.began + record.seconds

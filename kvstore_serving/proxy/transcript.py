@@ -1,14 +1,16 @@
-"""What a user was sent of an answer, and how the streams of several engines become that one answer.
+"""The part of an answer that the user already has, and how the streams of several engines become one answer.
 
-Pure. The answer's beginning may come from the prefill engine, its rest from a decode engine, and after a failure from
-another one. A `Follower` passes on the chunks of one engine:
+Pure. The beginning of the answer may come from the prefill engine, and the rest from a decode engine. After a failure,
+another engine continues. A `StreamFollower` passes on the chunks of one engine:
 
-* of a stream that begins at the answer's beginning, it leaves out what the user has, token by token and character by
-  character, and raises `Diverged` before anything else is sent if that is not the same;
-* of a stream that continues the answer after its `safe_ids`, the same, and it makes chunks of the answer of them.
+* If the stream begins at the answer's beginning, the follower leaves out what the user has, token by token and
+  character by character. If the stream differs from that, the follower raises `Diverged` before it passes on anything.
+* If the stream continues the answer after its `safe_ids`, the follower does the same, and also turns the chunks into
+  chunks of this answer.
 
-What must hold: the texts that were sent, joined, are the answer's text. All chunks have the id and the time of the
-first. A chunk costs the same time however long the answer is, and of its text no more than `MOST_TEXT` is kept.
+What must hold: the texts that were sent, joined together, are the answer's text. All chunks have the id and the time of
+the first chunk. The work for a chunk does not grow with the length of the answer, and at most `MAX_TRANSCRIPT`
+characters of the answer's text are kept.
 """
 
 from __future__ import annotations
@@ -16,31 +18,33 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvstore_serving.proxy.ask import Ask
+from kvstore_serving.proxy.ask import ParsedRequest
 
-MOST_TEXT: Final = 1 << 20  # characters; an answer with more of them cannot be given again by another engine
+MAX_TRANSCRIPT: Final = 1 << 20  # characters; a longer answer cannot be repeated by another engine
 
 
 class Diverged(Exception):
-    """This engine gives another answer than the one that the user has the beginning of. Nothing of it was sent."""
+    """This engine's answer differs from the beginning that the user already has. No part of this engine's answer was
+    sent."""
 
 
 @dataclass
 class Transcript:
-    """What was sent. One request, one task at a time."""
+    """What was sent to the user in one request. Used by one task at a time."""
 
-    ask: Ask
-    head: dict[str, Any] = field(default_factory=dict)  # id, created and model of all chunks
+    ask: ParsedRequest
+    head: dict[str, Any] = field(default_factory=dict)  # the id, created and model fields of all chunks
     role_sent: bool = False
     chars: int = 0
     ids: list[int] = field(default_factory=list)
     prompt_ids: list[int] | None = None
-    ids_known: bool = True  # of all that was sent
-    odd: bool = False  # something was sent that is neither text nor role
+    ids_known: bool = True  # whether the tokens of everything that was sent are known
+    odd: bool = False  # whether something other than text and roles was sent
     finished: bool = False
     usage: dict[str, Any] | None = None
-    # Up to here all tokens have shown their text. After a part of a character an engine that goes on would show another
-    # text, so it goes on here, and what the user has beyond is left out.
+    # The text of all tokens up to this point is complete. If another engine continued after a part of a character, it
+    # would produce different text. So it continues from this point, and what the user has beyond this point is left
+    # out.
     safe_ids: int = 0
     safe_text: int = 0  # characters
     from_prefill: int = 0  # how many of the tokens came from the prefill engine
@@ -48,13 +52,13 @@ class Transcript:
 
     @property
     def text(self) -> str:
-        """All of it, unless it is `too_long`."""
+        """All of the text that was sent. It is incomplete if it was `too_long`."""
         return "".join(self._texts)
 
     @property
     def too_long(self) -> bool:
-        """Whether the text is no longer known, so that nobody can go on after it."""
-        return self.chars > MOST_TEXT
+        """Whether the text was too long to be kept, so that no engine can continue it."""
+        return self.chars > MAX_TRANSCRIPT
 
     def add(self, text: str) -> None:
         self.chars += len(text)
@@ -65,17 +69,17 @@ class Transcript:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing of the answer was sent: a role is none of it."""
+        """Whether no part of the answer was sent. A role does not count."""
         return not self.chars and not self.ids and not self.odd
 
     @property
     def continuable(self) -> bool:
-        """Whether another engine can be told exactly what was sent."""
+        """Whether the proxy can tell another engine exactly what was sent."""
         known = self.ids_known and not self.odd and not self.too_long and self.prompt_ids is not None
         return known and self.ask.may_continue
 
     def stamp(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Give a chunk the id of the answer, and leave out the ids that the user did not ask for."""
+        """Give a chunk the answer's id, and remove the token ids if the user did not ask for them."""
         if not self.head:
             self.head = {name: chunk[name] for name in ("id", "created", "model") if name in chunk}
         chunk.update(self.head)
@@ -87,7 +91,7 @@ class Transcript:
         return chunk
 
     def ending(self) -> list[dict[str, Any]]:
-        """-> the chunks that end an answer all of whose tokens were sent; those that were not sent yet."""
+        """Return the chunks that end an answer whose tokens were all sent, except for chunks that were already sent."""
         chunk = self._chunk("", None, "length")
         chunks = [] if self.finished else [chunk]
         self.finished = True
@@ -98,7 +102,8 @@ class Transcript:
         return chunks
 
     def of_continuation(self, chunk: dict[str, Any], said: int) -> dict[str, Any]:
-        """-> a chunk of /v1/completions that continues this answer after `said` tokens, as one of this answer."""
+        """Turn a chunk of /v1/completions that continues this answer after `said` tokens into a chunk of this
+        answer."""
         usage = chunk.get("usage")
         if isinstance(usage, dict):
             usage["prompt_tokens"] = usage.get("prompt_tokens", said) - said
@@ -122,20 +127,20 @@ class Transcript:
         return {**self.head, "object": kind, "choices": [choice]}
 
 
-class Follower:
-    """Passes on what one engine streams. `continues`: after how many tokens, the safe ones, it goes on; None:
-    it begins anew."""
+class StreamFollower:
+    """Passes on the stream of one engine. `continues`: the number of (safe) tokens after which the stream continues;
+    None if the stream begins with the answer's first token."""
 
     def __init__(self, transcript: Transcript, continues: int | None = None) -> None:
         self._transcript = transcript
         self._continues = continues
-        # What is to be left out, and how much of it has come.
+        # What must be left out, and how much of it has arrived.
         self._had_text = transcript.text[transcript.safe_text if continues else 0 :]
         self._had_ids = transcript.ids[continues or 0 :]
         self._text_came = self._ids_came = 0
 
     def feed(self, chunk: dict[str, Any], *, prefill: bool = False) -> dict[str, Any] | None:
-        """-> what the user is sent of this chunk; None: nothing. `prefill`: it is the prefill engine's."""
+        """Return the part of this chunk for the user, or None. `prefill`: the chunk is from the prefill engine."""
         transcript = self._transcript
         if self._continues is not None:
             chunk = transcript.of_continuation(chunk, self._continues)
@@ -148,7 +153,7 @@ class Follower:
         prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if transcript.prompt_ids is None and isinstance(prompt_ids, list):
             transcript.prompt_ids = prompt_ids
-        elif prompt_ids is not None:  # each engine says it with its first token; the user has it
+        elif prompt_ids is not None:  # each engine sends it with its first token, but the user already has it
             for holder in (chunk, choice):
                 if "prompt_token_ids" in holder:
                     holder["prompt_token_ids"] = None
@@ -162,7 +167,7 @@ class Follower:
             return None
         text, ids, repeated = self._new(text, ids)
         if (finish is not None or odd) and self._leaves_out:
-            raise Diverged  # it ends, or says something else, before all that the user has
+            raise Diverged  # it ends, or sends something else, before it has repeated all that the user has
         if repeated and not text and not ids and finish is None and not odd:
             return None
         if isinstance(delta, dict):
@@ -187,11 +192,11 @@ class Follower:
 
     @property
     def _leaves_out(self) -> bool:
-        """Whether a part of what the user has did not come yet."""
+        """Whether a part of what the user has must still be left out."""
         return self._text_came < len(self._had_text) or self._ids_came < len(self._had_ids)
 
     def _new(self, text: str, ids: list[int] | None) -> tuple[str, list[int] | None, bool]:
-        """-> the part of text and ids that the user does not have, and whether there was another part."""
+        """Return the text and ids that the user does not have, and whether anything was left out."""
         if not self._leaves_out:
             return text, ids, False
         if ids is not None:
@@ -204,5 +209,5 @@ class Follower:
             raise Diverged
         self._text_came += len(had_text)
         if ids is None and self._text_came == len(self._had_text):
-            self._ids_came = len(self._had_ids)  # an engine that names no tokens is compared by its text
+            self._ids_came = len(self._had_ids)  # without token ids, only the texts are compared
         return text[len(had_text) :], ids, True

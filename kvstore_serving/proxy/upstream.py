@@ -1,11 +1,11 @@
-"""Requests to engines: one pool of connections, streams that are read as they come, and what can go wrong.
+"""Requests to engines: one pool of connections, streams that are read as they arrive, and the errors of engines.
 
-One event loop. Two errors come out of here. `EngineFailed`: the engine is to blame, another one may be asked.
-`EngineRefused`: the engine's own answer, which is passed on as it is. Leaving a stream closes its connection, and an
-engine whose connection is closed stops computing. Reading is ahead of what the caller takes by a socket's buffer only,
-so a slow user slows the engine down instead of filling this process.
+Used by one event loop. There are two errors. `EngineFailed` means that the engine is at fault and another one may be
+tried. `EngineRefused` carries the engine's own answer, which is passed on unchanged. Leaving a stream closes its
+connection, and an engine whose connection is closed stops computing. At most one socket buffer of a stream is read
+ahead, so a slow user slows the engine down instead of filling this process's memory.
 
-Over 400 lines because the ways to ask an engine end in the same two errors, and share one opening of a request.
+Over 400 lines because all kinds of requests end in the same two errors, and share the code that opens a request.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kvstore_serving import sse
 from kvstore_serving.proxy.hop import of_this_hop
 from kvstore_serving.proxy.pools import Engine
 from kvstore_serving.proxy.settings import Settings
-from kvstore_serving.proxy.silence import Waiting
+from kvstore_serving.proxy.silence import AwaitedAnswer
 
-# Worth another engine: this one is broken, or has no room.
+# Errors after which another engine is tried: this one is broken, or has no room.
 _RETRIED: Final = frozenset({408, 425, 429, *range(500, 600)})
-PROBE: Final = "kvstore-proxy-asks-for-a-token"  # the id of such a request
+PROBE: Final = "kvstore-proxy-asks-for-a-token"  # the id of the proxy's own request for a token
 _SILENT: Final = "it is silent: it accepts requests and answers none"
-_IDLE_CLOSED_S: Final = 0.5  # after which a connection that ends was not idle
-_KEEP_ALIVE_S: Final = 2.0  # less than engines keep an idle connection: uvicorn closes it after 5 s
-_MAX_EVENT_BYTES: Final = 32 << 20  # the first event may carry the token ids of a long prompt
+_IDLE_CLOSED_S: Final = 0.5  # if a reused connection ends sooner, the engine had closed it while it was idle
+_KEEP_ALIVE_S: Final = 2.0  # engines keep idle connections longer: uvicorn closes them after 5 s
+_MAX_ENGINE_EVENT_BYTES: Final = 32 << 20  # the first event may carry the token ids of a long prompt
 _JSON: Final = {"content-type": "application/json"}
 _encoder: Final = msgspec.json.Encoder()
 _Result = TypeVar("_Result")
@@ -60,7 +60,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """What the proxy reads of a chunk."""
+    """The fields of a chunk that the proxy reads."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -75,7 +75,7 @@ Headers: TypeAlias = "list[tuple[str, str]]"
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineAnswer:
     """An engine's whole answer."""
 
     status: int
@@ -84,9 +84,9 @@ class Answer:
 
 
 class EngineFailed(Exception):
-    """The engine is to blame. `answer`: what it said, if it said anything."""
+    """The engine is at fault. `answer`: the engine's answer, if there was one."""
 
-    def __init__(self, engine: Engine, why: str, answer: Answer | None = None) -> None:
+    def __init__(self, engine: Engine, why: str, answer: EngineAnswer | None = None) -> None:
         super().__init__(f"{engine.url}: {why}")
         self.engine = engine
         self.why = why
@@ -94,14 +94,14 @@ class EngineFailed(Exception):
 
     @property
     def kind(self) -> str:
-        """For statistics: the status, if there was one."""
+        """The kind of failure for statistics. It is the HTTP status, if there was one."""
         return str(self.answer.status) if self.answer is not None else "EngineFailed"
 
 
 class EngineRefused(Exception):
-    """The engine does not take this request; nor would another one."""
+    """The engine refuses this request. Any other engine would refuse it, too."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: EngineAnswer) -> None:
         super().__init__(f"status {answer.status}")
         self.answer = answer
 
@@ -110,41 +110,41 @@ class EngineRefused(Exception):
         return str(self.answer.status)
 
 
-class Stream:
-    """An engine's events. A context manager; leaving it ends the request at the engine."""
+class EngineStream:
+    """A stream of an engine's events. It is a context manager; leaving it ends the request at the engine."""
 
     def __init__(
-        self, engine: Engine, response: aiohttp.ClientResponse, waiting: Waiting, first_s: float, idle_s: float
+        self, engine: Engine, response: aiohttp.ClientResponse, waiting: AwaitedAnswer, first_s: float, idle_s: float
     ) -> None:
         self.engine = engine
         self._waiting = waiting
         waiting.given_up.add_done_callback(self._silenced)
-        self.span: Span | None = None  # which is told when the first event comes
+        self.span: Span | None = None  # notes when the first event comes
         self.headers = _passed_on(response, unpacked=True)
         self._response = response
         self._wait_s = first_s
         self._idle_s = idle_s
-        self._until: float | None = None  # when the next event must be there; comments are none
-        self._why = ""  # this side has closed it
-        self._reader = sse.EventReader(_MAX_EVENT_BYTES)
+        self._until: float | None = None  # when the next event must have arrived; comments do not count
+        self._why = ""  # why the proxy has closed the stream
+        self._reader = sse.EventReader(_MAX_ENGINE_EVENT_BYTES)
         self._events: deque[bytes] = deque()
 
     async def next(self) -> bytes | None:
-        """-> the next event's data, or a comment; None after the last one. Raises `EngineFailed`, also if the stream
-        was cut."""
+        """Return the data of the next event or comment, or None after the last one. Raises `EngineFailed`, also if the
+        stream was cut."""
         loop = asyncio.get_running_loop()
         if self._events:
-            await asyncio.sleep(0)  # one piece may have a thousand of them: between two it is the turn of others
+            await asyncio.sleep(0)  # one read may contain a thousand events: let other tasks run in between
         if self._until is None:
             self._until = loop.time() + self._wait_s
         while not self._events:
-            # Not `wait_for`: it may swallow a cancellation that comes with the bytes.
+            # `wait_for` is not used because it may lose a cancellation that arrives together with the bytes.
             expiry = loop.call_at(self._until, self._expire)
             try:
                 piece = await self._response.content.readany()
                 self._events.extend(self._reader.feed(piece))
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-                raise EngineFailed(self.engine, self._why or f"its stream was cut: {error}") from None
+                raise EngineFailed(self.engine, self._why or f"its stream was cut off: {error}") from None
             except sse.EventError as error:
                 raise EngineFailed(self.engine, str(error)) from None
             finally:
@@ -162,13 +162,13 @@ class Stream:
         return None if event == sse.DONE else event
 
     async def chunk(self) -> dict[str, Any] | sse.Comment | None:
-        """-> the next chunk, or a comment; None after the last one. Raises `EngineFailed`, and `EngineRefused` for an
-        error in the stream that is the request's."""
+        """Return the next chunk or comment, or None after the last one. Raises `EngineFailed`, or `EngineRefused` if
+        the stream has an error that is the request's fault."""
         data = await self.next()
         return data if data is None or isinstance(data, sse.Comment) else self.parse(data)
 
     def parse(self, data: bytes) -> dict[str, Any]:
-        """-> the chunk that an event is. Raises what `chunk` raises."""
+        """Return the chunk in an event. Raises the same errors as `chunk`."""
         try:
             chunk = sse.decode(data)
         except sse.EventError as error:
@@ -178,11 +178,12 @@ class Stream:
         try:
             _check_chunk(data)
         except msgspec.ValidationError as error:
-            raise EngineFailed(self.engine, f"an event that is no chunk of OpenAI's API: {error}") from None
+            raise EngineFailed(self.engine, f"an event is not a chunk of OpenAI's API: {error}") from None
         return chunk
 
     def refuse(self, data: bytes) -> NoReturn:
-        """Raise what an event with an error means: one in `error`, or of engines that give it by itself."""
+        """Raise the error that an event describes. The error is in the field `error`; for some engines it is the event
+        itself."""
         try:
             event = sse.decode(data)
             said = event.get("error") or event
@@ -192,7 +193,7 @@ class Stream:
         why = f"an error in its stream: {data[:200].decode(errors='replace')}"
         if not isinstance(code, int) or not 400 <= code < 600:
             raise EngineFailed(self.engine, why)
-        answer = Answer(code, [("content-type", "application/json")], data)
+        answer = EngineAnswer(code, [("content-type", "application/json")], data)
         raise EngineFailed(self.engine, why, answer) if code in _RETRIED else EngineRefused(answer)
 
     def _expire(self) -> None:
@@ -208,7 +209,7 @@ class Stream:
         self.engine.silence.ended(self._waiting)
         self._response.close()
 
-    async def __aenter__(self) -> Stream:
+    async def __aenter__(self) -> EngineStream:
         return self
 
     async def __aexit__(
@@ -218,17 +219,17 @@ class Stream:
 
 
 class Upstream:
-    """The way to all engines."""
+    """Sends requests to all engines."""
 
     def __init__(self, settings: Settings, api_key: str = "") -> None:
-        """`api_key`: for what the proxy asks on its own."""
+        """api_key: the key for the proxy's own requests"""
         self._settings = settings
         self._own_headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        # As many connections as there are requests in flight; those are bounded.
+        # Connections need no limit here: there are at most as many as requests in flight, which are limited.
         reuse = aiohttp.TraceConfig()
         reuse.on_connection_reuseconn.append(_note_reuse)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-        # What is passed on is not looked at, so it stays as it is; what is read is unpacked.
+        # Answers that the proxy reads are decompressed; answers that it passes on unread stay compressed.
         self._passing, self._reading = (
             aiohttp.ClientSession(
                 connector=connector,
@@ -249,9 +250,9 @@ class Upstream:
 
     async def stream(
         self, engine: Engine, path: str, body: Mapping[str, Any], headers: Mapping[str, str], weight: float
-    ) -> Stream:
-        """Ask for a stream; returns when the engine has accepted it. `weight`: see `silence.weight`. Raises
-        `EngineFailed`, `EngineRefused`."""
+    ) -> EngineStream:
+        """Request a stream, and return when the engine has accepted the request. `weight`: see `silence.weight`. Raises
+        `EngineFailed` or `EngineRefused`."""
         waiting = engine.silence.begin(weight)
         first_s, idle_s = self._settings.first_byte_s, self._settings.idle_s
         try:
@@ -262,8 +263,8 @@ class Upstream:
             raise
         try:
             if response.status == 200:
-                stream = Stream(engine, response, waiting, first_s, idle_s)
-                if response.content_type == "application/json":  # no events: it says why there are none
+                stream = EngineStream(engine, response, waiting, first_s, idle_s)
+                if response.content_type == "application/json":  # an error instead of events
                     engine.silence.refused(waiting)
                     stream.refuse((await self._read(engine, response)).body)
                 return stream
@@ -277,8 +278,9 @@ class Upstream:
 
     async def ask(
         self, engine: Engine, path: str, body: Mapping[str, Any], headers: Mapping[str, str], weight: float
-    ) -> Answer:
-        """-> the whole answer, of status 200. `weight`: as for `stream`. Raises `EngineFailed`, `EngineRefused`."""
+    ) -> EngineAnswer:
+        """Return the whole answer, which has status 200. `weight`: as for `stream`. Raises `EngineFailed` or
+        `EngineRefused`."""
         asking = self._whole(engine, "POST", path, _encoder.encode(body), headers, self._settings.answer_s)
         waiting = engine.silence.begin(weight)
         try:
@@ -298,9 +300,9 @@ class Upstream:
         timeout_s: float,
         model: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
-    ) -> Answer:
-        """Ask for a token, to see whether the engine works. Raises `EngineFailed` if it does not come in time. An
-        answer that refuses it will do: of an engine that generates nothing, or wants a key."""
+    ) -> EngineAnswer:
+        """Ask for a token, to see whether the engine works. Raises `EngineFailed` if no answer comes in time. A refusal
+        also shows that the engine works: it may be an engine that generates nothing, or that requires a key."""
         model = model or next(iter(engine.models), None)
         body: dict[str, Any] = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0}
         if kv_transfer_params:
@@ -311,24 +313,27 @@ class Upstream:
             raise EngineFailed(engine, f"status {answer.status}", answer)
         return answer
 
-    async def own(self, engine: Engine, path: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> Answer:
-        """-> the answer to a question of the proxy's own, of any status. Raises `EngineFailed`."""
+    async def own(
+        self, engine: Engine, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
+    ) -> EngineAnswer:
+        """Send a request of the proxy's own, and return the answer, whatever its status. Raises `EngineFailed`."""
         if body is None:
             return await self._whole(engine, "GET", path, b"", self._own_headers, timeout_s)
         headers = {**self._own_headers, **_JSON}
         return await self._whole(engine, "POST", path, _encoder.encode(body), headers, timeout_s)
 
-    async def get(self, engine: Engine, path: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
-        """-> the answer to a user's GET, of any status. Raises `EngineFailed`."""
+    async def get(self, engine: Engine, path: str, headers: Mapping[str, str], timeout_s: float) -> EngineAnswer:
+        """Return the answer to a user's GET, whatever its status. Raises `EngineFailed`."""
         return await self._whole(engine, "GET", path, b"", headers, timeout_s)
 
     @contextlib.asynccontextmanager
     async def passed(
         self, engine: Engine, method: str, path: str, data: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[tuple[int, Headers, AsyncIterator[bytes]]]:
-        """An answer that is passed on as it comes: status, headers, pieces. Raises `EngineFailed`."""
+        """Yield the status, the headers and the pieces of an answer, to be passed on as they arrive. Raises
+        `EngineFailed`."""
         opening = self._open(engine, method, path, data, headers, self._settings.answer_s, reads=False)
-        waiting = engine.silence.begin(float("inf"))  # how long it takes nobody knows
+        waiting = engine.silence.begin(float("inf"))  # the usual time of these requests is not known
         try:
             response = await _unless_given_up(engine, waiting, opening)
         finally:
@@ -341,7 +346,7 @@ class Upstream:
 
     async def _whole(
         self, engine: Engine, method: str, path: str, data: bytes, headers: Mapping[str, str], timeout_s: float
-    ) -> Answer:
+    ) -> EngineAnswer:
         response = await self._open(engine, method, path, data, headers, timeout_s, whole=True)
         with _closing(response):
             return await self._read(engine, response)
@@ -357,11 +362,15 @@ class Upstream:
         whole: bool = False,
         reads: bool = True,
     ) -> aiohttp.ClientResponse:
-        """`timeout_s`: for the beginning of the answer, and between its pieces; `whole`: for all of it. `reads`: it is
-        to be read, and not passed on as it is."""
+        """Send a request and return when the answer begins.
+
+        timeout_s: the longest wait until the answer begins, and between its pieces
+        whole: whether `timeout_s` is for the whole answer
+        reads: whether the proxy reads the answer, instead of passing it on unchanged
+        """
         limits = {"total": timeout_s} if whole else {"total": None, "sock_read": timeout_s}
         timeout = aiohttp.ClientTimeout(sock_connect=self._settings.connect_s, **limits)
-        sent = list(headers.items())  # a name may be there twice
+        sent = list(headers.items())  # a header may occur twice
         if reads:
             sent = [pair for pair in sent if pair[0] != "accept-encoding"] + [("accept-encoding", "identity")]
         session = self._reading if reads else self._passing
@@ -382,22 +391,22 @@ class Upstream:
                 raise EngineFailed(engine, f"no answer to {path} within {timeout_s:g} s") from None
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, OSError) as error:
                 if used and time.monotonic() - began < _IDLE_CLOSED_S:
-                    continue  # the engine has closed a connection that was idle: it has not seen the request
+                    continue  # the engine closed a connection that was idle: it has not seen the request
                 raise EngineFailed(engine, f"{type(error).__name__}: {error}") from None
             except (aiohttp.ClientError, ValueError) as error:
                 raise EngineFailed(engine, f"{type(error).__name__}: {error}") from None
             if not 200 <= response.status < 600:
                 response.close()
-                raise EngineFailed(engine, f"status {response.status}, which is none of an answer")
+                raise EngineFailed(engine, f"status {response.status}, which is not the status of an answer")
             return response
 
-    async def _read(self, engine: Engine, response: aiohttp.ClientResponse) -> Answer:
+    async def _read(self, engine: Engine, response: aiohttp.ClientResponse) -> EngineAnswer:
         pieces = bytearray()
         async for piece in _pieces(engine, response):
             pieces += piece
             if len(pieces) > self._settings.max_answer_bytes:
-                raise EngineFailed(engine, f"an answer of more than {self._settings.max_answer_bytes} bytes")
-        return Answer(response.status, _passed_on(response, unpacked=True), bytes(pieces))
+                raise EngineFailed(engine, f"its answer has more than {self._settings.max_answer_bytes} bytes")
+        return EngineAnswer(response.status, _passed_on(response, unpacked=True), bytes(pieces))
 
 
 async def _pieces(engine: Engine, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -405,19 +414,19 @@ async def _pieces(engine: Engine, response: aiohttp.ClientResponse) -> AsyncIter
         async for piece in response.content.iter_any():
             yield piece
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-        raise EngineFailed(engine, f"its answer was cut: {type(error).__name__} {error}") from None
+        raise EngineFailed(engine, f"its answer was cut off: {type(error).__name__} {error}") from None
 
 
-def raise_for(engine: Engine, answer: Answer) -> None:
-    """Raises what the status of an answer means; returns for 200."""
+def raise_for(engine: Engine, answer: EngineAnswer) -> None:
+    """Raise the error that the status of an answer means. Return if the status is 200."""
     if answer.status in _RETRIED:
         raise EngineFailed(engine, f"status {answer.status}", answer)
     if answer.status != 200:
         raise EngineRefused(answer)
 
 
-async def _unless_given_up(engine: Engine, waiting: Waiting, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Do the work, unless the engine turns out to be silent. Raises `EngineFailed` then."""
+async def _unless_given_up(engine: Engine, waiting: AwaitedAnswer, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Do the work, but raise `EngineFailed` if the engine turns out to be silent."""
     doing = asyncio.ensure_future(work)
     try:
         both: set[asyncio.Future[Any]] = {doing, waiting.given_up}
@@ -433,7 +442,7 @@ async def _unless_given_up(engine: Engine, waiting: Waiting, work: Coroutine[Any
 
 @contextlib.contextmanager
 def _closing(response: aiohttp.ClientResponse) -> Iterator[None]:
-    """An answer that was read in full gives its connection back; any other closes it."""
+    """Return the connection to the pool if the answer was read in full; otherwise close it."""
     try:
         yield
     finally:
@@ -441,11 +450,12 @@ def _closing(response: aiohttp.ClientResponse) -> Iterator[None]:
 
 
 def _passed_on(response: aiohttp.ClientResponse, unpacked: bool = False) -> Headers:
-    """-> the headers of an engine's answer that its user gets. `unpacked`: a body that was packed is so no more."""
+    """Return the headers of an engine's answer that the user gets. `unpacked`: whether the proxy has decompressed the
+    body."""
     left_out = of_this_hop(response.headers.get("connection", "")) | ({"content-encoding"} if unpacked else set())
     return [(name.lower(), value) for name, value in response.headers.items() if name.lower() not in left_out]
 
 
 async def _note_reuse(_session: aiohttp.ClientSession, used: Any, _params: object) -> None:
-    """The request goes over a connection that has served another one before."""
+    """Note that the request reuses the connection of an earlier request."""
     used.trace_request_ctx.add("reused")

@@ -1,4 +1,4 @@
-"""What an engine says a request took: the `usage` of an answer."""
+"""The `usage` of an engine's answer: the tokens of a request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Usage(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int | None:
-        """Of the prompt, what was found in a cache. None: it does not say, as vLLM without
-        `--enable-prompt-tokens-details`."""
+        """How many tokens of the prompt were found in a cache. It is None if the engine does not report this; vLLM
+        needs `--enable-prompt-tokens-details`."""
         cached = (self.prompt_tokens_details or {}).get("cached_tokens")
         return cached if isinstance(cached, int) else None
 
@@ -29,7 +29,7 @@ _decode_parts: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def usage_of(body: bytes) -> Usage | None:
-    """Of an answer's body. None: it has none, or is no JSON document with one."""
+    """Return the usage in an answer's body, or None if the body has none or is not JSON."""
     try:
         return _decode(body).usage
     except msgspec.DecodeError:
@@ -37,12 +37,12 @@ def usage_of(body: bytes) -> Usage | None:
 
 
 def read_usage(value: object) -> Usage | None:
-    """Of what a chunk of a stream has as its usage. None: that is none."""
+    """Return the usage in a stream's chunk, or None if the value is not a usage."""
     return None if value is None else usage_of(msgspec.json.encode({"usage": value}))
 
 
 def with_found(usage: dict[str, Any], found: int) -> dict[str, Any]:
-    """-> a usage that says so many cached tokens, if it says any number of them."""
+    """Return the usage with `found` as its number of cached tokens, if it has that field."""
     details = usage.get("prompt_tokens_details")
     if not isinstance(details, dict) or details.get("cached_tokens") is None:
         return usage
@@ -50,7 +50,7 @@ def with_found(usage: dict[str, Any], found: int) -> dict[str, Any]:
 
 
 def body_with_found(body: bytes, found: int) -> bytes:
-    """-> an answer whose usage says so many cached tokens; all else is as it was."""
+    """Return the answer with `found` as the number of cached tokens in its usage. Everything else is unchanged."""
     try:
         parts = _decode_parts(body)
         usage = msgspec.json.decode(parts["usage"])

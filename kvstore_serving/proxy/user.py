@@ -1,14 +1,14 @@
-"""One user's connection, for one request: the reply as it is made, and whether the user is still there.
+"""A user's connection during one request: the reply, and whether the user is still connected.
 
-An ASGI connection. What must hold: a reply that the user does not read ends after `stall_s`; what is written waits for
-the user's socket, so nothing piles up here. A server copies what it is given to send, so it is given little at a time.
+It is an ASGI connection. If the user stops reading, the reply ends after `stall_s`. Writes wait for the user's socket,
+so no data piles up here. The ASGI server copies the data that it sends, so it gets only a little data at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -16,25 +16,25 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 Pairs = Iterable[tuple[str, str]]
-JSON: Final = (("content-type", "application/json"),)
-_PIECE: Final = 64 << 10  # bytes; a user who does not read has two of them here, and a socket's buffer
+JSON_HEADERS: Final = (("content-type", "application/json"),)
+_BODY_PIECE: Final = 64 << 10  # bytes; if a user does not read, two pieces and a socket's buffer wait to be sent
 
 
 class UserGone(Exception):
-    """The user has closed the connection, or does not read."""
+    """The user has closed the connection, or no longer reads."""
 
 
 class User:
     """A request's connection. One task writes."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, stall_s: float) -> None:
-        # As they came: of a header that is there twice, `get` gives the first, which is the one that engines heed.
+        # The headers in their order. If a header occurs twice, `get` returns the first one, which engines use, too.
         self.headers = Headers(scope=scope)
-        self.request_id = ""  # that a reply names, unless it names another one
+        self.request_id = ""  # the id in the reply's header, unless the reply sets another one
         self.began = time.monotonic()
-        self.status = 0  # of the reply, once it has begun
+        self.status = 0  # the reply's status, once the reply has begun
         self.ended = False  # whether the whole reply was sent
-        self.first_s: float | None = None  # from the beginning to the first piece of the reply's body
+        self.first_s: float | None = None  # seconds from the request to the first piece of the reply's body
         self._receive = receive
         self._send = send
         self._stall_s = stall_s
@@ -42,11 +42,12 @@ class User:
         self._left = False
 
     async def receive(self) -> dict[str, Any]:
-        """-> the next message of the connection: a part of the body, or that the user has left."""
+        """Return the next message of the connection: a part of the body, or the user's disconnection."""
         return dict(await self._receive())
 
     async def gone(self) -> None:
-        """Returns when the user has left, or has not read for too long. To be called when the body has come."""
+        """Return when the user has disconnected, or has not read for too long. Call this only after the request's whole
+        body has arrived."""
         receiving = asyncio.ensure_future(self._receive())
         try:
             while True:
@@ -71,28 +72,28 @@ class User:
         await self._write({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def write(self, piece: bytes, *, more: bool = True) -> None:
-        """Send a piece of the body; returns when the user's socket has taken what was before it, and nearly all of a
-        large one."""
+        """Send a piece of the body. Returns when the user's socket has accepted all earlier pieces, and nearly all of
+        this piece if it is large."""
         if self.first_s is None and piece:
             self.first_s = time.monotonic() - self.began
-        for start in range(0, len(piece) or 1, _PIECE):
-            part = piece[start : start + _PIECE]
+        for start in range(0, len(piece) or 1, _BODY_PIECE):
+            part = piece[start : start + _BODY_PIECE]
             self.ended = not more and start + len(part) == len(piece)
             await self._write({"type": "http.response.body", "body": part, "more_body": not self.ended})
 
-    async def reply(self, status: int, body: bytes, headers: Pairs = JSON) -> None:
-        """The whole reply."""
+    async def reply(self, status: int, body: bytes, headers: Pairs = JSON_HEADERS) -> None:
+        """Send the whole reply."""
         await self.start(status, [*headers, ("content-length", str(len(body)))])
         await self.write(body, more=False)
 
     async def refuse(
         self, status: int, message: str, kind: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
-        """An error in the form of OpenAI's API."""
-        await self.reply(status, error_body(status, message, kind, param), [*JSON, *(headers or {}).items()])
+        """Reply with an error in the format of OpenAI's API."""
+        await self.reply(status, error_body(status, message, kind, param), [*JSON_HEADERS, *(headers or {}).items()])
 
     async def _write(self, message: dict[str, Any]) -> None:
-        # Checked before and after: a server takes what is sent to a user who has gone, and says nothing.
+        # Checked before and after: a server silently drops data for a client that has disconnected.
         if self._left:
             raise UserGone
         self._writing_since = time.monotonic()
@@ -106,6 +107,21 @@ class User:
             raise UserGone
 
 
+async def while_there(user: User, work: Awaitable[None]) -> None:
+    """Do the work. Raises `UserGone` if the user disconnects before the work is done."""
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(user.gone())
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done() and not user.ended:  # the server reports a disconnect after each complete reply, too
+            raise UserGone
+        await doing
+    finally:
+        for task in (doing, leaving):
+            task.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
 def error_body(status: int, message: str, kind: str, param: str | None = None) -> bytes:
-    """-> an error as OpenAI's API and vLLM give it."""
+    """Return an error in the format of OpenAI's API and vLLM."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})

@@ -1,4 +1,4 @@
-"""Many connections from many addresses: 127.0.0.0/8 are all addresses of this host."""
+"""Many connections from many addresses: all of 127.0.0.0/8 are addresses of this host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.harness import (
     pack,
 )
 
-# What docs/operations.md says.
+# The values that docs/operations.md gives.
 CLIENTS = 1968
 OF_ADDRESS = 1024
 DOOR = 16
@@ -36,7 +36,7 @@ KEYS_64 = b"".join(make_keys(8192, key_bytes=64))
 
 @contextlib.contextmanager
 def crowd(server: Server, count: int, host: str, namespace: Namespace | None = None) -> Iterator[list[RawClient]]:
-    """So many clients at one address, in the namespace if one is given."""
+    """Connect this many clients from one address; with a namespace, each of them sends a HELLO for it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -52,7 +52,7 @@ def crowd(server: Server, count: int, host: str, namespace: Namespace | None = N
 
 @contextlib.contextmanager
 def all_places(server: Server) -> Iterator[list[RawClient]]:
-    """Clients of two addresses, neither of which is 127.0.0.1, have every place."""
+    """Take every place for clients, from two addresses other than 127.0.0.1."""
     with crowd(server, OF_ADDRESS, "127.0.0.2") as some, crowd(server, CLIENTS - OF_ADDRESS, "127.0.0.3") as others:
         yield some + others
 
@@ -62,7 +62,7 @@ def pings(raw: RawClient) -> bool:
 
 
 def has_place(raw: RawClient) -> bool:
-    """Whether it may ask for blocks. Its next reply must be to this."""
+    """Whether the client may ask for blocks. No earlier reply may be pending on its connection."""
     raw.send(pack(CONTAINS, 2, 60_000, 1, 16), bytes(16))
     header, _ = raw.reply()
     assert header[0] == CONTAINS_REPLY or header[:3] == [ERROR, 2, NO_PLACE], header
@@ -70,7 +70,8 @@ def has_place(raw: RawClient) -> bool:
 
 
 def hold_memory(raws: list[RawClient]) -> None:
-    """GETs of many keys whose blocks nobody lets come, and keys of SETs without their payload, until all is refused."""
+    """Take as much memory as possible: send GETs of many blocks that are never finished, and SETs without their
+    payload."""
     for raw in raws:
         raw.sock.settimeout(0.02)
         with contextlib.suppress(OSError):
@@ -80,5 +81,5 @@ def hold_memory(raws: list[RawClient]) -> None:
 
 
 def kvstore(*arguments: str, server: Server) -> subprocess.CompletedProcess[str]:
-    """The operator's command, which connects from 127.0.0.1."""
+    """Run the operator's command, which connects from 127.0.0.1."""
     return forked.run("kvstore_cli", *arguments, "--endpoint", server.endpoint, env=environment())

@@ -1,4 +1,4 @@
-"""ZMTP commands between any two frames: the server is unharmed, and nothing stays being written after its deadline."""
+"""ZMTP commands between any two frames do not harm the server, and no block stays half-written after its deadline."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("command", [ready_command(), zmtp_frame(b"\x09SUBSCRIBEx", 4)], ids=["READY", "SUBSCRIBE"])
-def test_a_command_in_the_middle_of_a_set_does_not_lift_its_deadline(
+def test_commands_within_a_set_do_not_extend_its_deadline(
     command: bytes, start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     namespace, keys = new_namespace(64), make_keys(63)
@@ -64,7 +64,7 @@ def test_a_command_in_the_middle_of_a_set_does_not_lift_its_deadline(
         assert client.get(keys).blocks == blocks
 
 
-def test_pings_in_the_middle_of_a_set_are_answered_and_harm_nothing(
+def test_pings_within_a_set_are_answered_and_harm_nothing(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     namespace, keys = new_namespace(64), make_keys(5)
@@ -80,7 +80,8 @@ def test_pings_in_the_middle_of_a_set_are_answered_and_harm_nothing(
 
 
 class Hostile:
-    """Makes messages with commands between their frames, mostly valid ones. sent: how many commands, so far."""
+    """Makes messages with commands between their frames; most commands are valid. sent: the number of commands so
+    far."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -88,7 +89,7 @@ class Hostile:
         self.sent = 0
 
     def message(self, request_id: int) -> list[bytes]:
-        """A SET or a look-up, as the pieces between which it may be cut."""
+        """Return a SET or a lookup, divided into pieces; a test may stop sending after any piece."""
         rng = self.rng
         some = rng.sample(self.keys, rng.randrange(1, 8))
         blocks = [block_of(key, 64) for key in some]
@@ -109,7 +110,7 @@ class Hostile:
 
 
 def hold_on(raw: RawClient) -> None:
-    """Take what has come, so that the server goes on reading."""
+    """Receive pending bytes, so that the server continues to read."""
     raw.sock.settimeout(0.01)
     with contextlib.suppress(TimeoutError):
         while raw.sock.recv(1 << 16):
@@ -117,8 +118,8 @@ def hold_on(raw: RawClient) -> None:
 
 
 def test_no_command_between_frames_harms_the_server(start_server: StartServer, new_namespace: MakeNamespace) -> None:
-    """SETs and look-ups, each with commands between its frames and some cut between any two of them; the connections of
-    some that were cut stay open. One second after the deadline nothing of them is left, and nothing has grown."""
+    """SETs and lookups have commands between their frames. Some messages stop after a frame, and some of those
+    connections stay open. One second after the deadline, nothing of them is left, and memory has not grown."""
     namespace = new_namespace(64)
     server = start_server("--log-level", "warning", memory="32MiB", segment="4MiB")
     (shard,) = server.shards()
@@ -144,7 +145,7 @@ def test_no_command_between_frames_harms_the_server(start_server: StartServer, n
             if not at_half and hostile.sent > COMMANDS / 2:
                 at_half = rss_bytes(shard.pid)
         last = [stack.enter_context(RawClient(server)) for _ in range(20)]
-        for number, raw in enumerate(last):  # each is cut before its last frame, so that its blocks are being written
+        for number, raw in enumerate(last):  # each message lacks its last frame, so its blocks are still being written
             raw.hello(namespace.canonical())
             (key,) = make_keys(1, first=1000 + number)
             frames = [pack(SET, 1, int(DEADLINE_S * 1000), 1, 16), key, block_of(key, 64)][: 2 + number % 2]

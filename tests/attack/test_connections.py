@@ -1,4 +1,4 @@
-"""Connections as a weapon: too many, idle ones, and a server that has no descriptor left."""
+"""Attacks with connections: too many, idle ones, and a server without free descriptors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def readiness(server: Server) -> int:
 
 
 def connections_told(server: Server) -> int:
-    """What `kvstore info` tells an operator."""
+    """Return the numbers of connections that `kvstore info` shows to an operator."""
     info = kvstore("info", "--json", server=server)
     assert info.returncode == 0, info.stderr
     return int(msgspec.json.decode(info.stdout)["shards"][0]["connections"])
@@ -75,7 +75,7 @@ def test_one_address_cannot_take_all_connections(start_server: StartServer, new_
         wait_until(lambda: shard_info(client).connections == 1, 10, "their places are free again")
 
 
-def test_a_client_without_a_place_has_misses_until_there_is_one(
+def test_a_client_without_a_place_misses_until_there_is_one(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     server, namespace, keys = start_server(), new_namespace(64), make_keys(3)
@@ -95,7 +95,7 @@ def test_a_client_without_a_place_has_misses_until_there_is_one(
         assert strict.get(keys).blocks == blocks_of(keys, 64)
 
 
-def test_an_operator_and_health_checks_get_in_when_clients_have_all_places(start_server: StartServer) -> None:
+def test_operators_and_health_checks_connect_when_clients_have_all_places(start_server: StartServer) -> None:
     server = start_server("--http", "127.0.0.1:0")
     with all_places(server) as raws:
         assert kvstore("ping", server=server).returncode == 0
@@ -107,8 +107,9 @@ def test_an_operator_and_health_checks_get_in_when_clients_have_all_places(start
         assert pings(raws[0]) and pings(raws[-1]), "nobody had to go"
 
 
-def test_who_waits_at_the_door_keeps_nobody_out(start_server: StartServer) -> None:
-    """300 more connections of one address say nothing, and stay; an operator of the same address comes and goes."""
+def test_silent_waiting_connections_keep_no_client_out(start_server: StartServer) -> None:
+    """300 more connections of one address send nothing, and stay; an operator of the same address connects and
+    leaves."""
     server = start_server("--http", "127.0.0.1:0")
     with (
         all_places(server),
@@ -124,11 +125,11 @@ def test_who_waits_at_the_door_keeps_nobody_out(start_server: StartServer) -> No
             assert pings(raw)
 
 
-def test_an_idle_connection_gives_way_and_one_with_a_request_in_progress_does_not(
+def test_idle_connections_give_way_to_new_ones_and_busy_ones_stay(
     start_server: StartServer, new_namespace: MakeNamespace, clock: Clock
 ) -> None:
-    """All places are taken for long. In progress: a SET, a GET that waits for its block, and one that nobody takes; a
-    promise is relied on, too."""
+    """All places are taken for a long time. Four of the connections are busy: with a SET, with a GET that waits for its
+    block, with a GET whose reply is not read, and with a promise."""
     server, namespace = start_server(**clock.environment), new_namespace(64)
     awaited, there, promised = make_keys(3)
     with all_places(server) as raws:
@@ -162,7 +163,7 @@ def test_an_idle_connection_gives_way_and_one_with_a_request_in_progress_does_no
             assert producer.reply()[0] == [WITHDRAW_REPLY, 2, 1]
 
 
-def test_without_descriptors_a_shard_serves_whom_it_has_and_does_not_spin(
+def test_without_descriptors_a_shard_serves_its_connections_and_does_not_spin(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     server = start_server()
@@ -185,8 +186,8 @@ def test_without_descriptors_a_shard_serves_whom_it_has_and_does_not_spin(
             raw.hello()
 
 
-def test_engines_of_one_host_have_room(start_server: StartServer, new_namespace: MakeNamespace) -> None:
-    """40 engines of 8 ranks and a scheduler each ask for a prompt of 32 768 tokens at the same moment."""
+def test_engines_of_one_host_have_enough_places(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    """40 engines, each with 8 ranks and a scheduler, request a prompt of 32 768 tokens at the same moment."""
     server, namespace = start_server(), new_namespace(64)
     keys = b"".join(make_keys(2048, key_bytes=32))
     with crowd(server, 40 * 9, "127.0.0.2", namespace) as raws, KVStoreClient(server.endpoint, namespace) as client:

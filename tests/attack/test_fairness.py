@@ -1,4 +1,5 @@
-"""One address takes all that it can get: other addresses, the members of the cluster and operators are still served."""
+"""One address takes everything it can get; other addresses, the members of the cluster and operators are still
+served."""
 
 from __future__ import annotations
 
@@ -38,10 +39,10 @@ from tests.support.harness import (
 )
 
 HOTTEST_REPLY = 75
-ANSWER_S = 0.5  # from connecting to the answer, in the median; without a preference it takes a second and more
+ANSWER_S = 0.5  # the median time from connecting to the answer; without preference it is more than a second
 NAMESPACE = make_namespace(64, "fairness")
 JOBS = 200  # on each of four connections; 64 may wait
-CONNECTIONS = 100  # with the memory that one address may have, they hold all of it several times
+CONNECTIONS = 100  # together they ask for several times the memory that one address may have
 
 
 def readiness(server: Server) -> int:
@@ -50,21 +51,21 @@ def readiness(server: Server) -> int:
 
 
 def free_bytes(client: KVStoreClient) -> int:
-    """What is left for clients."""
+    """Return the bytes that are left for clients."""
     info = shard_info(client)
     return info.held_limit_bytes - (16 << 20) - sum(info.held_bytes.values())
 
 
 @contextlib.contextmanager
 def blocks_that_do_not_come(server: Server) -> Iterator[None]:
-    """The 8192 blocks of `KEYS_64` are being written for as long as the body takes: who GETs them waits."""
+    """The 8192 blocks of `KEYS_64` are being written while the body runs: GETs for them wait."""
     with RawClient(server, source="127.0.0.8") as writer:
         writer.hello(NAMESPACE.canonical())
         writer.send(pack(2, 1, 600_000, 8192, 64), KEYS_64, more=True)
         yield
 
 
-def test_one_address_holds_no_more_than_it_leaves_to_the_others(start_server: StartServer) -> None:
+def test_one_address_holds_at_most_its_share(start_server: StartServer) -> None:
     server = start_server()
     with (
         KVStoreClient(server.endpoint, NAMESPACE) as operator,
@@ -87,8 +88,8 @@ def test_one_address_holds_no_more_than_it_leaves_to_the_others(start_server: St
     assert server.running
 
 
-def test_an_address_that_comes_again_may_hold_as_much_as_before(start_server: StartServer) -> None:
-    """What connections held that are gone is free again, and counts for nobody."""
+def test_a_returning_address_may_hold_as_much_as_before(start_server: StartServer) -> None:
+    """The memory that an address's closed connections held is free again, and no longer counts for that address."""
     server = start_server()
     with KVStoreClient(server.endpoint, NAMESPACE) as operator, blocks_that_do_not_come(server):
         for _ in range(3):
@@ -99,7 +100,7 @@ def test_an_address_that_comes_again_may_hold_as_much_as_before(start_server: St
 
 
 def test_the_jobs_of_one_address_leave_room_for_others(start_server: StartServer) -> None:
-    """Lists of the hottest blocks, asked for on many connections at once."""
+    """Lists of the hottest blocks are requested on many connections at once."""
     server = start_server(memory="256MiB", segment="32MiB")
     with KVStoreClient(server.endpoint, NAMESPACE, timeout_s=60) as operator:
         keys = make_keys(50_000)
@@ -118,7 +119,7 @@ def test_the_jobs_of_one_address_leave_room_for_others(start_server: StartServer
 
 @pytest.mark.exclusive  # it measures time
 def test_an_operator_is_answered_while_clients_send_all_they_can(start_server: StartServer) -> None:
-    """As many connections as one address may have ask for as much as the shard takes."""
+    """As many connections as one address may have send as many requests as the shard accepts."""
     server = start_server("--http", "127.0.0.1:0")
     header = pack(CONTAINS, 1, 60_000, 20, 64, False, 0.0)
     message = zmtp_frame(header, 1) + zmtp_frame(KEYS_64[: 20 * 64], 0)
@@ -155,10 +156,10 @@ def test_an_operator_is_answered_while_clients_send_all_they_can(start_server: S
     assert statistics.median(took) < ANSWER_S, took
 
 
-def test_a_node_that_leaves_moves_its_blocks_to_one_whose_clients_hold_everything(
+def test_a_leaving_node_moves_blocks_to_one_with_no_memory_for_clients(
     tmp_path: Path, new_namespace: MakeNamespace
 ) -> None:
-    """Every place of a client, and as much memory as clients can get."""
+    """On the node that receives the blocks, clients have every place and as much memory as they can get."""
     count = 2000 if FULL else 300
     namespace, keys = new_namespace(4096), make_keys(count)
     with Etcd(tmp_path / "etcd") as etcd, Cluster(etcd.url("full"), tmp_path, drain_seconds=30) as cluster:

@@ -1,4 +1,4 @@
-"""No frame ends the server, and nothing is left of it, whatever it is."""
+"""No frame of any kind stops the server or leaves anything behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TAGS = (HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, SYNC, INFO, PING, CREDI
 
 
 class Fuzzer:
-    """Makes messages that are wrong in every way, each of them from one seed."""
+    """Makes messages with errors of every kind; a seed decides each message."""
 
     def __init__(self, canonical: bytes, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -95,25 +95,25 @@ class Fuzzer:
         rng = self.rng
         frames = self.valid()
         kind = rng.randrange(6)
-        if kind == 0:  # a byte of a frame
+        if kind == 0:  # change a byte of a frame
             at = rng.randrange(len(frames))
             if frames[at]:
                 data = bytearray(frames[at])
                 data[rng.randrange(len(data))] = rng.randrange(256)
                 frames[at] = bytes(data)
-        elif kind == 1:  # a field of the header
+        elif kind == 1:  # change a field of the header
             fields = msgspec.msgpack.decode(frames[0])
             fields[rng.randrange(len(fields))] = self.any_value()
             frames[0] = pack(*fields)
-        elif kind == 2:  # a frame less
+        elif kind == 2:  # remove a frame
             del frames[rng.randrange(len(frames))]
             frames = frames or [b""]
-        elif kind == 3:  # a frame more
+        elif kind == 3:  # add a frame
             frames.insert(rng.randrange(len(frames) + 1), rng.randbytes(rng.randrange(300)))
-        elif kind == 4:  # a frame of another length
+        elif kind == 4:  # change a frame's length
             at = rng.randrange(len(frames))
             frames[at] = frames[at][: rng.randrange(len(frames[at]) + 1)] + rng.randbytes(rng.randrange(20))
-        else:  # in another order
+        else:  # change the order
             rng.shuffle(frames)
         return frames
 
@@ -132,7 +132,7 @@ class Fuzzer:
 
 
 class Reader(threading.Thread):
-    """Reads whatever comes back, and notices one reply in it."""
+    """Reads all replies, and notes when one particular reply arrives."""
 
     def __init__(self, raw: RawClient, awaited: bytes) -> None:
         super().__init__(daemon=True)
@@ -149,9 +149,9 @@ class Reader(threading.Thread):
                 tail = data[-len(self.awaited) :]
 
 
-def test_no_frames_end_the_server(start_server: StartServer, new_namespace: MakeNamespace) -> None:
-    """Messages that are nearly right, random ones, and what is not even ZMTP."""
-    # Among so many messages some purge their namespace, and some make new ones, each of which takes a segment.
+def test_no_sequence_of_frames_stops_the_server(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    """Messages that are nearly right, random ones, and bytes that are not even ZMTP."""
+    # Some of the messages purge their namespace, and some create new namespaces, each of which takes a segment.
     server = start_server("--log-level", "warning", memory="32MiB", segment="1MiB")
     attacked, namespace = new_namespace(64), new_namespace(64)
     rng = random.Random(7)
@@ -175,7 +175,7 @@ def test_no_frames_end_the_server(start_server: StartServer, new_namespace: Make
                 sent += sum(map(len, messages))
                 assert reader.seen.wait(20), "every message was read, whatever was before it"
                 with contextlib.suppress(OSError):
-                    raw.sock.sendall(rng.randbytes(rng.randrange(1, 200)))  # and now what is no frame
+                    raw.sock.sendall(rng.randbytes(rng.randrange(1, 200)))  # followed by bytes that are no frame
                     raw.sock.shutdown(socket.SHUT_WR)
                 reader.join(20)
                 assert not reader.is_alive()
@@ -188,7 +188,7 @@ def test_no_frames_end_the_server(start_server: StartServer, new_namespace: Make
     assert "Traceback" not in server.log_text() and "defect" not in server.log_text()
 
 
-def test_no_bytes_instead_of_a_handshake_end_the_server(start_server: StartServer) -> None:
+def test_no_bytes_in_place_of_a_handshake_stop_the_server(start_server: StartServer) -> None:
     server = start_server()
     rng = random.Random(9)
     prefixes = [b"", b"\xff", b"\xff" + bytes(8) + b"\x7f", b"\xff" + bytes(8) + b"\x7f\x03", struct.pack(">Q", 1)]

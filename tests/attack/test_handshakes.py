@@ -1,6 +1,6 @@
-"""Strangers that do nothing but begin TLS handshakes: the data of others go first, and who connects gets his turn.
+"""Strangers that only begin TLS handshakes: data are served first, and each connecting client is served in turn.
 
-An attacker need not compute anything: he sends the same first message again and again, and the server signs each time.
+An attacker need not compute anything: it sends the same first message again and again, and the server signs each time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tests.support.certificates import Authority
 from tests.support.harness import Server, blocks_of, make_keys, make_namespace, wait_until
 
 BLOCK_BYTES = 1 << 20
-TURN_BYTES = 256 << 10  # of data, in a turn of the process for TLS
+TURN_BYTES = 256 << 10  # bytes of data in one turn of the TLS process
 STRANGERS = 48
 READS = 20 if FULL else 2
 MOST_A_TURN = 8
 
 
 def first_message() -> bytes:
-    """What a client sends first."""
+    """Return a client's first message."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     sent = ssl.MemoryBIO()
@@ -71,7 +71,7 @@ class Strangers:
 
 
 @pytest.mark.timeout(120)
-def test_data_go_before_handshakes(tmp_path: Path) -> None:
+def test_data_goes_before_handshakes(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     issued = authority.issue("server")
     server = Server(
@@ -93,9 +93,9 @@ def test_data_go_before_handshakes(tmp_path: Path) -> None:
                 answered, took_s = strangers.answered - before, time.monotonic() - began
                 turns = READS * out.nbytes / TURN_BYTES
                 print(f"{answered} handshakes in {turns:.0f} turns of data, {took_s:.2f} s")
-                # Without a bound there are as many in a turn as there are strangers.
+                # Without a bound, a turn would have as many handshakes as there are strangers.
                 assert answered <= MOST_A_TURN * turns
-                # Somebody who connects from another address waits for his turn, not for theirs.
+                # A client at another address does not wait for the handshakes of the strangers.
                 with KVStoreClient(server.endpoint, namespace, tls_ca=authority.file, timeout_s=10.0) as late:
                     assert late.contains(keys).all()
     finally:

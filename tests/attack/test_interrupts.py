@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a call: the client can be used on, and what it returns later are the right bytes."""
+"""Ctrl-C at any moment of a call: the client stays usable, and later calls return the right bytes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ COUNT = 64
 KEYS = make_keys(COUNT)
 BLOCKS = np.array([np.frombuffer(block_of(key, NAMESPACE.block_bytes), dtype=np.uint8) for key in KEYS])
 TESTS = f"{ROOT}/tests/"
-INTERRUPTED = 1000 if FULL else 40  # calls, in as many rounds as that takes on this machine
+INTERRUPTED = 1000 if FULL else 40  # calls to interrupt; the test runs as many rounds as this takes
 
 
 class Interrupt(BaseException):
-    """As KeyboardInterrupt, which pytest keeps for itself."""
+    """Replaces KeyboardInterrupt, which pytest handles itself."""
 
 
 # Another process sends the signals: a thread of this one would send them only while it holds the interpreter's lock.
@@ -76,7 +76,8 @@ class Interrupter:
 
 @pytest.fixture
 def interrupter() -> Iterator[Interrupter]:
-    """Callbacks of the collector are away: what is raised there is lost, and kept, with all frames, by pytest."""
+    """Provides an `Interrupter`, and removes the callbacks of the garbage collector meanwhile: an exception raised in a
+    callback would be lost, and pytest would keep it with all its frames."""
     before, gc.callbacks[:] = gc.callbacks[:], []
     interrupter = Interrupter()
     yield interrupter
@@ -84,9 +85,9 @@ def interrupter() -> Iterator[Interrupter]:
     gc.callbacks[:] = before
 
 
-# An interrupt between two instructions may drop a socket before it is closed: the interpreter closes it then.
+# An interrupt between two instructions may drop a socket before it is closed: then the interpreter closes it.
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-def test_an_interrupted_client_goes_on_and_reads_what_was_set(server: Server, interrupter: Interrupter) -> None:
+def test_an_interrupted_client_continues_and_reads_the_right_bytes(server: Server, interrupter: Interrupter) -> None:
     rng = random.Random(1)
     out = np.zeros_like(BLOCKS)
     interrupted = 0
@@ -118,14 +119,14 @@ def test_an_interrupted_client_goes_on_and_reads_what_was_set(server: Server, in
             try:
                 interrupter.arm(rng.uniform(0, call_s))
                 rng.choice(calls)()
-                interrupter.disarm()  # not only in `finally`, where an interrupt would not be counted
+                interrupter.disarm()  # here too, because an interrupt in `finally` would not be counted
             except Interrupt:
                 interrupted += 1
-                # The call at once after it may find its connection lost; no call may find anything else.
+                # The next call may find its connection lost; later calls must find nothing wrong.
                 with contextlib.suppress(KVStoreError):
                     client.ping()
             finally:
-                interrupter.disarm()  # a failure is reported in peace
+                interrupter.disarm()  # so that a failure is reported undisturbed
             assert client.set(KEYS, BLOCKS, deferred=False).error == 0
             out[:] = 0
             assert client.get_into(KEYS, out).all() and np.array_equal(out, BLOCKS)
@@ -135,14 +136,14 @@ def test_an_interrupted_client_goes_on_and_reads_what_was_set(server: Server, in
 
 
 class Interruption:
-    """Raises `Interrupt` in this thread at the n-th place where the interpreter looks for signals."""
+    """Raises `Interrupt` in this thread at the n-th place where the interpreter checks for signals."""
 
     def __init__(self, number: int) -> None:
         self._left = number
-        self.place = ""  # where it was raised
+        self.place = ""  # where the exception was raised
 
     def __enter__(self) -> Interruption:
-        self._before = sys.gettrace()  # of whoever measures coverage
+        self._before = sys.gettrace()  # the trace function of a coverage tool, if any
         sys.settrace(self._call)
         return self
 
@@ -152,23 +153,26 @@ class Interruption:
     def _call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         if frame.f_code.co_filename.startswith(TESTS):
             return None
-        frame.f_trace_opcodes = True
-        return self._instruction
+        places = looks(frame.f_code)
 
-    def _instruction(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
-        if event == "opcode" and frame.f_lasti in looks(frame.f_code):
-            self._left -= 1
-            if not self._left:
-                sys.settrace(None)
-                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                raise Interrupt
-        return self._instruction
+        def instruction(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+            if event == "opcode" and frame.f_lasti in places:
+                self._left -= 1
+                if not self._left:
+                    sys.settrace(None)
+                    self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                    raise Interrupt
+            return instruction
+
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        return instruction
 
 
 @functools.cache
 def looks(code: CodeType) -> frozenset[int]:
-    """-> the offsets of instructions before which the interpreter looks for signals: after calls, at the start, and
-    where a loop begins again."""
+    """Return the offsets of instructions before which the interpreter checks for signals: after calls, at the start,
+    and where a loop repeats."""
     found = list(dis.get_instructions(code))
     after = {this.offset for before, this in itertools.pairwise(found) if before.opname.startswith(("CALL", "RESUME"))}
     return frozenset(after | {each.argval for each in found if "JUMP_BACKWARD" in each.opname})
@@ -176,7 +180,7 @@ def looks(code: CodeType) -> frozenset[int]:
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @pytest.mark.parametrize("kind", ["borrow", "get_into", "stream_get"])
-def test_an_interrupt_at_any_place_of_a_read_leaves_nothing_lent(server: Server, kind: str) -> None:
+def test_an_interrupt_anywhere_in_a_read_leaves_nothing_lent(server: Server, kind: str) -> None:
     keys, blocks = KEYS[:8], BLOCKS[:8]
     out = np.zeros_like(blocks)
 
@@ -189,7 +193,7 @@ def test_an_interrupt_at_any_place_of_a_read_leaves_nothing_lent(server: Server,
         else:
             list(client.stream_get(keys))
 
-    gc.disable()  # nothing waits for the collector to return it
+    gc.disable()  # nothing may rely on the collector
     with (
         contextlib.ExitStack() as ended,
         KVStoreClient(server.endpoint, make_namespace(65_536, "everywhere"), timeout_s=10) as client,

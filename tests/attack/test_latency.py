@@ -34,7 +34,7 @@ Attack = Callable[[Server, threading.Event], None]
 
 @contextlib.contextmanager
 def connections(server: Server, count: int) -> Iterator[list[RawClient]]:
-    """So many clients of the namespace, which take no more than 16 KiB of what they are sent."""
+    """Return this many clients of the namespace, with receive buffers of at most 16 KiB."""
     with contextlib.ExitStack() as stack:
         raws = [stack.enter_context(RawClient(server, receive_buffer=16 << 10)) for _ in range(count)]
         for raw in raws:
@@ -44,7 +44,7 @@ def connections(server: Server, count: int) -> Iterator[list[RawClient]]:
 
 
 def send_for_ever(server: Server, stop: threading.Event, count: int, data: bytes) -> None:
-    """`data` over and over, on so many connections, as fast as the server takes it; nothing is read."""
+    """Send `data` repeatedly on this many connections, as fast as the server accepts it, without reading anything."""
     with connections(server, count) as raws:
         left = dict.fromkeys(raws, b"")
         for raw in raws:
@@ -61,7 +61,7 @@ def send_for_ever(server: Server, stop: threading.Event, count: int, data: bytes
 
 
 def smallest_frames(server: Server, stop: threading.Event) -> None:
-    """20 connections send zeros: each two bytes are a frame of nothing."""
+    """20 connections send zeros: each two bytes are an empty frame."""
     send_for_ever(server, stop, 20, bytes(1 << 16))
 
 
@@ -71,13 +71,13 @@ def pings_and_commands(server: Server, stop: threading.Event) -> None:
 
 
 def requests_of_one_key(server: Server, stop: threading.Event) -> None:
-    """20 connections ask for one key at a time and read no answer."""
+    """20 connections look up one key in each request and read no answer."""
     frame = b"\x01" + bytes([len(header := pack(CONTAINS, 1, 1000, 1, 16, False, 0.0))]) + header
     send_for_ever(server, stop, 20, (frame + b"\x00\x10" + bytes(16)) * 2000)
 
 
 def lists_of_the_hottest(server: Server, stop: threading.Event) -> None:
-    """A connection asks 60 times, without a pause, for the order of all blocks."""
+    """One connection requests the list of the hottest blocks 60 times without a pause."""
     with RawClient(server) as raw:
         raw.hello(NAMESPACE.canonical())
         while not stop.is_set():
@@ -90,7 +90,8 @@ def lists_of_the_hottest(server: Server, stop: threading.Event) -> None:
 
 
 def lists_of_chains_used_backwards(server: Server, stop: threading.Event) -> None:
-    """Every block of a long chain was used after those before it: lists of them, for clients that do not wait."""
+    """Clients request the list of a long chain's blocks and disconnect before it is complete. Each block of the chain
+    was used earlier than the blocks before it."""
     namespace = make_namespace(16, "backwards")
     keys = np.random.Generator(np.random.SFC64(5)).integers(0, 256, (65_536, 16), dtype=np.uint8)
     with KVStoreClient(server.endpoint, namespace, timeout_s=30) as client:
@@ -107,7 +108,7 @@ def lists_of_chains_used_backwards(server: Server, stop: threading.Event) -> Non
 
 
 def periodic_keys(server: Server, stop: threading.Event) -> None:
-    """SETs whose first key is found in the chain asked for before at every place but a right one."""
+    """SETs whose first key occurs in the bytes of the chain looked up before, but never at the beginning of a key."""
     keys = (b"ab" * 8)[:15] + b"c"
     chain = (b"ab" * (16 * 32000))[1:] + b"x"
     with connections(server, 20) as raws:
@@ -124,7 +125,7 @@ def periodic_keys(server: Server, stop: threading.Event) -> None:
 
 
 def pins(server: Server, stop: threading.Event) -> None:
-    """20 connections pin a block over and over."""
+    """20 connections pin a block repeatedly."""
     keys = np.arange(BLOCKS, dtype=np.uint64).repeat(2).tobytes()
     with connections(server, 20) as raws:
         for raw in raws:
@@ -178,7 +179,7 @@ def test_a_ping_is_answered_at_once_during(attack: Attack, full: Server) -> None
         try:
             attack(full, stop)
         except (Closed, OSError):
-            pass  # the server may close such a connection
+            pass  # the server may close this connection
         except BaseException as error:
             failures.append(error)
 

@@ -1,5 +1,5 @@
-"""Dozens of loads at a time while shards freeze, die and come back: every load ends once and in time, with right bytes,
-and no byte is written to its rows afterwards."""
+"""Dozens of concurrent loads while shards freeze, die and return. Every load ends exactly once, in time and with right
+bytes, and no byte is written to its rows afterwards."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ import pytest
 
 from kvstore_client import KVStoreClient, KVStoreError, Namespace
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.jobs import Job, Within
+from kvstore_client.engine.jobs import FetchJob, Within
 from kvstore_client.engine.transfer_in import TransferIn
 from tests.support.harness import Server, StartServer, blocks_of, make_keys, make_namespace, wait_until
 
 SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "2"))
 BLOCK = 16 << 10
 TIMEOUT_S = 1.0
-# What a load may take beyond its time and its wait for its turn: on a busy machine a thread is not at once awake.
+# By how much a load may exceed its time and the wait before it: on a busy machine a thread does not wake at once.
 BOUND_S = 1.5
-LOADS = 48  # at a time
+LOADS = 48  # at the same time
 KEYS = make_keys(160)
 PROMISED = make_keys(40)
 BLOCKS = dict(zip(KEYS + PROMISED, blocks_of(KEYS + PROMISED, BLOCK), strict=True))
@@ -51,7 +51,7 @@ class Load:
         self.problems: list[str] = []
         self.done_at: list[float] = []
         self.started = time.monotonic()
-        self.job: Job = transfer.submit(
+        self.job: FetchJob = transfer.submit(
             self.keys,
             rows,
             self.slots,
@@ -85,7 +85,7 @@ class Load:
 
 
 def harm(servers: Sequence[Server], choose: random.Random, over: threading.Event) -> None:
-    """What happens to stores, one thing after the other."""
+    """Cause one fault of the stores after another."""
 
     def freeze(processes: Sequence[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess), contextlib.ExitStack() as frozen:
@@ -112,7 +112,7 @@ def harm(servers: Sequence[Server], choose: random.Random, over: threading.Event
 
 
 def produce(endpoints: Sequence[str], namespace: Namespace, choose: random.Random, over: threading.Event) -> None:
-    """Sets what was lost, and promises blocks that come, or do not."""
+    """Set lost blocks again, and promise blocks, only some of which are set."""
     with KVStoreClient(endpoints, namespace, timeout_s=TIMEOUT_S, fail_open=True) as client:
         while not over.wait(0.02):
             with contextlib.suppress(KVStoreError):
@@ -128,7 +128,7 @@ def produce(endpoints: Sequence[str], namespace: Namespace, choose: random.Rando
 
 @pytest.fixture
 def servers(start_server: StartServer, tmp_path: Path) -> Iterator[list[Server]]:
-    """One of them is read over TCP, the other one in shared memory."""
+    """Two servers: one is read over TCP, the other through shared memory."""
     sockets = "off", str(tmp_path / "near")
     yield [start_server("--shards", "2", "--unix-socket", each, memory="64MiB") for each in sockets]
 
@@ -143,7 +143,7 @@ def test_every_load_ends_once_in_time_and_right(
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     choose = random.Random(seed)
-    monkeypatch.setattr("kvstore_client.engine.transfer_in.CHUNK_BYTES", 8 * BLOCK)
+    monkeypatch.setattr("kvstore_client.engine.transfer_in.LOAD_CHUNK_BYTES", 8 * BLOCK)
     monkeypatch.setattr("kvstore_client.engine.transfer_in.WAITED_CHUNK_BYTES", 8 * BLOCK)
     namespace = make_namespace(BLOCK, "storm")
     near = start_server(memory="16MiB") if local else None

@@ -1,4 +1,4 @@
-"""Whoever can cause a line of the log can cause a million: of each kind only a few are written."""
+"""A client that can cause one log line can cause a million, so only a few of each kind are written."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ HELLO_FRAME = zmtp_frame(pack(HELLO, 0, PROTOCOL, NAMESPACE.canonical(), "attack
 (KEY,) = make_keys(1)
 DAMAGED = set_frames(1, [KEY], [bytes(64)], sums=bytes(8))
 
-# What a client sends on a connection of its own, and the line that it causes.
+# What a client sends on its own connection, and the line that this causes.
 SENT: dict[str, tuple[bytes, str]] = {
     "another protocol": (b"GET / HTTP/1.1\r\n\r\n", "no ZMTP greeting"),
     "another mechanism": (GREETING.replace(b"NULL", b"PLAI"), "PLAI"),
-    "a frame before READY": (GREETING + zmtp_frame(b"x", 0), "a frame before READY"),
+    "a frame before READY": (GREETING + zmtp_frame(b"x", 0), "a frame came before READY"),
     "a second READY": (GREETING + 2 * ready_command(), "a second READY"),
     "another socket": (GREETING + ready_command(b"PUB"), "a socket of type"),
     "an error": (GREETING + ready_command() + zmtp_frame(b"\x05ERROR\x02no", 4), "the client reports"),
@@ -76,7 +76,7 @@ SENT: dict[str, tuple[bytes, str]] = {
 
 
 def send_on_a_connection(address: tuple[str, int], data: bytes) -> None:
-    """Send, and wait until the server has read it: it has when it closes."""
+    """Send the data, and wait until the server has read all of it and closes the connection."""
     with socket.create_connection(address, 10) as sock, contextlib.suppress(OSError):
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
@@ -85,7 +85,7 @@ def send_on_a_connection(address: tuple[str, int], data: bytes) -> None:
 
 
 def assert_bounded(server: Server, cause: Callable[[], None], line: str) -> None:
-    """`cause` happens `TIMES` times and writes this line, but only a few times, and hardly anything else."""
+    """Check that `TIMES` repetitions of `cause` write this line only a few times, and hardly anything else."""
     before, began = len(server.log_text()), time.monotonic()
     for _ in range(TIMES):
         cause()
@@ -115,7 +115,7 @@ def test_lines_about_connections_without_a_place_are_bounded(start_server: Start
 
 
 def test_lines_about_http_requests_are_bounded(start_server: StartServer) -> None:
-    """prometheus_client does not understand this header."""
+    """The requests have an Accept header that prometheus_client cannot parse."""
     server = start_server("--http", "127.0.0.1:0")
     found = re.fullmatch(r"http://(\S+):(\d+)", server.http_url)
     assert found

@@ -1,4 +1,4 @@
-"""Clients that lie about chains: circles, parents that never were, a common parent of everything."""
+"""Clients that lie about chains: circles, parents that never existed, a common parent of everything."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ MEMORY = 16 << 20
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("policy", ["lru", "default"])
-def test_whatever_was_said_of_chains_every_block_can_be_evicted(
+def test_after_any_lies_about_chains_every_block_can_be_evicted(
     start_server: StartServer, new_namespace: MakeNamespace, policy: str, shards: int
 ) -> None:
-    """Two shards also believe each other: what one loses, with false places in false calls, the other evicts, too."""
+    """With two shards, false positions spread: if one shard evicts blocks because of them, it tells the other shard,
+    which evicts blocks too."""
     rng = random.Random(7)
     namespace = new_namespace(BLOCK)
     server = start_server("--policy", policy, "--shards", str(shards), memory=str(shards * MEMORY))
@@ -64,7 +65,7 @@ def test_whatever_was_said_of_chains_every_block_can_be_evicted(
         assert there == len(fresh) if shards == 1 else len(fresh) <= there <= count
 
 
-def test_a_part_of_a_chain_that_breaks_the_protocol_is_refused(
+def test_a_chain_part_that_breaks_the_protocol_is_refused(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     with RawClient(start_server()) as raw:

@@ -1,8 +1,8 @@
-"""Servers that lie to clients with a block secret: none of their blocks is taken.
+"""Servers that lie to clients with a block secret: the clients accept none of their blocks.
 
-The attacker has all that a server has: every block, and every checksum that came with it. It has a real server say what
-it likes, by setting blocks with checksums of its own choice in the namespaces of the victims: a shard cannot check
-MACs. So the lies come over each way that blocks come: a connection, and shared memory.
+The attacker has everything that a server has: every block, and every checksum that came with it. It makes a real server
+lie: it sets blocks with checksums of its own choice in the victims' namespaces, because a shard cannot check MACs. So
+the lies arrive in both ways that blocks arrive: over a connection, and through shared memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore.wire.asking import Asking
+from kvstore.wire.queries import ShardQueries
 from kvstore_client import KVStoreClient, Namespace
 from tests.attack.scale import FULL
 from tests.support.harness import (
@@ -30,19 +30,20 @@ from tests.support.harness import (
     pack,
 )
 
-TRIALS: Final = 100_000 if FULL else 1_000  # lies for each way of reading
+TRIALS: Final = 100_000 if FULL else 1_000  # the number of lies for each way of reading
 BLOCK: Final = 4096
-COUNT: Final = 250  # blocks, and lies at a time
+COUNT: Final = 250  # the number of blocks, and of lies in each set
 SECRET: Final = b"the secret of the tenant"
 
-Known = list[tuple[bytes, int]]  # of each key: a block, and its checksum
+Known = list[tuple[bytes, int]]  # for each key: a block, and its checksum
 
 
 class Attacker:
-    """What a server knows of one namespace, and what it makes of it."""
+    """An attacker with everything that a server knows of one namespace: it reads blocks with their checksums, and sets
+    lies."""
 
     def __init__(self, server: Server, namespace: Namespace) -> None:
-        self.asking = Asking((server.host, server.port), 10.0, namespace.canonical())
+        self.asking = ShardQueries((server.host, server.port), 10.0, namespace.canonical())
 
     def __enter__(self) -> Attacker:
         return self
@@ -103,7 +104,7 @@ def flipped(block: bytes, at: int) -> bytes:
 
 
 class Lies:
-    """Lies about the blocks of one namespace, from what an attacker knows of it and of others."""
+    """Lies about the blocks of one namespace, made from an attacker's knowledge of it and of others."""
 
     def __init__(self, mine: Known, others: Sequence[Known]) -> None:
         self._mine = mine
@@ -167,7 +168,8 @@ def test_no_lie_is_accepted(
     new_namespace: MakeNamespace,
     read: Callable[[KVStoreClient, Sequence[bytes]], list[bytes | None]],
 ) -> None:
-    """Flips, swaps, and blocks of other keys, namespaces, tenants and secrets, with their sums and with this one's."""
+    """The lies are flipped bits, swapped blocks, and blocks of other keys, namespaces, tenants and secrets, with their
+    own checksums and with those of the right blocks."""
     keys, model = make_keys(COUNT), victim.namespace.model
     others: list[tuple[Namespace, bytes | None]] = [
         (make_namespace(BLOCK, model, tenant="b"), SECRET),
@@ -184,7 +186,7 @@ def test_no_lie_is_accepted(
             client.purge()
     blocks = blocks_of(keys, BLOCK)
     victim.set(keys, blocks)
-    assert read(victim, keys) == blocks  # what is true is read
+    assert read(victim, keys) == blocks  # the truth is accepted
     with Attacker(server, victim.namespace) as attacker:
         mine = attacker.known(keys)
         lies = Lies(mine, known)
@@ -193,13 +195,13 @@ def test_no_lie_is_accepted(
             attacker.say(keys, lies.about(COUNT))
             before = victim.stats.checksum_errors
             assert read(victim, keys) == [None] * COUNT
-            assert victim.stats.checksum_errors - before == COUNT  # each of them came
+            assert victim.stats.checksum_errors - before == COUNT  # each lie arrived
         victim.delete(keys)
         attacker.say(keys, mine)
-        assert read(victim, keys) == blocks  # and so it is when the server says it again
+        assert read(victim, keys) == blocks  # and accepted again when the server returns it after the lies
 
 
-def test_a_lie_is_dropped_and_set_again(server: Server, victim: KVStoreClient) -> None:
+def test_a_lie_is_dropped_and_the_block_set_again(server: Server, victim: KVStoreClient) -> None:
     keys = make_keys(8)
     victim.set(keys, blocks_of(keys, BLOCK))
     with Attacker(server, victim.namespace) as attacker:
@@ -212,8 +214,8 @@ def test_a_lie_is_dropped_and_set_again(server: Server, victim: KVStoreClient) -
     assert victim.get(keys).hit == len(keys)
 
 
-def test_who_has_no_secret_cannot_have_blocks_deleted_as_damaged(server: Server, victim: KVStoreClient) -> None:
-    """The shard cannot know, so it does not believe it."""
+def test_a_client_without_the_secret_cannot_delete_blocks_as_damaged(server: Server, victim: KVStoreClient) -> None:
+    """The client claims that blocks are damaged. The shard cannot check that claim, so it ignores it."""
     keys = make_keys(8)
     victim.set(keys, blocks_of(keys, BLOCK))
     with RawClient(server) as raw:

@@ -1,4 +1,4 @@
-"""Who has one IPv6 address has all of its /64: its connections take what those of one address may."""
+"""A client with one IPv6 address has its whole /64: all connections of a /64 count as those of one address."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.network import NONLOCAL_BIND, Network, need, unavailable
 
 BLOCK_BYTES = 4096
 ATTACKER = "2001:db8:0:1::"
-LOGINS_OF_ONE = 128  # of 256 that may wait: as many as are left for others
+LOGINS_OF_ONE = 128  # half of the 256 logins that may wait: the other half is left for others
 
 
 @pytest.fixture
@@ -43,12 +43,13 @@ def network() -> Iterator[Network]:
         ("user 0 of this host", "user 0 of this host"),
     ],
 )
-def test_the_network_of_an_address(address: str, network: str) -> None:
+def test_the_network_of_an_address_is_known(address: str, network: str) -> None:
     assert network_of(address) == network
 
 
-def test_a_network_of_strangers_takes_what_one_address_may(network: Network, tmp_path: Path) -> None:
-    """It has the places of one address, and those who log in beside it are served, also from its own /64."""
+def test_a_network_of_strangers_takes_only_one_addresss_share(network: Network, tmp_path: Path) -> None:
+    """The whole /64 of the strangers gets the places of one address. Other clients that log in are served, even from
+    that /64."""
     file = tmp_path / "auth.toml"
     token = add(file, "chat", "a", ["read", "write", "monitor"])
     flags = ("--auth", str(file), "--memory", "64MiB", "--host", "::")
@@ -60,7 +61,7 @@ def test_a_network_of_strangers_takes_what_one_address_may(network: Network, tmp
             for number in range(OF_ADDRESS + 4 * DOOR):
                 stranger = RawClient(address, handshake=False, source=f"{ATTACKER}{number + 1:x}")
                 stack.enter_context(stranger)
-            # The system takes this one's address from the attacker's /64, which is as good as any other one.
+            # The system uses this address from the attacker's /64, which is as good as any other.
             with KVStoreClient(f"[{ATTACKER}1]:{server.port}", namespace, token=token, shared_memory=False) as client:
                 assert client.set(keys, blocks_of(keys, BLOCK_BYTES)).error == 0
                 assert client.get(keys).hit == len(keys)
@@ -69,7 +70,7 @@ def test_a_network_of_strangers_takes_what_one_address_may(network: Network, tmp
         server.kill()
 
 
-def test_a_network_that_guesses_leaves_half_of_the_waiting_logins_to_others(network: Network, tmp_path: Path) -> None:
+def test_a_guessing_network_leaves_others_half_of_the_waiting_logins(network: Network, tmp_path: Path) -> None:
     file = tmp_path / "auth.toml"
     token = add(file, "chat", "a", ["read", "write"])
     server = Server(
@@ -89,7 +90,7 @@ def test_a_network_that_guesses_leaves_half_of_the_waiting_logins_to_others(netw
                 guesser.send(pack(HELLO, 1, PROTOCOL, namespace.canonical(), "guess", b"kvs_chat." + b"A" * 43))
             with KVStoreClient(f"127.0.0.1:{server.port}", namespace, token=token, timeout_s=10.0) as client:
                 assert not client.contains(make_keys(1)).any()
-            # The last ones are told at once, and the first ones after a second.
+            # The last ones are refused at once, and the first ones after a second.
             assert any(guesser.reply()[0][2] == NO_PLACE for guesser in reversed(guessers))
     finally:
         server.kill()

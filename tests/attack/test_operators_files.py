@@ -1,4 +1,4 @@
-"""Files that an operator names, and who reads standard error: whatever is done to them, a shard serves on."""
+"""Whatever happens to files that an operator names, or to the reader of standard error, a shard continues to serve."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def replace(file: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def served(server: Server, new_namespace: MakeNamespace, **options: str) -> Iterator[Callable[[float], float]]:
-    """Nothing harms the server in the body, and its blocks are there afterwards. -> what asks for so many seconds how
-    long a PING takes at most."""
+    """Check that nothing harms the server in the body, and that its blocks are there afterwards. Yields a function that
+    sends PINGs for a number of seconds and returns the longest time until a PONG."""
     with server.unharmed(), KVStoreClient(server.endpoint, new_namespace(BLOCK_BYTES), **options) as client:  # type: ignore[arg-type]
         client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
 
@@ -78,7 +78,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_file_of_principals_that_is_wrong_costs_a_line_of_the_log(
+def test_a_wrong_file_of_principals_costs_only_a_log_line(
     start_server: StartServer, file: Path, new_namespace: MakeNamespace, kind: str
 ) -> None:
     token = add(file, "one", "a", ["read", "write", "admin", "monitor"])
@@ -86,16 +86,16 @@ def test_a_file_of_principals_that_is_wrong_costs_a_line_of_the_log(
     server = start_server("--auth", str(file))
     with served(server, new_namespace, token=token):
         replace(file, f"{WRONG[kind]}\n{good}" if WRONG[kind] else "")
-        wait_until(lambda: "the policy before it stays in force" in server.log_text(), what="it is refused")
+        wait_until(lambda: "the previous policy stays in force" in server.log_text(), what="it is refused")
         replace(file, good)
         second = add(file, "two", "a", ["read", "monitor"])
-        wait_until(lambda: "2 principals are in force" in server.log_text(), what="the right file is in force")
+        wait_until(lambda: "2 principals is in force" in server.log_text(), what="the right file is in force")
         with KVStoreClient(server.endpoint, new_namespace(BLOCK_BYTES), token=second) as client:
             assert client.info().shards, "what the file limits can be told"
 
 
 @pytest.mark.exclusive
-def test_a_large_file_of_principals_is_read_while_requests_are_answered(
+def test_requests_are_answered_while_a_large_file_of_principals_is_read(
     start_server: StartServer, file: Path, new_namespace: MakeNamespace
 ) -> None:
     token = add(file, "one", "a", ["read", "write"])
@@ -109,12 +109,12 @@ def test_a_large_file_of_principals_is_read_while_requests_are_answered(
         ]
         replace(file, good + "".join(more))
         took = longest(1.0)
-        while f"{MANY + 1} principals are in force" not in server.log_text():
+        while f"a policy with {MANY + 1} principals is in force" not in server.log_text():
             took = max(took, longest(0.2))
         assert max(took, longest(0.5)) < PING_S
 
 
-def test_an_audit_log_that_is_a_pipe_or_locked_holds_nobody_up(
+def test_an_audit_log_that_is_a_pipe_or_locked_delays_no_request(
     start_server: StartServer, file: Path, tmp_path: Path, new_namespace: MakeNamespace
 ) -> None:
     token = add(file, "one", "a", ["read", "write"])
@@ -143,7 +143,7 @@ def test_an_audit_log_that_is_a_pipe_or_locked_holds_nobody_up(
         wait_until(lambda: audit.exists() and "login_failed" in audit.read_text(), what="it is written again")
 
 
-def test_a_certificate_that_is_a_pipe_is_refused_and_connections_go_on(
+def test_a_certificate_that_is_a_pipe_is_refused_and_connections_continue(
     start_server: StartServer, tmp_path: Path, new_namespace: MakeNamespace
 ) -> None:
     authority = Authority(tmp_path)
@@ -172,8 +172,9 @@ def fill(pipe: Path) -> None:
     os.close(writer)
 
 
-def test_who_does_not_read_standard_error_stops_no_shard(tmp_path: Path, new_namespace: MakeNamespace) -> None:
-    """What does not fit is left out. When the pipe is read, the log goes on and says how much is missing."""
+def test_an_unread_standard_error_stops_no_shard(tmp_path: Path, new_namespace: MakeNamespace) -> None:
+    """Lines that do not fit into the pipe are omitted. When the pipe is read again, the log continues and says how many
+    lines are missing."""
     log = tmp_path / "log"
     os.mkfifo(log)
     reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
@@ -199,13 +200,13 @@ def test_who_does_not_read_standard_error_stops_no_shard(tmp_path: Path, new_nam
             strangers()
             wait_until(lambda: select.select([reader], [], [], 0)[0], what="the log goes on")
             said = os.read(reader, 1 << 16)
-            assert b"10 lines were left out here: nobody read standard error" in said, said
+            assert b"10 lines were left out here: standard error was not read" in said, said
     finally:
         server.kill()
         os.close(reader)
 
 
-def test_a_token_file_that_is_a_pipe_is_an_error_at_once(tmp_path: Path, new_namespace: MakeNamespace) -> None:
+def test_a_token_file_that_is_a_pipe_is_an_immediate_error(tmp_path: Path, new_namespace: MakeNamespace) -> None:
     token = tmp_path / "token"
     os.mkfifo(token, 0o600)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What one faulty reader can do to the blocks of others: nothing."""
+"""One faulty reader cannot harm the blocks of others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_reader_with_a_broken_checksum_deletes_nothing(
 
 
 def break_checksums(patch: pytest.MonkeyPatch) -> None:
-    """A bit of every sum that this process computes is wrong."""
+    """Flip a bit of every checksum that this process computes."""
     right = targets.checksum_into
 
     def wrong(buffers: object, out: object) -> None:
@@ -68,7 +68,7 @@ def test_only_damaged_blocks_are_deleted_as_damaged(server: Server, new_namespac
     with RawClient(server) as raw, KVStoreClient(server.endpoint, namespace) as client:
         raw.hello(namespace.canonical())
         assert raw.ask(*set_frames(1, keys[:3], blocks[:3]))[3] == 3
-        assert raw.ask(*set_frames(2, keys[3:], blocks[3:], sums=bytes(24)))[3] == 3  # sums of other bytes
+        assert raw.ask(*set_frames(2, keys[3:], blocks[3:], sums=bytes(24)))[3] == 3  # checksums of other bytes
         joined = b"".join(keys)
         assert raw.ask(pack(DELETE, 3, 5000, 6, 16, True), joined) == [DELETE_REPLY, 3, 3]
         assert raw.ask(pack(DELETE, 4, 5000, 6, 16, True), joined) == [DELETE_REPLY, 4, 0]

@@ -19,7 +19,7 @@ BLOCK = 16 << 10
 def test_nonsense_in_a_release_ring_releases_nothing_of_others(
     start_server: StartServer, tmp_path: Path, new_namespace: MakeNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ring of one client is overwritten again and again while it reads; another one holds blocks all the time."""
+    """One client's ring is overwritten repeatedly while that client reads. Another client holds blocks all the time."""
     server = start_server("--unix-socket", str(tmp_path / "s"))
     namespace, keys, rng = new_namespace(BLOCK), make_keys(64), random.Random(5)
     blocks = blocks_of(keys, BLOCK)

@@ -1,4 +1,5 @@
-"""What clients on its host share costs a server neither memory nor descriptors; nobody gets a token by its socket."""
+"""Files that local clients share with a server cost it neither memory nor descriptors; an impostor's socket gets no
+token."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ by_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """One that every user can reach, unlike those of pytest."""
+    """A folder that every user can reach, unlike those of pytest."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o777)
         yield Path(name)
@@ -64,10 +65,11 @@ def as_nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("user", ["the server's", pytest.param("another", marks=by_root)])
-def test_small_blocks_that_lie_apart_in_a_file_with_holes_cost_a_shard_no_memory(
+def test_sparse_files_with_scattered_blocks_cost_a_shard_no_memory(
     start_server: StartServer, folder: Path, user: str
 ) -> None:
-    """Reading a hole of a mapped file fills it with a page. Another user's files are not mapped at all."""
+    """Reading a hole in a mapped file allocates a page, so a shard must not read it. Another user's files are not
+    mapped at all."""
     path = folder / "kv.sock"
     users = ("--unix-users", "nobody") if user == "another" else ()
     server = start_server("--unix-socket", str(path), *users, memory=str(MEMORY))
@@ -99,7 +101,7 @@ def test_small_blocks_that_lie_apart_in_a_file_with_holes_cost_a_shard_no_memory
 
 
 def lingering() -> tuple[socket.socket, socket.socket]:
-    """-> a socket whose closing takes as long as its owner likes, and its other end."""
+    """Return a socket that takes as long to close as its owner likes, and the other end of its connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sock = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
@@ -111,7 +113,7 @@ def lingering() -> tuple[socket.socket, socket.socket]:
     return sock, other
 
 
-def test_a_socket_that_lingers_keeps_no_descriptor_of_the_shard(start_server: StartServer, tmp_path: Path) -> None:
+def test_a_lingering_socket_keeps_no_descriptor_of_the_shard(start_server: StartServer, tmp_path: Path) -> None:
     path = tmp_path / "kv.sock"
     server = start_server("--unix-socket", str(path))
     (shard,) = server.shards()
@@ -121,7 +123,7 @@ def test_a_socket_that_lingers_keeps_no_descriptor_of_the_shard(start_server: St
         raw.hello()
         before = shard.num_fds()
         message = zmtp_frame(pack(SHARE, 1, 1, 4096), 0)
-        with sock:  # the shard has the last descriptor when it gets the rest of the message
+        with sock:  # the shard has the last descriptor when it receives the rest of the message
             socket.send_fds(raw.sock, [message[:3]], [sock.fileno()])
         raw.sock.sendall(message[3:])
         assert raw.reply()[0][0] == ERROR
@@ -131,8 +133,9 @@ def test_a_socket_that_lingers_keeps_no_descriptor_of_the_shard(start_server: St
     os.close(null)
 
 
-def test_who_sends_descriptors_that_cannot_be_closed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a file system that hangs. What is waiting is bounded, for all connections together."""
+def test_a_client_that_sends_unclosable_descriptors_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing a descriptor may take for ever, for example on a file system that hangs. The number of descriptors
+    that wait to be closed is bounded, for all connections together."""
     goes_on = threading.Event()
     closer = client_files._Closer()
     monkeypatch.setattr(client_files, "_closer", closer)
@@ -140,7 +143,7 @@ def test_who_sends_descriptors_that_cannot_be_closed_is_left(monkeypatch: pytest
     files = client_files.ClientFiles(DESCRIPTORS, Touched())
     came = 0
     try:
-        with pytest.raises(ZMTPError, match="cannot be closed"):
+        with pytest.raises(ZMTPError, match="wait to be closed"):
             for came in range(1000):  # noqa: B007 - it is looked at below
                 files.take([os.open(os.devnull, os.O_RDONLY)])
                 files.close()
@@ -151,10 +154,10 @@ def test_who_sends_descriptors_that_cannot_be_closed_is_left(monkeypatch: pytest
 
 
 @by_root
-def test_a_client_shows_no_token_to_another_user_who_took_the_place_of_the_socket(
+def test_a_client_shows_no_token_to_an_impostor_on_the_socket(
     start_server: StartServer, new_namespace: MakeNamespace, folder: Path
 ) -> None:
-    """Nor does it read memory that this user could take away, which would end the client's process."""
+    """The client also reads no memory that another user could truncate, because that would end the client's process."""
     path = folder / "kv.sock"
     server = start_server("--unix-socket", str(path))
     path.unlink()

@@ -1,4 +1,4 @@
-"""System calls of the disk tier that take ten seconds: PINGs, and GETs from memory, are answered as ever."""
+"""System calls of the disk tier that take ten seconds: PINGs, and GETs from memory, are still answered at once."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def slow_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trigger(tmp_path: Path) -> Path:
-    """A file: the calls that it names are slow."""
+    """A file that names the slow calls."""
     return tmp_path / "trigger"
 
 
 @pytest.fixture
 def slow_server(start_server: StartServer, slow_calls: Path, trigger: Path, tmp_path: Path) -> SlowServer:
-    """Starts a server whose disk is slow: a call takes so many seconds."""
+    """Start a server with a slow disk: each named call takes this many seconds."""
 
     def start(seconds: float) -> Server:
         folder = tmp_path / "disk"
@@ -69,7 +69,7 @@ def slow_server(start_server: StartServer, slow_calls: Path, trigger: Path, tmp_
 
 
 @pytest.mark.parametrize("call", ["fallocate", "open", "unlink"])
-def test_nobody_waits_for_a_slow(
+def test_requests_are_not_delayed_by_a_slow(
     call: str, slow_server: SlowServer, new_namespace: MakeNamespace, trigger: Path
 ) -> None:
     server = slow_server(DELAY_S)
@@ -85,17 +85,18 @@ def test_nobody_waits_for_a_slow(
             end = time.monotonic() + DELAY_S / 2
             while time.monotonic() < end:
                 assert client.get(second).blocks == blocks
-                time.sleep(0.02)  # other tests measure time beside this one
+                time.sleep(0.02)  # other tests measure time at the same moment
         assert pinger.latency.longest_s <= LONGEST_S, pinger.latency
         trigger.unlink()
         wait_until(lambda: wait_until_written(client, 60))
         assert client.get(first + second).blocks == blocks_of(first + second, BLOCK)
 
 
-def test_a_read_that_waits_ends_in_time_though_its_client_must_wait_for_the_disk(
+def test_a_waiting_read_ends_in_time_though_its_client_waits_for_disk(
     slow_server: SlowServer, new_namespace: MakeNamespace, trigger: Path
 ) -> None:
-    """Its client has set something, so nothing more is read from it while the disk is behind."""
+    """The client has also sent a SET, so the server reads nothing more from that client until the disk has caught
+    up."""
     server = slow_server(6.0)
     namespace = new_namespace(BLOCK)
     [key, promised, *many] = make_keys(402)
@@ -111,7 +112,7 @@ def test_a_read_that_waits_ends_in_time_though_its_client_must_wait_for_the_disk
         assert raw.ask(*set_frames(1, [key], blocks_of([key], BLOCK)))[0] == SET_REPLY
         raw.send(pack(GET, 2, 20_000, 1, 16, 0, True, False, False, False, 2000), promised)
         began = time.monotonic()
-        flood.set(many, blocks_of(many, BLOCK))  # as much as there may be before the disk is behind
+        flood.set(many, blocks_of(many, BLOCK))  # as many blocks as possible before the disk counts as behind
         raw.sock.settimeout(10.0)
         header, frames = raw.reply()
         assert header[:2] == [PART, 2] and not frames

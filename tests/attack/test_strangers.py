@@ -1,4 +1,5 @@
-"""Other programs where a server was, and servers that lie: misses or errors, in time, and never a belief."""
+"""Foreign programs in place of a server, and servers that lie: misses or errors, in time, and no false data is
+accepted."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 import zmq
 
 from kvstore_client import KVStoreClient, KVStoreError, ProtocolError
-from kvstore_client.errors import MOST_TEXT
+from kvstore_client.errors import MAX_QUOTED
 from tests.support.harness import (
     ERROR,
     GREETING,
@@ -63,7 +64,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 class Stranger:
-    """Another program at a port: it says the same to everybody, and closes."""
+    """A foreign program on a port: it sends the same bytes to every client, and closes."""
 
     def __init__(self, host: str, port: int, says: bytes) -> None:
         self._says = says
@@ -81,7 +82,7 @@ class Stranger:
                 try:
                     sock.settimeout(5)
                     sock.sendall(self._says)
-                    while sock.recv(1 << 16) and len(self._says) > 256:  # it reads HELLO first
+                    while sock.recv(1 << 16) and len(self._says) > 256:  # it first reads HELLO
                         pass
                 except OSError:
                     pass
@@ -103,7 +104,7 @@ CALLS: dict[str, tuple[Callable[[KVStoreClient], object], object]] = {
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_with_fail_open_another_program_at_the_servers_port_is_a_miss(
+def test_with_fail_open_a_foreign_program_on_the_port_is_a_miss(
     start_server: StartServer, new_namespace: MakeNamespace, kind: str
 ) -> None:
     server = start_server()
@@ -123,7 +124,7 @@ def test_with_fail_open_another_program_at_the_servers_port_is_a_miss(
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_a_client_that_never_had_a_server_is_told_that_the_address_is_wrong(
+def test_a_client_that_never_reached_a_server_reports_a_wrong_address(
     server: Server, new_namespace: MakeNamespace, kind: str
 ) -> None:
     stranger = Stranger("127.0.0.1", 0, STRANGERS[kind])
@@ -132,13 +133,13 @@ def test_a_client_that_never_had_a_server_is_told_that_the_address_is_wrong(
         with pytest.raises(KVStoreError) as raised:
             KVStoreClient(f"tcp://127.0.0.1:{port}", new_namespace(BLOCK), timeout_s=2.0)
         said = str(raised.value)
-        assert said.isprintable() and len(said) < MOST_TEXT + 200, "no text of a stranger controls a terminal or a log"
+        assert said.isprintable() and len(said) < MAX_QUOTED + 200, "no text of a stranger controls a terminal or a log"
     finally:
         stranger.close()
 
 
 class Liar(threading.Thread):
-    """A server that answers HELLO as a server does, and each other request with what `answer` makes of it."""
+    """A server that answers HELLO properly, and each other request with what `answer` makes of it."""
 
     def __init__(self, answer: Callable[[list[Any]], bytes], shards: int = 1) -> None:
         super().__init__(daemon=True)
@@ -177,7 +178,7 @@ def length(request: pytest.FixtureRequest) -> Iterator[int]:
     yield request.param
 
 
-def test_a_prefix_is_no_longer_than_what_was_asked_for(new_namespace: MakeNamespace, length: int) -> None:
+def test_a_prefix_is_no_longer_than_requested(new_namespace: MakeNamespace, length: int) -> None:
     with (
         Liar(lambda fields: pack(MATCH_REPLY, fields[1], length)) as liar,
         KVStoreClient(f"tcp://127.0.0.1:{liar.port}", new_namespace(BLOCK), timeout_s=2.0) as client,
@@ -186,7 +187,7 @@ def test_a_prefix_is_no_longer_than_what_was_asked_for(new_namespace: MakeNamesp
         client.match_prefix(KEYS)
 
 
-def test_a_server_with_more_shards_than_there_can_be_is_refused_at_once(new_namespace: MakeNamespace) -> None:
+def test_a_server_with_impossibly_many_shards_is_refused_at_once(new_namespace: MakeNamespace) -> None:
     with Liar(lambda fields: pack(ERROR, fields[1], 1, ""), shards=100_000) as liar:
         began = time.monotonic()
         with pytest.raises(ProtocolError, match="100000 shards"):
@@ -194,7 +195,7 @@ def test_a_server_with_more_shards_than_there_can_be_is_refused_at_once(new_name
         assert time.monotonic() - began < 2.0
 
 
-def test_the_text_of_an_error_is_one_line_of_bounded_length(new_namespace: MakeNamespace) -> None:
+def test_an_errors_text_is_one_line_of_bounded_length(new_namespace: MakeNamespace) -> None:
     text = "\x1b[31mred\nINFO forged line\u202e" * 50_000
     with (
         Liar(lambda fields: pack(ERROR, fields[1], 1, text)) as liar,
@@ -202,4 +203,4 @@ def test_the_text_of_an_error_is_one_line_of_bounded_length(new_namespace: MakeN
         pytest.raises(KVStoreError) as raised,
     ):
         client.get(KEYS)
-    assert str(raised.value).isprintable() and len(str(raised.value)) < MOST_TEXT + 200
+    assert str(raised.value).isprintable() and len(str(raised.value)) < MAX_QUOTED + 200

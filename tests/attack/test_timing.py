@@ -1,8 +1,8 @@
-"""A tenant that times its own calls cannot tell what another tenant has cached.
+"""A tenant that times its own calls cannot detect what another tenant has cached.
 
-The attacker asks for keys of which the other namespace has every second one, in random order, and compares how long the
-answers take: if the other one's blocks showed, a key that is there would be answered sooner, or later, than one that is
-not. The measure is the chance that a key that is there takes longer than one that is not, 0.5 if nothing shows.
+In random order, the attacker asks for keys, half of which exist in the other namespace, and compares the times of the
+answers. If the other tenant's blocks had an effect, existing keys would be answered sooner or later than missing ones.
+The measure is the probability that an existing key takes longer than a missing one: 0.5 if there is no effect.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from tests.support.harness import MakeNamespace, Server, make_keys
 BLOCK = 256 << 10
 KEYS = make_keys(256)
 ASKED = 20_000 if FULL else 3000
-# The chance has a standard deviation of 0.0105 with 3000 times, if nothing shows. Anybody can be unlucky once.
+# Without an effect, the probability measured from 3000 times has a standard deviation of 0.0105. A single run may be
+# unlucky.
 SHOWS = 0.05
 TRIES = 3
 
 
 def chance_of_longer(times: npt.NDArray[np.float64], there: npt.NDArray[np.bool_]) -> float:
-    """Mann and Whitney's U, divided by the number of pairs. Equal times count half."""
+    """Return Mann and Whitney's U divided by the number of pairs. A pair of equal times counts half."""
     ranks = np.empty(len(times))
     ranks[np.argsort(times, kind="stable")] = np.arange(1, len(times) + 1)
     n, m = int(there.sum()), int((~there).sum())
@@ -36,7 +37,7 @@ def chance_of_longer(times: npt.NDArray[np.float64], there: npt.NDArray[np.bool_
 
 
 def timed(ask: Callable[[bytes], object]) -> float:
-    """-> how far from 0.5 the chance is that a call for a key that the other one has takes longer."""
+    """Return how far from 0.5 the probability is that a call for an existing key of the other tenant takes longer."""
     order = [random.randrange(len(KEYS)) for _ in range(ASKED)]
     times = np.empty(ASKED)
     for number, at in enumerate(order):
@@ -48,7 +49,7 @@ def timed(ask: Callable[[bytes], object]) -> float:
 
 @pytest.mark.exclusive
 @pytest.mark.parametrize("kind", ["contains", "get_into", "borrow"])
-def test_what_another_namespace_has_does_not_show_in_the_time_of_a_call(
+def test_call_times_do_not_reveal_another_namespaces_blocks(
     server: Server, new_namespace: MakeNamespace, kind: str
 ) -> None:
     out = np.zeros((1, BLOCK), dtype=np.uint8)
@@ -58,7 +59,7 @@ def test_what_another_namespace_has_does_not_show_in_the_time_of_a_call(
         KVStoreClient(server.endpoint, new_namespace(BLOCK)) as attacker,
     ):
         victim.set(KEYS[::2], blocks, deferred=False)
-        attacker.set(make_keys(8, first=10_000), blocks[:8], deferred=False)  # it has a namespace, and memory
+        attacker.set(make_keys(8, first=10_000), blocks[:8], deferred=False)  # so it has a namespace, and memory
 
         def ask(client: KVStoreClient, key: bytes) -> None:
             if kind == "contains":
@@ -74,5 +75,5 @@ def test_what_another_namespace_has_does_not_show_in_the_time_of_a_call(
         while found[-1] > SHOWS and len(found) < TRIES:
             found.append(timed(lambda key: ask(attacker, key)))
         assert found[-1] <= SHOWS, f"it shows: {found}"
-        if kind != "contains":  # the same clock sees the difference where there is one
+        if kind != "contains":  # control: the same measurement shows a real difference
             assert any(timed(lambda key: ask(victim, key)) > 2 * SHOWS for _ in range(TRIES))

@@ -1,4 +1,4 @@
-"""Transient blocks that nobody reads take no memory of others, and reads that race with their end get right bytes."""
+"""Unread transient blocks take no memory from other blocks, and reads that race with expiry get right bytes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ PER_SEGMENT = SEGMENT // BLOCK
 SEGMENTS = 32
 
 
-def test_who_sets_transient_blocks_and_never_reads_takes_no_memory_of_others(
+def test_unread_transient_blocks_take_no_memory_of_others(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
-    """The hog sets them in several namespaces, also one by one between ordinary ones, for ten years."""
+    """One client sets transient blocks with a time to live of ten years, in several namespaces, together or one at a
+    time between ordinary blocks."""
     server = start_server("--transient-memory", "25%", memory=f"{SEGMENTS}MiB", segment="1MiB")
     limit = SEGMENTS // 4
     tenant = make_keys((SEGMENTS - limit) * PER_SEGMENT)
@@ -70,10 +71,10 @@ def test_who_sets_transient_blocks_and_never_reads_takes_no_memory_of_others(
         assert sum(each.transient_blocks for each in shard_info(client).namespaces) == taken
 
 
-def test_reads_that_race_with_the_end_of_blocks_get_right_bytes(
+def test_reads_that_race_with_block_expiry_get_right_bytes(
     start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
 ) -> None:
-    """Nobody checks a checksum: bytes of another block in a slot that was given away would be seen."""
+    """The clients verify no checksums, so the test would notice the bytes of another block in a reused slot."""
     server = start_server("--unix-socket", str(tmp_path / "kv.sock"), memory="8MiB", segment="1MiB")
     namespace, keys = new_namespace(BLOCK), make_keys(3 * PER_SEGMENT)
     blocks = blocks_of(keys, BLOCK)

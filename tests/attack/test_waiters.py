@@ -1,5 +1,5 @@
-"""Ten thousand clients' reads that wait, and a hundred thousand promises: a shard serves others as if they were not
-there, takes no more memory than it may, and lets all go when the promises end."""
+"""Ten thousand waiting reads, and a hundred thousand promises. Meanwhile, a shard serves other clients as usual and
+stays within its memory; it releases everything when the promises end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from kvstore_client import KVStoreClient
 from tests.attack.crowd import crowd
-from tests.attack.scale import FULL, LONGEST_S, MEDIAN_S
+from tests.attack.scale import ATTACK_S, FULL, LONGEST_S, MEDIAN_S
 from tests.support.harness import (
     CONTAINS,
     CONTAINS_REPLY,
@@ -37,13 +37,13 @@ MEMORY = 64 << 20
 NAMESPACE = make_namespace(4096, "waiters")
 CONNECTIONS = 40
 READS = 250
-GETS = 250 if FULL else 50  # waiting, a connection
+GETS = 250 if FULL else 50  # waiting, per connection
 PROMISES = 100_000 if FULL else 20_000
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_many_waiters_and_promises_disturb_nobody(start_server: StartServer) -> None:
+def test_many_waiters_and_promises_disturb_no_other_client(start_server: StartServer) -> None:
     server = start_server(memory="64MiB", segment="4MiB")
     count = CONNECTIONS * GETS
     keys = make_keys(PROMISES)
@@ -64,14 +64,14 @@ def test_many_waiters_and_promises_disturb_nobody(start_server: StartServer) -> 
 
         with Pinger(server) as pinger:
             own = make_keys(64, first=PROMISES)
-            until = time.monotonic() + 5.0
+            until = time.monotonic() + ATTACK_S
             while time.monotonic() < until:
                 assert other.set(own, blocks_of(own, 4096)).error == 0
                 assert other.contains(own).all()
                 other.delete(own)
         assert pinger.latency.longest_s <= LONGEST_S and pinger.latency.median_s <= MEDIAN_S, pinger.latency
 
-        some = keys[:GETS]  # all that the first connection waits for
+        some = keys[:GETS]  # everything that the first connection waits for
         producer.set(some, blocks_of(some, 4096))
         for _ in range(GETS):
             header, frames = waiting[0].reply()
@@ -91,7 +91,7 @@ def test_many_waiters_and_promises_disturb_nobody(start_server: StartServer) -> 
 
 
 def test_reads_of_many_promised_blocks_are_woken_in_short_turns(start_server: StartServer) -> None:
-    """Each read names 8192 promised blocks and waits for the first ones; these are withdrawn one by one."""
+    """Each read names 8192 promised blocks and waits for the first ones, which are withdrawn one by one."""
     server = start_server(memory="64MiB", segment="4MiB")
     namespace = make_namespace(64, "short-turns")
     keys = make_keys(8192)
@@ -112,7 +112,7 @@ def test_reads_of_many_promised_blocks_are_woken_in_short_turns(start_server: St
 
 
 def test_promises_in_ever_new_namespaces_take_no_memory(start_server: StartServer) -> None:
-    """Of no keys at all, and of keys that are withdrawn at once."""
+    """Some of the promises have no key; the others have a key that is withdrawn at once."""
     server = start_server(memory="64MiB", segment="4MiB")
     rounds = 100_000 if FULL else 4_000
     with MemoryWatch(server, MEMORY), crowd(server, 1, "127.0.0.9", NAMESPACE) as [raw]:
@@ -125,7 +125,7 @@ def test_promises_in_ever_new_namespaces_take_no_memory(start_server: StartServe
 
 
 def test_promises_of_closed_connections_take_no_memory(start_server: StartServer) -> None:
-    """What a connection remembers goes with it, although its promise was to hold for long."""
+    """When a connection closes, its records are removed, although its promise would have lasted much longer."""
     server = start_server(memory="64MiB", segment="4MiB")
     with (
         MemoryWatch(server, MEMORY),
@@ -141,8 +141,8 @@ def test_promises_of_closed_connections_take_no_memory(start_server: StartServer
             promise.withdraw()
 
 
-def test_waiters_beyond_what_memory_there_is_are_refused(start_server: StartServer) -> None:
-    """GETs of 8192 keys that all wait, from connections that read nothing."""
+def test_waiters_beyond_the_available_memory_are_refused(start_server: StartServer) -> None:
+    """Connections that read nothing send GETs of 8192 keys each, all of which wait."""
     server = start_server(memory="64MiB", segment="4MiB")
     keys = make_keys(8192)
     packed = np.frombuffer(b"".join(keys), dtype=np.uint8).tobytes()

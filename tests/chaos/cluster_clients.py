@@ -1,4 +1,4 @@
-"""Clients under load (cluster_load.py) on hosts of a cluster, and what their calls say about it."""
+"""Clients under load (cluster_load.py) on hosts of a cluster, and the results of their calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,6 +17,7 @@ from tests.chaos.cluster_load import Call, Check, Miss, Options, Ready, Summary,
 from tests.support.cluster import CLIENTS, Site
 from tests.support.harness import environment, wait_until
 
+LOAD = Path(__file__).with_name("cluster_load.py")
 READY_S = 60.0
 CHECK_S = 60.0
 END_S = 20.0
@@ -26,18 +27,17 @@ _records = msgspec.json.Decoder(Call | Check | Ready | Summary)
 
 
 class Client:
-    """One process under load. A thread takes down what it says."""
+    """One process of the load. A thread records its output. `command`: the command that runs cluster_load.py."""
 
-    def __init__(self, site: Site, host: str, options: Options) -> None:
+    def __init__(self, command: Sequence[str], log_file: Path, options: Options) -> None:
         self.calls: list[Call] = []
         self.checks: list[Check] = []
         self.ready: Ready | None = None
         self.summary: Summary | None = None
-        self.log = site.folder / f"{host}-{options.namespace}.log"
-        command = [sys.executable, str(Path(__file__).with_name("cluster_load.py"))]
+        self.log = log_file
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*site.network.command(host), *command, msgspec.json.encode(options).decode()],
+                [*command, msgspec.json.encode(options).decode()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -65,7 +65,7 @@ class Client:
         self.process.stdin.flush()
 
     def wait(self, condition: Callable[[], object], deadline_s: float, what: str) -> None:
-        """Until the condition holds; fails at once when the process has ended."""
+        """Wait until the condition holds; fail at once when the process has ended."""
 
         def holds() -> object:
             assert self.process.poll() is None, f"the client ended with {self.process.returncode}: {self.log_text()}"
@@ -73,11 +73,18 @@ class Client:
 
         wait_until(holds, deadline_s, f"{what}: {self.log_text()}")
 
+    def check(self) -> Check:
+        """Make the client read every block that all replicas acknowledged to it, and return the result."""
+        before = len(self.checks)
+        self.tell("check")
+        self.wait(lambda: len(self.checks) > before, CHECK_S, "the check")
+        return self.checks[-1]
+
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")[-2000:]
 
     def end(self) -> None:
-        """It is gone afterwards."""
+        """End the process."""
         try:
             if self.process.poll() is None:
                 self.tell("stop")
@@ -92,14 +99,15 @@ class Client:
 
 
 class Clients:
-    """The load, running while the `with` lasts. Its numbers are of the calls so far."""
+    """All processes of the load, which run until the `with` block ends. The methods report on the calls made so far."""
 
     def __init__(self, site: Site, namespace: str, replicas: int, **options: object) -> None:
         self._clients: list[Client] = []
         try:
             for number, host in enumerate(CLIENTS):
                 given = Options(site.cluster.url, namespace, number, len(CLIENTS), replicas, **options)  # type: ignore[arg-type]
-                self._clients.append(Client(site, host, given))
+                command = [*site.network.command(host), sys.executable, str(LOAD)]
+                self._clients.append(Client(command, site.folder / f"{host}-{namespace}.log", given))
             for client in self._clients:
                 client.wait(lambda client=client: client.ready, READY_S, "the first chains are set")
         except BaseException:
@@ -119,13 +127,13 @@ class Clients:
             client.end()
 
     def run_for(self, seconds: float) -> None:
-        """Let the load run; it may not stop."""
+        """Let the load run for this time; no client may end."""
         end = time.monotonic() + seconds
         for client in self._clients:
             client.wait(lambda: time.monotonic() > end, seconds + 1, "time passes")
 
     def check(self) -> list[Check]:
-        """Each client reads all that all replicas had acknowledged to it."""
+        """Make each client read every block that all replicas acknowledged to it, and return the results."""
         before = [len(client.checks) for client in self._clients]
         for client in self._clients:
             client.tell("check")
@@ -134,31 +142,32 @@ class Clients:
         return [client.checks[-1] for client in self._clients]
 
     def acknowledged(self) -> list[int]:
-        """The chains of which all copies were made, so far."""
+        """Return the chains that are completely stored so far, with all copies of all blocks."""
         return [call.acknowledged for call in self.calls() if call.acknowledged is not None]
 
     # ---- what the calls say ------------------------------------------------------------------------------------
 
     def calls(self) -> list[Call]:
-        """All calls so far, as they began."""
+        """Return all calls so far, in the order in which they began."""
         return sorted((call for client in self._clients for call in client.calls), key=lambda call: call.at)
 
     def wrong(self) -> int:
-        """Blocks with a wrong byte."""
+        """Return the number of blocks with a wrong byte."""
         return sum(call.wrong for call in self.calls()) + sum(
             check.wrong for client in self._clients for check in client.checks
         )
 
     def latest(self) -> Call:
-        """The call that ended latest from its deadline."""
+        """Return the call that exceeded its deadline by the most."""
         return max(self.calls(), key=lambda call: call.late_s)
 
     def raised(self) -> set[str]:
-        """What came out of the calls, which fail open."""
+        """Return the exceptions that calls raised. There should be none, because the clients fail open."""
         return {call.raised for call in self.calls() if call.raised}
 
     def troubles(self, since: float, until: float, excuse: Excuse) -> list[Call]:
-        """Calls that began in that time and failed: blocks not stored, or missed without an excuse."""
+        """Return the calls that began in this interval and failed: they did not store a block, or missed one without an
+        excuse."""
         return [
             call
             for call in self.calls()
@@ -166,7 +175,7 @@ class Clients:
         ]
 
     def hit_rates(self, since: float, until: float, window_s: float = 1.0) -> list[float]:
-        """The share of the blocks looked for that was found, in each window."""
+        """Return for each window the share of the requested blocks that was found."""
         rates = []
         calls = [call for call in self.calls() if call.op in ("get_into", "stream_get", "contains")]
         for start in np.arange(since, until - window_s + 1e-6, window_s):
@@ -177,5 +186,5 @@ class Clients:
 
 
 def key_array(misses: Iterable[Miss]) -> np.ndarray:
-    """The keys, one a row."""
+    """Return the keys, one per row."""
     return np.array([list(keys_of(miss.chain)[miss.position]) for miss in misses], dtype=np.uint8)

@@ -1,10 +1,13 @@
-"""A client of a cluster under load, in a process of its own: an engine that sets prompts' chains and looks for them.
+"""A client that puts load on a cluster, in a process of its own: like an engine, it sets the chains of prompts and
+reads them.
 
-Argument: `Options` as JSON. Standard input: `go` (begin, once the chains are there), `check` (read all that must be
-there), `stop`. Standard output, a JSON object a line: `Ready`, a `Call` for each call, a `Check` for each check, and at
-the end a `Summary`. Times are of the monotonic clock, which all processes of a machine share.
+Argument: `Options` as JSON. Standard input: the commands `go` (begin, now that all first chains are set), `check` (read
+all blocks that must be there) and `stop`. Standard output: one JSON object per line; first `Ready`, then a `Call` for
+each call and a `Check` for each check, and at the end a `Summary`. Times are those of the monotonic clock, which all
+processes of a machine share.
 
-A chain is a number; its keys and their bytes follow from that, so every client checks every byte of every chain.
+A chain is identified by a number, from which its keys and bytes follow. So every client checks every byte of every
+chain.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ T = TypeVar("T")
 
 CHAIN_BLOCKS: Final = 32
 CHAINS_A_CLIENT: Final = 1 << 20
-# What a client does, and how often.
+# The actions of a client, and their frequencies.
 MIX: Final = {"set": 3, "get_into": 8, "stream_get": 3, "contains": 3, "match_prefix": 3}
 
 
 class Options(msgspec.Struct, frozen=True):
-    """How a client is loaded."""
+    """The options of a client's load."""
 
     endpoint: str
     namespace: str
@@ -43,9 +46,9 @@ class Options(msgspec.Struct, frozen=True):
     replicas: int
     timeout_s: float
     block_bytes: int = 16 << 10
-    first_chains: int = 16  # that each client sets before it is ready, and that all of them read
+    first_chains: int = 16  # the number of chains that each client sets before it is ready; all clients read them
     calls_per_s: float = 20.0
-    recompute: bool = True  # set again what is missed, as an engine does
+    recompute: bool = True  # whether missed blocks are set again, as an engine does
 
 
 class Miss(msgspec.Struct, frozen=True, array_like=True):
@@ -53,11 +56,11 @@ class Miss(msgspec.Struct, frozen=True, array_like=True):
 
     chain: int
     position: int
-    stored_at: float  # when the set that stored it ended
+    stored_at: float  # when the set that stored the block ended
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The first chains are there."""
+    """This client has set its first chains."""
 
     at: float
 
@@ -67,24 +70,24 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
     op: str
     at: float
-    took_s: float  # of a stream: the longest wait for a block
+    took_s: float  # for a stream: the longest wait for a block
     limit_s: float
-    keys: int  # that had been stored before, when looked for
+    keys: int  # requested keys whose blocks had been stored before
     hits: int = 0
-    errors: int = 0  # of a set: blocks
+    errors: int = 0  # for a set: the number of blocks that were not stored
     wrong: int = 0  # blocks with a wrong byte
     missed: list[Miss] = []
     raised: str = ""
-    acknowledged: int | None = None  # of a set: its chain, if all copies of all its blocks are made
+    acknowledged: int | None = None  # for a set: its chain, if all copies of all its blocks are made
 
     @property
     def late_s(self) -> float:
-        """How long after its deadline it ended; negative: before it."""
+        """Return how long after its deadline the call ended; negative if it ended earlier."""
         return self.took_s - self.limit_s
 
 
 class Check(msgspec.Struct, frozen=True, tag=True):
-    """All that was acknowledged by all its replicas, read once more."""
+    """The result of reading again all blocks that all replicas had acknowledged."""
 
     at: float
     acknowledged: int
@@ -93,19 +96,19 @@ class Check(msgspec.Struct, frozen=True, tag=True):
 
 
 class Summary(msgspec.Struct, frozen=True, tag=True):
-    """The end."""
+    """The totals at the end."""
 
     calls: int
     stats: dict[str, int | str]
 
 
 def keys_of(chain: int) -> list[bytes]:
-    """The keys of a chain, head first."""
+    """Return the keys of a chain, head first."""
     return make_keys(CHAIN_BLOCKS, first=chain * CHAIN_BLOCKS)
 
 
 class Load:
-    """One client and what it knows to be stored."""
+    """One client, with a record of the blocks that it expects to be stored."""
 
     def __init__(self, options: Options, client: KVStoreClient) -> None:
         self.options = options
@@ -114,7 +117,7 @@ class Load:
         self._random = random.Random(options.number)
         self._own = options.number * CHAINS_A_CLIENT  # the next chain
         self._stored: dict[int, dict[int, float]] = {}  # chain -> position -> when it was stored
-        self._acknowledged: dict[int, float] = {}  # chain -> when all its replicas had all of it
+        self._acknowledged: dict[int, float] = {}  # chain -> when all replicas had acknowledged all of its blocks
         self._to_set: list[int] = []  # chains with blocks that were missed, or not stored
         self._out = np.zeros((CHAIN_BLOCKS, options.block_bytes), dtype=np.uint8)
 
@@ -126,7 +129,7 @@ class Load:
             self._set(self._to_set.pop(), deferred=False)
 
     def know_all_first_chains(self) -> None:
-        """Every client has set its own."""
+        """Expect the first chains of all clients to be stored. Call this after every client has set its own."""
         now = time.monotonic()
         for number in range(self.options.clients):
             first = number * CHAINS_A_CLIENT
@@ -134,7 +137,7 @@ class Load:
                 self._stored.setdefault(chain, dict.fromkeys(range(CHAIN_BLOCKS), now))
 
     def step(self) -> None:
-        """One call, by chance."""
+        """Make one random call."""
         if self._to_set and self._random.random() < 0.5:
             self._set(self._to_set.pop(0), deferred=False)
             return
@@ -145,7 +148,7 @@ class Load:
             self._look_for(self._random.choice(list(self._stored)), op)
 
     def check(self) -> None:
-        """Read all that was acknowledged."""
+        """Read all blocks that were acknowledged."""
         missing, wrong = [], 0
         for chain, stored_at in self._acknowledged.items():
             found = self._compare(chain, self.client.get_into(keys_of(chain), self._out))
@@ -196,7 +199,7 @@ class Load:
                 found = [bool(there) or None for there in present]
             else:
                 length, took_s = timed(lambda: self.client.match_prefix(keys_of(chain)))
-                # What comes after a gap is not told: it counts as found.
+                # The result says nothing about blocks after the first missing one, so those count as found.
                 found = [position != length or None for position in range(CHAIN_BLOCKS)]
         except KVStoreError as error:
             raised, took_s = repr(error), time.monotonic() - start
@@ -211,7 +214,7 @@ class Load:
         self._say_call(op, start, took_s, keys, hits=keys - len(missed), wrong=wrong, missed=missed, raised=raised)
 
     def _compare(self, chain: int, present: npt.NDArray[np.bool_]) -> list[bool | None]:
-        """By position: whether the block in `_out` is right; None: a miss."""
+        """Return for each position whether the block in `_out` is right; None for a miss."""
         size = self.options.block_bytes
         return [
             self._out[at].tobytes() == block_of(key, size) if present[at] else None
@@ -219,7 +222,7 @@ class Load:
         ]
 
     def _stream(self, chain: int) -> tuple[list[bool | None], float]:
-        """By position, as `_compare`; and the longest wait for a block."""
+        """Return the same as `_compare`, and the longest wait for a block."""
         found: list[bool | None] = [None] * CHAIN_BLOCKS
         keys = keys_of(chain)
         longest_s, before = 0.0, time.monotonic()
@@ -235,14 +238,14 @@ class Load:
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """What a call returns, and how long it took."""
+    """Return the result of a call, and how long it took."""
     start = time.monotonic()
     result = call()
     return result, time.monotonic() - start
 
 
 def say(record: msgspec.Struct) -> None:
-    """A line to whoever started this."""
+    """Print a line for the process that started this one."""
     sys.stdout.buffer.write(msgspec.json.encode(record) + b"\n")
     sys.stdout.buffer.flush()
 

@@ -1,4 +1,5 @@
-"""The network that the cluster's tests stand on does what it says: packets vanish, come late, and TCP delivers."""
+"""The network of the clusters' tests works as described: packets are lost or arrive late, and TCP still delivers all
+bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def network() -> Iterator[Network]:
 
 @contextmanager
 def echo(network: Network, host: str) -> Iterator[None]:
-    """A server that says back what it is told, on every connection."""
+    """Run a server that sends back what it receives, on every connection."""
 
     def answer(connection: socket.socket) -> None:
         with connection:
@@ -65,7 +66,7 @@ def connect(network: Network, host: str, to: str, timeout_s: float = 5.0) -> soc
 
 
 def ask(sock: socket.socket, said: bytes = b"?") -> float:
-    """Seconds until the echo."""
+    """Return the seconds until these bytes come back."""
     start = time.monotonic()
     sock.sendall(said)
     assert sock.recv(len(said)) == said
@@ -73,7 +74,7 @@ def ask(sock: socket.socket, said: bytes = b"?") -> float:
 
 
 def silent(sock: socket.socket, for_s: float) -> bool:
-    """Nothing comes, no reset either."""
+    """Return whether nothing arrives in this time, not even a reset."""
     sock.settimeout(for_s)
     try:
         sock.recv(1)
@@ -83,7 +84,7 @@ def silent(sock: socket.socket, for_s: float) -> bool:
 
 
 def exchange(sock: socket.socket, size: int) -> float:
-    """Send so many bytes and read them back at the same time; all must be there. -> seconds."""
+    """Send this many bytes and read them back at the same time; all must arrive. Returns the seconds."""
     data = os.urandom(size)
     sender = threading.Thread(target=sock.sendall, args=(data,))
     start = time.monotonic()
@@ -110,7 +111,7 @@ def test_hosts_reach_each_other_and_nothing_else(network: Network) -> None:
     assert network.address("b") in said.stdout and network.address("a") not in said.stdout
 
 
-def test_packets_of_a_cut_host_vanish_and_its_connections_live_on(network: Network) -> None:
+def test_a_cut_hosts_packets_vanish_and_its_connections_survive(network: Network) -> None:
     with echo(network, "a"), connect(network, "b", "a") as sock, connect(network, "c", "a") as other:
         ask(sock)
         network.cut("b")

@@ -1,4 +1,5 @@
-"""Disks that fill up, fail, turn read-only or vanish under a server with clients: the shard serves on from memory."""
+"""Disks that fill up, fail, turn read-only or vanish under a server with clients: the shard continues to serve from
+memory."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_client import Namespace
+from tests.support import forked
 from tests.support.disk import (
     BLOCK,
     KiB,
@@ -46,11 +48,10 @@ from tests.support.harness import (
     blocks_of,
     environment,
     make_keys,
-    server_command,
     wait_until,
 )
 
-LRU = ("--policy", "lru")  # what was set a moment ago is there, however hard others use the small memory
+LRU = ("--policy", "lru")  # so that the most recent blocks stay in the small memory
 MEMORY = 16 * MiB
 
 
@@ -64,7 +65,8 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 
 class Load:
-    """Two clients that set, read, replace and delete without pause; no call fails, no byte is wrong."""
+    """Two clients that set, read, replace and delete blocks all the time. No call may fail, and no byte may be
+    wrong."""
 
     def __init__(self, server: Server, namespace: Namespace) -> None:
         self._server, self._namespace = server, namespace
@@ -80,7 +82,7 @@ class Load:
         versions = dict.fromkeys(keys, 0)
         try:
             with open_client(self._server, self._namespace) as client:
-                while not self._stop.is_set():
+                while not self._stop.wait(0.003):
                     some = rng.sample(keys, 12)
                     kind = rng.random()
                     if kind < 0.5:
@@ -91,7 +93,7 @@ class Load:
                         assert result.error == 0
                         if result.existed == 0:
                             versions.update(dict.fromkeys(some, 1))
-                        else:  # some were left alone: which, nobody knows
+                        else:  # some blocks were left unchanged, and it is unknown which
                             client.delete(some)
                     elif kind < 0.65:
                         client.delete(some)
@@ -118,7 +120,7 @@ class Load:
         assert not self._failures, self._failures[0]
 
     def goes_on(self) -> None:
-        """Both clients make progress, and hit."""
+        """Wait until both clients have made progress and had hits."""
         before, hits = list(self.rounds), self.hits
         wait_until(
             lambda: (
@@ -135,7 +137,7 @@ def error_lines(server: Server) -> list[str]:
 
 
 def assert_off_and_well(server: Server, namespace: Namespace, load: Load, pids: list[int], *reasons: str) -> None:
-    """The tier is off and says why, once; everything else works."""
+    """Check that the tier is off and gives the reason once, and that everything else works."""
     with open_client(server, namespace) as client:
         info = wait_until_off(client)
         assert any(reason in info.reason for reason in reasons), info.reason
@@ -143,15 +145,15 @@ def assert_off_and_well(server: Server, namespace: Namespace, load: Load, pids: 
         info = disk_info(client)
         assert info.state == "off" and info.blocks == 0 and info.dirty_blocks == 0 and not info.behind
         keys = make_keys(50, first=90_000)
-        # Of a priority that the load's blocks do not have, which go on to displace each other.
+        # These blocks have a higher priority than those of the load, so the load's blocks displace only each other.
         assert client.set(keys, blocks_of(keys, BLOCK), priority=3, deferred=False).created == 50
         assert all(read(client, keys, BLOCK))
         assert client.contains(keys).all() and client.match_prefix(keys) == 50
         assert client.delete(keys) == 50 and not client.contains(keys).any()
     lines = error_lines(server)
     (line_off,) = (line for line in lines if " is off: " in line)
-    assert info.reason in line_off and "serving goes on from memory" in line_off
-    # Deletes go on, and what they removed must not come back: that costs the index, and a line of its own, once.
+    assert info.reason in line_off and "blocks are served from memory only" in line_off
+    # Deletes continue, and the deleted blocks must not return: this costs the index, with one log line.
     others = [line for line in lines if line is not line_off and "while the tier is off" not in line]
     assert not others and len(lines) <= 2, lines
     assert [shard.pid for shard in server.shards()] == pids and "Traceback" not in server.log_text()
@@ -164,7 +166,9 @@ def pids_of(server: Server) -> list[int]:
 # ---- no space ------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_system_that_others_fill_up(start_server: StartServer, tmpfs: Path, namespace: Namespace) -> None:
+def test_a_file_system_filled_by_others_turns_the_tier_off(
+    start_server: StartServer, tmpfs: Path, namespace: Namespace
+) -> None:
     server = start_server(*disk_flags(tmpfs / "disk", "56MiB"), *LRU, memory="16MiB", segment="1MiB")
     pids = pids_of(server)
     with MemoryWatch(server, MEMORY), Load(server, namespace) as load:
@@ -176,7 +180,9 @@ def test_a_file_system_that_others_fill_up(start_server: StartServer, tmpfs: Pat
     assert_well_after_a_restart(server, namespace)
 
 
-def test_a_disk_size_beyond_the_file_system(start_server: StartServer, tmpfs: Path, namespace: Namespace) -> None:
+def test_a_disk_size_beyond_the_file_system_turns_the_tier_off(
+    start_server: StartServer, tmpfs: Path, namespace: Namespace
+) -> None:
     server = start_server(*disk_flags(tmpfs / "disk", "256MiB"), *LRU, memory="16MiB", segment="1MiB")
     pids = pids_of(server)
     with MemoryWatch(server, MEMORY), Load(server, namespace) as load:
@@ -186,7 +192,9 @@ def test_a_disk_size_beyond_the_file_system(start_server: StartServer, tmpfs: Pa
     server.kill()
 
 
-def test_a_full_file_system_at_the_start(start_server: StartServer, tmpfs: Path, namespace: Namespace) -> None:
+def test_a_full_file_system_at_the_start_is_handled(
+    start_server: StartServer, tmpfs: Path, namespace: Namespace
+) -> None:
     server = start_server(*disk_flags(tmpfs / "disk", "48MiB"), *LRU, memory="16MiB", segment="1MiB")
     keys = make_keys(300)
     with open_client(server, namespace) as client:
@@ -208,7 +216,7 @@ def test_a_full_file_system_at_the_start(start_server: StartServer, tmpfs: Path,
 
 
 def assert_well_after_a_restart(server: Server, namespace: Namespace) -> None:
-    """The disk works again, and so does the tier."""
+    """Check that the disk tier works again after a restart, now that its disk does."""
     assert server.stop() == 0
     server.restart()
     keys = make_keys(100, first=70_000)
@@ -229,7 +237,7 @@ def assert_well_after_a_restart(server: Server, namespace: Namespace) -> None:
 
 @pytest.fixture(scope="session")
 def io_errors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shim, compiled."""
+    """The compiled shim."""
     return compile_io_errors(tmp_path_factory.mktemp("shim"))
 
 
@@ -237,7 +245,7 @@ def io_errors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("place", "calls"),
     [("segments", "read"), ("segments", "write"), ("index", "write"), ("index", "sync"), ("", "all")],
 )
-def test_a_device_with_errors(
+def test_a_device_with_errors_turns_the_tier_off(
     start_server: StartServer,
     folder: Path,
     namespace: Namespace,
@@ -262,7 +270,7 @@ def test_a_device_with_errors(
     assert_well_after_a_restart(server, namespace)
 
 
-def test_blocks_deleted_while_the_tier_is_off_do_not_come_back(
+def test_blocks_deleted_while_the_tier_is_off_do_not_return(
     start_server: StartServer, folder: Path, namespace: Namespace, io_errors: Path, tmp_path: Path
 ) -> None:
     trigger = tmp_path / "trigger"
@@ -291,11 +299,11 @@ def test_blocks_deleted_while_the_tier_is_off_do_not_come_back(
         assert all(read(client, keys, BLOCK, version=2))
 
 
-def test_errors_while_the_old_index_is_read_turn_the_tier_off(
+def test_errors_during_recovery_turn_the_tier_off(
     start_server: StartServer, folder: Path, namespace: Namespace, io_errors: Path, tmp_path: Path
 ) -> None:
     trigger = tmp_path / "trigger"
-    shim = io_errors_in(folder / "shard-0" / "index", trigger, io_errors)  # index.new, too
+    shim = io_errors_in(folder / "shard-0" / "index", trigger, io_errors)  # including index.new
     server = start_server(*disk_flags(folder), *LRU, memory="16MiB", segment="1MiB", **shim)
     keys = make_keys(100)
     with open_client(server, namespace) as client:
@@ -321,9 +329,9 @@ def test_errors_while_the_old_index_is_read_turn_the_tier_off(
 
 
 def refusal(*arguments: str) -> str:
-    """What a server that does not start says."""
-    command = server_command("--port", "0", "--memory", "16MiB", "--segment", "1MiB", *arguments)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=30, check=False)
+    """Return the output of a server that is expected not to start."""
+    sizes = ("--memory", "16MiB", "--segment", "1MiB")
+    done = forked.run("kvstore", "--port", "0", *sizes, *arguments, env=environment())
     assert done.returncode == 1 and done.stdout == "" and "Traceback" not in done.stderr, done
     return done.stderr
 
@@ -349,10 +357,11 @@ def test_a_read_only_file_system_is_refused_at_the_start(
     server.kill()
 
 
-def test_a_file_system_that_turns_read_only(
+def test_a_file_system_that_turns_read_only_turns_the_tier_off(
     start_server: StartServer, folder: Path, namespace: Namespace, tmp_path: Path
 ) -> None:
-    """Of an ext4 on a loop device, which does so after an error: nothing else can, while files are open for writing."""
+    """An ext4 on a loop device becomes read-only after an error. There is no other way while files are open for
+    writing."""
     image, place = tmp_path / "image", tmp_path / "loop"
     place.mkdir()
     mkfs = shutil.which("mkfs.ext4", path=os.environ.get("PATH", "") + ":/sbin:/usr/sbin")
@@ -382,7 +391,7 @@ def test_a_file_system_that_turns_read_only(
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_folder_that_is_removed(start_server: StartServer, folder: Path, namespace: Namespace) -> None:
+def test_a_removed_folder_turns_the_tier_off(start_server: StartServer, folder: Path, namespace: Namespace) -> None:
     server = start_server(*disk_flags(folder), *LRU, memory="16MiB", segment="1MiB")
     pids = pids_of(server)
     with MemoryWatch(server, MEMORY), Load(server, namespace) as load:
@@ -391,7 +400,7 @@ def test_a_folder_that_is_removed(start_server: StartServer, folder: Path, names
                 shutil.rmtree(folder)
         load.goes_on()
         with open_client(server, namespace) as client:
-            fill(client, make_keys(5000, first=200_000), BLOCK)  # needs files that are not there yet
+            fill(client, make_keys(5000, first=200_000), BLOCK)  # this needs new files
             info = wait_until_off(client)
             assert "No such file" in info.reason
         load.goes_on()
@@ -415,7 +424,7 @@ def test_a_killed_keeper_turns_the_tier_off(start_server: StartServer, folder: P
     assert_well_after_a_restart(server, namespace)
 
 
-def test_a_keeper_killed_while_it_reads_the_old_index_is_replaced(
+def test_a_keeper_killed_during_recovery_is_replaced(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace
 ) -> None:
     namespace, keys = new_namespace(64), make_keys(100_000)
@@ -423,11 +432,11 @@ def test_a_keeper_killed_while_it_reads_the_old_index_is_replaced(
     with open_client(server, namespace) as client:
         fill(client, keys, 64)
     assert server.stop() == 0
-    for number in range(1, 11):  # until it is killed in time: the later, the more it had told
+    for number in range(1, 11):  # until the keeper is killed early enough: one killed later has reported more entries
         server.restart()
         (shard,) = server.shards()
         keeper = wait_until(lambda shard=shard: next(iter(shard.children()), None))
-        time.sleep(0.2 / number)
+        time.sleep(0.05 / number)
         keeper.kill()
         with open_client(server, namespace) as client:
             if wait_until(lambda: (state := disk_info(client).state) != "recovering" and state) == "on":

@@ -1,4 +1,4 @@
-"""Servers that die, hang and come back: for their clients nothing but misses, in time, until they are back."""
+"""Servers that die, hang and return: until a server is back, its clients get misses, in time, and no errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.harness import (
 
 KiB, MiB = 1 << 10, 1 << 20
 BLOCK = 64 * KiB
-SLACK_S = 0.5  # what a call may take beyond its timeout
+SLACK_S = 0.5  # by how much a call may exceed its timeout
 
 Result = tuple[str, float]
 
@@ -80,7 +80,7 @@ class Load:
         assert not self.failures, self.failures
 
     def wait_for_hits(self) -> None:
-        """The load runs and hits."""
+        """Wait until the load makes progress and has hits."""
         hits, rounds = self.client.stats.hits, self.rounds
         wait_until(
             lambda: self.failures or (self.client.stats.hits > hits + 48 and self.rounds > rounds + 3),
@@ -110,7 +110,7 @@ def test_a_killed_shard_is_restarted_and_its_blocks_are_misses(
     assert server.running and len(server.shards()) == 2
 
 
-def test_blocks_of_the_shards_that_live_stay(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_blocks_of_surviving_shards_stay(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server("--shards", "2", memory="128MiB", segment="8MiB")
     keys = make_keys(200)
     with KVStoreClient(server.endpoint, new_namespace(4 * KiB)) as client:
@@ -125,7 +125,7 @@ def test_blocks_of_the_shards_that_live_stay(start_server: StartServer, new_name
         )
 
 
-def test_a_shard_that_dies_again_and_again_is_restarted_less_often(
+def test_a_shard_that_dies_repeatedly_is_restarted_less_often(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     server = start_server()
@@ -155,7 +155,7 @@ def test_a_killed_server_leaves_no_shard_and_its_port_free(
         wait_until(lambda: load.client.stats.reconnects >= 2, what="both shards are connected again")
 
 
-def test_one_node_of_two_is_gone_and_the_other_still_serves(
+def test_when_one_of_two_nodes_is_gone_the_other_serves(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     nodes = [start_server(), start_server()]
@@ -222,7 +222,7 @@ def test_a_call_on_a_server_that_hangs_returns_in_time(
 
 
 @pytest.mark.exclusive
-def test_a_server_that_hangs_is_a_miss_at_once_until_it_goes_on(
+def test_a_hanging_server_is_an_immediate_miss_until_it_continues(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     server = start_server(memory="64MiB", segment="8MiB")
@@ -251,9 +251,7 @@ def hanging_under_load(load: Load, server: Any) -> Iterator[None]:
 
 
 @pytest.mark.exclusive
-def test_threads_in_the_middle_of_calls_survive_a_server_that_hangs(
-    start_server: StartServer, new_namespace: MakeNamespace
-) -> None:
+def test_threads_in_calls_survive_a_hanging_server(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server(memory="64MiB", segment="8MiB")
     with Load(server.endpoint, new_namespace(BLOCK), timeout_s=0.5) as load:
         for _ in range(3):
@@ -361,7 +359,7 @@ def test_a_signal_lets_a_set_in_progress_finish(
         assert server.stop() == 0
 
 
-def test_a_drain_does_not_wait_for_ever(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_a_drain_ends_at_its_deadline(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server()
     namespace = new_namespace(4096)
     with RawClient(server) as raw:
@@ -372,7 +370,7 @@ def test_a_drain_does_not_wait_for_ever(start_server: StartServer, new_namespace
         assert time.monotonic() - start < 9
 
 
-def test_a_server_under_load_drains_and_comes_back(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_a_server_under_load_drains_and_restarts(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server("--shards", "2", memory="128MiB", segment="8MiB")
     with Load(server.endpoint, new_namespace(BLOCK)) as load:
         load.wait_for_hits()

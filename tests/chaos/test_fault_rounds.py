@@ -1,12 +1,12 @@
-"""No block that was acknowledged with two copies is lost, whatever fails, one thing after the other.
+"""No block that was acknowledged with two copies is lost in any sequence of faults.
 
-Four nodes of two shards each, two of them with a disk tier on a small file system. Two clients set and read chains. The
-test itself sets blocks that nobody reads, so that only the nodes can give these their copies back. After a fault it is
-healed, and the next one comes as soon as every shard has all the copies that are its own. Each time all that was
-acknowledged is read: every byte is right and nothing is missing. No call ends later than its deadline and a moment.
+There are four nodes of two shards each; two of the nodes have a disk tier on a small file system. Two clients set and
+read chains. The test itself sets blocks that no client reads, so that only the nodes can restore their copies. After a
+fault is repaired, the next one comes as soon as every shard has all of its copies. Before that, all acknowledged blocks
+are read: every byte is right and no block is missing. No call ends more than a moment after its deadline.
 
-KVSTORE_CHAOS_ROUNDS: how many rounds, 200 under `make chaos`. KVSTORE_CHAOS_SEED repeats the faults of a run, as far as
-time allows.
+KVSTORE_CHAOS_ROUNDS is the number of rounds: 200 under `make chaos`. With the KVSTORE_CHAOS_SEED of an earlier run, the
+same faults are repeated, as far as timing allows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.wire.asking import Asking
+from kvstore.wire.queries import ShardQueries
 from kvstore_client import KVStoreClient
 from tests.chaos.cluster_clients import Clients
 from tests.chaos.cluster_load import keys_of
@@ -41,17 +41,17 @@ SHARDS = 2
 REPLICAS = 2
 BLOCK_BYTES = 8 * KiB
 TIMEOUT_S = 2.0
-LATE_S = 0.2  # what a call may take beyond its deadline
-RECOVERY_S = 3.0  # until clients find everything again once the members are there again
-TWO_COPIES_S = 120.0  # from the end of a fault until there must be two copies of everything again
-FIRST_KEY = 1 << 40  # of the blocks that nobody reads; the clients' keys are below
-UNREAD = 64  # such blocks are set before each fault
+LATE_S = 0.2  # by how much a call may exceed its deadline
+RECOVERY_S = 3.0  # until clients find everything again after the members have returned
+TWO_COPIES_S = 120.0  # from the end of a fault until there must again be two copies of everything
+FIRST_KEY = 1 << 40  # the number of the first key that no client reads; the clients' keys have lower numbers
+UNREAD = 64  # this many of them are set before each fault
 
 pytestmark = pytest.mark.exclusive  # calls must end within LATE_S of their deadline
 
 
 class FaultySite(Site):
-    """A site with nodes that have disks, which can fail or fill up."""
+    """A site whose nodes have disks that can fail or fill up."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, nodes=len(NODES), shards=SHARDS, grace_seconds=20)
@@ -76,7 +76,7 @@ class FaultySite(Site):
         return self.folder / f"disk-{node}"
 
     def trigger(self, node: str) -> Path:
-        """The file that makes the node's disk fail."""
+        """Return the file that makes the node's disk fail."""
         return self.folder / f"trigger-{node}"
 
     def add(self, node: str, environment: Mapping[str, str] | None = None, **flags: object) -> Server:
@@ -95,7 +95,8 @@ class FaultySite(Site):
 
 
 class Load:
-    """Two clients under load, and blocks that nobody reads. `with` purges all of them at its end."""
+    """The load of two clients, and blocks that no client reads. All of their blocks are purged when the `with` block
+    ends."""
 
     def __init__(self, site: FaultySite, name: str) -> None:
         self.site = site
@@ -123,7 +124,8 @@ class Load:
         self._unread += keys
 
     def wait_for_copies(self) -> None:
-        """Until all shards have the copies that are theirs. Nothing may have been evicted, or losses cannot be told."""
+        """Wait until all shards have their copies. Fails if a shard has evicted blocks, because those would look like
+        losses."""
         self.site.cluster.wait_for_members(*NODES, deadline_s=SERVE_S)
         found: list[str] = []
 
@@ -140,11 +142,12 @@ class Load:
             raise AssertionError(f"not {REPLICAS} copies within {TWO_COPIES_S:g} s; shards lack {found}") from None
         for member in self.site.cluster.membership().members:
             for shard in member.shards:
-                with Asking((shard.host, shard.port), 5.0) as asking:
+                with ShardQueries((shard.host, shard.port), 5.0) as asking:
                     assert asking.info().evicted == 0, f"{shard.name} evicted blocks: give it more memory"
 
     def check(self) -> None:
-        """All that was acknowledged is there, and right. A client may take a moment to see what the members are."""
+        """Check that all acknowledged blocks are there, with the right bytes. A client may take a moment to learn the
+        membership."""
         began = time.monotonic()
         while missing := [miss for check in self.clients.check() for miss in check.missing]:
             print(f"  {len(missing)} blocks are missing {time.monotonic() - began:.2f} s after", flush=True)
@@ -173,7 +176,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultySite]:
 
 @pytest.mark.parametrize("shard", range(SHARDS) if FULL else [1])
 @pytest.mark.parametrize("node", NODES if FULL else ["n3"])
-def test_a_shard_that_died_is_filled_and_then_any_other_node_may_die(site: FaultySite, node: str, shard: int) -> None:
+def test_after_a_dead_shard_is_filled_any_other_node_may_die(site: FaultySite, node: str, shard: int) -> None:
     with Load(site, f"shard {shard} of {node}") as load:
         load.set_unread()
         load.clients.run_for(1.0)
@@ -274,7 +277,7 @@ def disk_full(site: FaultySite, chance: random.Random) -> Iterator[str]:
 
 
 def restarted(chance: random.Random) -> str:
-    """How a node whose disk failed is ended before it is started again."""
+    """Return how to end a node whose disk failed before it is restarted."""
     return chance.choice(["killed", "stopped"])
 
 
@@ -312,7 +315,7 @@ FAULTS: list[Fault] = [
 
 
 def faults(chance: random.Random) -> Iterator[Fault]:
-    """All faults in a random order, then again in another."""
+    """Yield all faults in a random order, then all of them in another random order, and so on."""
     while True:
         yield from chance.sample(FAULTS, len(FAULTS))
 
@@ -333,7 +336,8 @@ def test_rounds_of_random_faults_lose_nothing(site: FaultySite) -> None:
 
 
 def run_round(load: Load, number: int, fault: Fault, chance: random.Random) -> float:
-    """A fault under load. -> how long after its end there were two copies of everything again, in seconds."""
+    """Cause a fault under load. Returns the seconds from the fault's end until there were two copies of every block
+    again."""
     what, began = fault.__name__, time.monotonic()
     length_s = chance.uniform(0.2, 3.5)
     try:
@@ -347,7 +351,7 @@ def run_round(load: Load, number: int, fault: Fault, chance: random.Random) -> f
     except BaseException:
         print(f"round {number} failed: {what}, for {length_s:.1f} s; KVSTORE_CHAOS_SEED={SEED}", flush=True)
         raise
-    acknowledged = {*load.clients.acknowledged()}  # the other chains may have had one copy
+    acknowledged = {*load.clients.acknowledged()}  # the other chains may have had only one copy
     troubles = load.clients.troubles(began, time.monotonic(), lambda call, miss: miss.chain not in acknowledged)
     failed = sum(call.errors > 0 for call in troubles)
     for call in troubles:

@@ -1,14 +1,15 @@
 """kill -9 of readers, writers and the server at random instants while they share memory.
 
-A worker is a process that sets, reads and borrows blocks over shared memory, in two namespaces that do not fit the
-server together, and checks every byte. No worker may see a wrong byte or end by a signal of its own (SIGBUS, SIGSEGV);
-when all are gone, the server lends nothing, writes nothing, and has the descriptors that it had.
+A worker is a process that sets, reads and borrows blocks over shared memory, and checks every byte. The blocks of the
+two namespaces do not all fit the server. No worker may see a wrong byte or crash (SIGBUS, SIGSEGV). When all workers
+are gone, the server lends no block, has no unfinished write, and has no more descriptors than before.
 
-`make torture` kills KVSTORE_KILLS times (10 000); the suite a few times.
+KVSTORE_KILLS is the number of kills: 10 000 under `make torture`, a few in the usual tests.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -27,12 +28,13 @@ from kvstore_client.errors import TRANSPORT_ERRORS
 from kvstore_client.memory import host_memory
 from tests.support.harness import OVERHEAD_BYTES, Server, StartServer, make_keys, make_namespace, rss_bytes, wait_until
 
-KILLS = int(os.environ.get("KVSTORE_KILLS", "60"))
-SEED = int(os.environ.get("KVSTORE_TORTURE_SEED", "1"))
+KILLS = int(os.environ.get("KVSTORE_KILLS", "45"))
+# With this seed, two of the first 45 kills hit the server.
+SEED = int(os.environ.get("KVSTORE_TORTURE_SEED", "2"))
 WORKERS = 3
 CHECK_EVERY = 100  # kills
 BLOCK = 64 << 10
-KEYS = 400  # of each of two namespaces: 50 MiB, in a server of 32
+KEYS = 400  # in each of two namespaces: 50 MiB altogether, in a server of 32 MiB
 MEMORY = 32 << 20
 WRONG = 3  # a worker's exit status when it has seen a wrong byte
 
@@ -41,6 +43,7 @@ Rows = npt.NDArray[np.uint8]
 
 def work(endpoint: str, namespace: Namespace, keys: Sequence[bytes], expected: Rows, seed: int) -> None:
     """Set, read, borrow and delete blocks until killed."""
+    gc.disable()  # a garbage collection would write to, and so copy, all memory of the tests' process
     rng = random.Random(seed)
     rows = host_memory(16, BLOCK)
     out = np.zeros((16, BLOCK), dtype=np.uint8)
@@ -73,7 +76,7 @@ def work(endpoint: str, namespace: Namespace, keys: Sequence[bytes], expected: R
 
 
 class Workers:
-    """The workers, each for one of the namespaces."""
+    """All workers; each uses one of the two namespaces."""
 
     def __init__(self, server: Server, rng: random.Random) -> None:
         self.namespaces = [make_namespace(BLOCK, f"kills-{number}") for number in range(2)]
@@ -101,7 +104,7 @@ class Workers:
             self.alive.append(process)
 
     def kill(self, process: BaseProcess) -> None:
-        """Kill a worker; it must have been well until then."""
+        """Kill a worker, which must not have ended by itself before."""
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL, f"a worker ended by itself: {process.exitcode}"
@@ -114,7 +117,7 @@ class Workers:
 
 
 def settled(server: Server, namespace: Namespace, descriptors: int) -> None:
-    """Nothing of the workers is left at the server."""
+    """Check that the server has released everything that the workers used."""
     with KVStoreClient(server.endpoint, namespace, shared_memory=False) as client:
 
         def nothing_left() -> bool:
@@ -123,7 +126,7 @@ def settled(server: Server, namespace: Namespace, descriptors: int) -> None:
 
         wait_until(nothing_left, what="nothing is lent, nothing is being written")
         (process,) = server.shards()
-        # One for this client, and one for each segment.
+        # One descriptor for this client, and one for each segment.
         wait_until(lambda: process.num_fds() <= descriptors + 1 + MEMORY // (1 << 20), what="its descriptors")
         assert rss_bytes(process.pid) < MEMORY + OVERHEAD_BYTES
 
@@ -133,7 +136,7 @@ def restarted_after(server: Server, pid: int) -> None:
 
 
 @pytest.mark.timeout(120 + KILLS // 4)
-def test_kills_at_random_instants_leave_nothing_and_show_nobody_a_wrong_byte(
+def test_kills_at_random_instants_leave_nothing_and_cause_no_wrong_byte(
     start_server: StartServer, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED)
@@ -150,7 +153,7 @@ def test_kills_at_random_instants_leave_nothing_and_show_nobody_a_wrong_byte(
                 process.kill()
                 shards_killed += 1
                 restarted_after(server, process.pid)
-            elif rng.random() < 0.05:  # asleep for a while, with what it was lent
+            elif rng.random() < 0.05:  # sleep for a while, with loans
                 sleeper = rng.choice(workers.alive)
                 assert sleeper.pid is not None
                 os.kill(sleeper.pid, signal.SIGSTOP)

@@ -1,27 +1,23 @@
-"""A server that is killed at random instants, and files whose bytes change: what is served is right, or a miss.
+"""A server that is killed at random instants, and files whose bytes change: every read gets the right bytes or misses.
 
-A writer in a process of its own sets, replaces and deletes blocks whose bytes say of which key and version they are.
-It notes every operation in a journal before it begins and after it was acknowledged. From that follows what a
-restarted server may serve of a key:
+A writer in a process of its own sets, replaces and deletes blocks whose bytes contain their key and version. It notes
+every operation in a journal, before the operation begins and after it was acknowledged. The journal shows which
+versions of a key a restarted server may serve:
 
-* the versions that were set since the last acknowledged delete, or with and since the last acknowledged forced set;
-  those of operations that were begun and not acknowledged among them;
-* nothing else; and, after a kill, nothing at all is fine too. After a clean stop an acknowledged block is there.
+* the version of the last acknowledged forced set, and all versions set since then, or since the last acknowledged
+  delete; also if the operation was not acknowledged;
+* no others. After a kill the block may be missing; after a clean stop an acknowledged block must be there.
 
-All rounds use one folder, so damage would accumulate. `KVSTORE_TORTURE_ROUNDS` and `KVSTORE_FLIP_TRIALS` set how long
-it takes, `KVSTORE_TORTURE_SEED` repeats a run as far as time allows.
-
-Run as a program, this is the writer. Arguments: endpoint, journal, seed, number of its first version.
+All rounds use one folder, so damage would accumulate. `KVSTORE_TORTURE_ROUNDS` and `KVSTORE_FLIP_TRIALS` set the number
+of rounds and of changed bytes. With the `KVSTORE_TORTURE_SEED` of an earlier run, the same choices are made; timing may
+still differ.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +27,10 @@ import numpy as np
 import psutil
 import pytest
 
-from kvstore_client import KVStoreClient, KVStoreError, Namespace
+from kvstore_client import KVStoreClient
+from tests.chaos.torture_writer import SHAPES, namespaces, torture_block
+from tests.chaos.worker import soak
+from tests.support import forked
 from tests.support.disk import (
     KiB,
     MiB,
@@ -55,7 +54,6 @@ from tests.support.harness import (
     Server,
     StartServer,
     alive,
-    block_of,
     environment,
     make_keys,
     make_namespace,
@@ -64,59 +62,13 @@ from tests.support.harness import (
 
 ROUNDS = int(os.environ.get("KVSTORE_TORTURE_ROUNDS", "4"))
 ENCRYPTED_ROUNDS = int(os.environ.get("KVSTORE_TORTURE_ROUNDS", "2"))
+AT_LENGTH = "KVSTORE_TORTURE_ROUNDS" in os.environ
+WAITS_S = [0.02, 0.3, 1.0, 2.5] if AT_LENGTH else [0.02, 0.1, 0.3, 0.8]  # the latest time at which a server is killed
+SOAK_S = 3.0 if AT_LENGTH else 1.0
 FLIPS = int(os.environ.get("KVSTORE_FLIP_TRIALS", "20"))
 SEED = int(os.environ.get("KVSTORE_TORTURE_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 
-SHAPES = {4096: 2500, 20_000: 700, 1000: 1500}  # block bytes: keys; one half goes past the page cache
 FLIPS_A_START = 25
-
-
-def namespaces() -> dict[int, Namespace]:
-    return {size: make_namespace(size, "torture") for size in SHAPES}
-
-
-def torture_block(key: bytes, size: int, version: int) -> bytes:
-    """A block that says its version, and proves it with all other bytes."""
-    return version.to_bytes(8, "little") + block_of(key, size - 8, version)
-
-
-# ---- the writer ----------------------------------------------------------------------------------------------------
-
-
-def write(endpoint: str, journal: Path, seed: int, version: int) -> None:
-    """Until the server is gone."""
-    rng = random.Random(seed)
-    clients = {
-        size: KVStoreClient(endpoint, namespace, timeout_s=20.0, checksum=False)
-        for size, namespace in namespaces().items()
-    }
-    keys = {size: make_keys(count) for size, count in SHAPES.items()}
-    with journal.open("ab", buffering=0) as opened:
-
-        def note(*fields: object) -> None:
-            opened.write(json.dumps(fields).encode() + b"\n")
-
-        while True:
-            version += 1
-            size = rng.choice(list(SHAPES))
-            count = rng.choice([1, 1, 3, 10, 60])
-            first = rng.randrange(SHAPES[size])
-            numbers = [(first + at) % SHAPES[size] for at in range(count)]
-            some = [keys[size][number] for number in numbers]
-            kind = rng.choices(["set", "force", "delete", "read"], [60, 15, 10, 15])[0]
-            client = clients[size]
-            if kind == "read":
-                client.get(some)
-                continue
-            note("begin", version, kind, size, numbers)
-            if kind == "delete":
-                client.delete(some)
-                note("done", version)
-                continue
-            result = client.set(some, [torture_block(key, size, version) for key in some], force=kind == "force")
-            # A forced set that left a block alone, because someone else was writing it, replaced not all of them.
-            complete = result.error == 0 and not (kind == "force" and result.existed)
-            note("done" if complete else "partly", version)
 
 
 # ---- what may be served --------------------------------------------------------------------------------------------
@@ -124,7 +76,7 @@ def write(endpoint: str, journal: Path, seed: int, version: int) -> None:
 
 @dataclass
 class Model:
-    """What the journal says of every block."""
+    """What the journal says about every block."""
 
     allowed: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # (size, number of key) -> versions
     must: set[tuple[int, int]] = field(default_factory=set)  # acknowledged, and not deleted
@@ -132,7 +84,7 @@ class Model:
     read_bytes: int = 0
 
     def take(self, journal: Path) -> set[tuple[int, int]]:
-        """Read on in the journal. -> the blocks that it tells of."""
+        """Read the lines added to the journal since the last call. Returns the blocks that they mention."""
         with journal.open("rb") as opened:
             opened.seek(self.read_bytes)
             lines = opened.read().splitlines(keepends=True)
@@ -165,7 +117,8 @@ class Model:
         return touched
 
     def check(self, server: Server, clean: bool) -> str:
-        """Read every block. -> how many are served, how many that were acknowledged are not, how many were damaged."""
+        """Read every block. Returns a text with the numbers of blocks that are served, lost although acknowledged, and
+        damaged."""
         served: set[tuple[int, int]] = set()
         damaged = 0
         for size, namespace in namespaces().items():
@@ -187,14 +140,14 @@ class Model:
                         served.add((size, number))
                 damaged = disk_info(client).corrupt_blocks
         lost = self.must - served
-        self.must = served  # from here on, these are not to be lost by a clean stop
+        self.must = served  # from here on, a clean stop must not lose these
         if clean:
             assert not lost, f"{len(lost)} of {len(lost | served)} lost by a clean stop, among them {sorted(lost)[:5]}"
         return f"{len(served)} served, {len(lost)} lost, {damaged} damaged"
 
 
 def kill_all(server: Server, rng: random.Random) -> None:
-    """SIGKILL to every process of a server, in any order."""
+    """Send SIGKILL to every process of a server, in a random order."""
     supervisor = psutil.Process(server.process.pid)
     processes = [supervisor, *supervisor.children(recursive=True)]
     rng.shuffle(processes)
@@ -211,7 +164,7 @@ def kill_all(server: Server, rng: random.Random) -> None:
 @pytest.mark.parametrize(
     ("disk_size", "encrypted", "rounds"),
     [
-        ("512MiB", False, ROUNDS),  # room for all
+        ("512MiB", False, ROUNDS),  # room for everything
         ("12MiB", False, ROUNDS),  # room for less than half
         ("512MiB", True, ENCRYPTED_ROUNDS),
     ],
@@ -234,21 +187,21 @@ def test_a_server_killed_at_any_instant_serves_nothing_wrong(
         policy, how = rng.choice(["lru", "default"]), rng.choice(["all", "all", "reused", "evicted"])
         flags = disk_flags(folder, disk_size, "--policy", policy, *key, write=how)
         server = start_server(*flags, memory=f"{rng.choice([8, 16, 64])}MiB", segment="1MiB")
-        at_once = rng.random() < 0.3  # the writer begins while the old index is read
+        at_once = rng.random() < 0.3  # the writer begins during recovery
         if not at_once or number == rounds:
             print(f"round {number}: {'clean' if clean else 'killed'}, {model.check(server, clean)}")
             if number == rounds:
                 break
         elif not clean:
-            model.must.clear()  # nobody looked at what the kill cost
-        writer = subprocess.Popen(
-            [sys.executable, __file__, server.endpoint, str(journal), str(rng.randrange(1 << 32)), str(model.version)],
-            env=environment(),
-            stderr=subprocess.DEVNULL,
-        )
+            model.must.clear()  # the blocks lost by the kill are unknown
+        told = (server.endpoint, str(journal), str(rng.randrange(1 << 32)), str(model.version))
+        with open(os.devnull, "r+b") as nothing:
+            writer = forked.start(
+                "tests.chaos.torture_writer", told, stdin=nothing, stdout=nothing, stderr=nothing, env=environment()
+            )
         try:
             wait_until(lambda: journal.stat().st_size > model.read_bytes, what="the writer writes")
-            time.sleep(rng.choice([0.02, 0.3, 1.0, 2.5]) * rng.random())
+            time.sleep(rng.choice(WAITS_S) * rng.random())
             clean = rng.random() < 0.25
             if clean:
                 assert server.stop() == 0
@@ -260,7 +213,7 @@ def test_a_server_killed_at_any_instant_serves_nothing_wrong(
             writer.wait()
         touched = model.take(journal)
         if how != "all":
-            model.must -= touched  # what memory had no room for may be gone
+            model.must -= touched  # blocks without room in memory may be gone
         if disk_size != "512MiB":
             model.must.clear()
         assert "Traceback" not in server.log_text(), server.log_text()[-3000:]
@@ -270,32 +223,15 @@ def test_a_server_killed_at_any_instant_serves_nothing_wrong(
 
 
 @pytest.mark.parametrize(("policy", "write"), [("default", "all"), ("default", "evicted"), ("lru", "reused")])
-def test_clients_of_the_same_blocks_find_no_byte_wrong(
+def test_clients_of_shared_blocks_find_no_wrong_byte(
     start_server: StartServer, tmp_path: Path, policy: str, write: str
 ) -> None:
     folder = tmp_path / "disk"
     flags = disk_flags(folder, "64MiB", "--policy", policy, "--scrub-mbps", "50", write=write)
     server = start_server(*flags, memory="16MiB", segment="1MiB")  # of 125 MiB that the clients use
-    command = [sys.executable, str(Path(__file__).with_name("worker.py")), server.endpoint]
     with server.unharmed(), MemoryWatch(server, 16 * MiB):
-        clients = [
-            subprocess.Popen(
-                [*command, str(number), "3"],
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for number in range(3)
-        ]
-        try:
-            for client in clients:
-                said, _ = client.communicate(timeout=60)
-                assert client.returncode == 0 and json.loads(said)["hits"] > 0, said
-        finally:
-            for client in clients:
-                client.kill()
-                client.communicate()
+        for hits in (counts["hits"] for counts in soak(server, workers=3, seconds=SOAK_S)):
+            assert hits > 0
         with open_client(server, make_namespace(64 * KiB, "soak")) as reader:
             info = disk_info(reader)
             assert info.state == "on" and info.corrupt_blocks == 0 and info.written_blocks > 0
@@ -307,7 +243,7 @@ def test_clients_of_the_same_blocks_find_no_byte_wrong(
 
 
 class Victim:
-    """A folder of blocks in two namespaces, and servers on it, one after the other."""
+    """A folder with the blocks of two namespaces, which one server after another uses."""
 
     def __init__(self, start_server: StartServer, folder: Path, new_namespace: MakeNamespace) -> None:
         self.folder = folder
@@ -323,14 +259,15 @@ class Victim:
                 yield client, keys, size
 
     def refill(self) -> None:
-        """All blocks are there, and on disk."""
+        """Set all blocks, and wait until they are on disk."""
         for client, keys, size in self.clients():
             there = client.contains(keys)
             fill(client, [key for key, present in zip(keys, there, strict=True) if not present], size)
             wait_until_written(client)
 
     def check(self) -> tuple[int, int]:
-        """Start, read everything: all right or a miss, and the shard lives. -> misses, and damaged blocks counted."""
+        """Start the server and read all blocks: each is right or a miss, and the shard survives. Returns the number of
+        misses, and of damaged blocks that the shard counted."""
         before = len(self.server.log_text())
         self.server.restart()
         pids = [shard.pid for shard in self.server.shards()]
@@ -355,7 +292,7 @@ def test_a_changed_byte_of_a_segment_is_a_miss(
     while trials < FLIPS - FLIPS // 2:
         count = min(FLIPS_A_START, FLIPS - FLIPS // 2 - trials)
         places = set()
-        while len(places) < count:  # at most one in a block, so that each is a trial of its own
+        while len(places) < count:  # at most one change in each block, so that each is a separate trial
             path = rng.choice(segment_files(victim.folder))
             places.add((path, rng.randrange(path.stat().st_size // 4096)))
         for path, page in places:
@@ -372,7 +309,7 @@ def test_a_changed_byte_of_a_segment_is_a_miss(
 
 
 @pytest.mark.timeout(120 + 5 * FLIPS)
-def test_a_changed_byte_of_the_index_costs_no_more_than_blocks(
+def test_a_changed_byte_of_the_index_costs_only_blocks(
     start_server: StartServer, tmp_path: Path, new_namespace: MakeNamespace
 ) -> None:
     print(f"KVSTORE_TORTURE_SEED={SEED}")
@@ -382,7 +319,7 @@ def test_a_changed_byte_of_the_index_costs_no_more_than_blocks(
     missing = []
     for trial in range(FLIPS // 2):
         data = np.fromfile(path, dtype=np.uint8)
-        # Half of the file is pages that are not in use; every other trial takes a byte that says something.
+        # Half of the file is unused pages; every other trial takes a byte that is in use.
         some = np.flatnonzero(data) if trial % 2 else np.arange(len(data))
         at = int(some[rng.randrange(len(some))])
         mask = 1 << rng.randrange(8)
@@ -399,8 +336,3 @@ def test_a_changed_byte_of_the_index_costs_no_more_than_blocks(
                 wait_until_durable(client)
             victim.server.kill()
     print(f"{len(missing)} bytes of the index changed: misses {sorted(missing)}")
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(KVStoreError):  # the server is gone
-        write(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -1,5 +1,5 @@
-"""What the engine tests run on: real engines, servers they may harm, a model made once. Without vLLM every test here is
-skipped, except in CI, where it fails."""
+"""Fixtures of the engine tests: real engines, servers that tests may damage, and a model that is saved once. Without
+vLLM every test here is skipped, except in CI, where it fails."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same architecture under the same folder name, with other weights."""
+    """A model of the same architecture under the same folder name, with other weights."""
     return save_model(tmp_path_factory.mktemp("other") / "tiny", seed=1)
 
 
 @pytest.fixture
 def server(start_server: Callable[..., Server]) -> Server:
-    """A server of this test's own, which it may harm."""
+    """A server that only this test uses and may damage."""
     return start_server(memory="256MiB")
 
 
 @pytest.fixture
 def link(server: Server) -> Iterator[SlowLink]:
-    """The way to that server, which may be slow or stuck."""
+    """A link to that server, which the test can slow down or stop."""
     with SlowLink(server.port) as link:
         yield link
 
 
 @pytest.fixture(scope="session")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Expected]:
-    """``expected(prompt, ..., max_tokens=8)``: what an engine without any cache answers, each prompt by itself."""
+    """``expected(prompt, ..., max_tokens=8)`` returns the answers of an engine without any cache."""
     log = tmp_path_factory.mktemp("expected") / "engine.log"
     engine = Engine(model, log, connector=None, enable_prefix_caching=False, max_model_len=LONGEST)
     yield answers_alone(engine)
@@ -78,12 +78,13 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def start_engine(tmp_path: Path, model: Path) -> Iterator[StartEngine]:
-    """``start_engine(endpoint, options={...}, ...)``: an engine with the connector, which ends with the test."""
+    """``start_engine(endpoint, options={...}, ...)`` starts an engine with the connector. The engine is stopped after
+    the test."""
     engines: list[Engine] = []
 
     def start(endpoint: str, *, options: dict[str, Any] | None = None, model: Path = model, **arguments: Any) -> Engine:
         log = tmp_path / f"engine{len(engines)}.log"
-        # These machines are busy, and the model is tiny: it depends on chance whether loading is sooner than computing.
+        # The machines are busy and the model is tiny, so chance would decide whether loading is faster than computing.
         connector = {"endpoint": endpoint, "always_load": True, **(options or {})}
         engine = Engine(model, log, connector=connector, **arguments)
         engines.append(engine)
@@ -103,14 +104,14 @@ def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def fleet(shared_fleet: Fleet) -> Fleet:
-    """A store, two engines and a proxy that other tests use too. Its engines may be killed."""
+    """A store, two engines and a proxy that other tests use too. A test may kill the engines."""
     shared_fleet.mend()
     return shared_fleet
 
 
 @pytest.fixture(scope="module")
 def alone(shared_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyProcess]:
-    """A proxy that has nothing but the decode engine."""
+    """A proxy in front of the decode engine alone."""
     shared_fleet.mend()
     folder = tmp_path_factory.mktemp("alone")
     roles = [f"--decode={shared_fleet.d.url}", "--max-body=1MiB"]
@@ -120,21 +121,21 @@ def alone(shared_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="session")
 def real_config(model: Path) -> VllmConfig:
-    from tests.engine.engine_config import engine_config  # with torch: only when a test needs it
+    from tests.engine.engine_config import engine_config  # imports torch, so only when a test needs it
 
     return engine_config(model)
 
 
 @pytest.fixture
 def config(real_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
-    """vLLM's configuration of an engine: a copy to change, in an environment without a hash seed."""
+    """vLLM's configuration of an engine: a copy that tests may change, in an environment without a hash seed."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     return copy.deepcopy(real_config)
 
 
 @pytest.fixture
 def rank(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Rank:
-    """A worker of that engine."""
+    """A worker of an engine with that configuration."""
     from tests.engine.engine_config import Rank
 
     rank = Rank(config, monkeypatch)
@@ -144,9 +145,9 @@ def rank(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 @pytest.fixture
 def start(model: Path) -> Iterator[Callable[..., ScheduledEngine]]:
-    """``start(ranks=..., slots=...)``: vLLM's scheduler without a model. In the end every request is over and nothing
-    of it is left."""
-    from tests.engine.scheduled_engine import ScheduledEngine  # with torch: only when a test needs it
+    """``start(ranks=..., slots=...)`` makes vLLM's scheduler without a model. After the test, the fixture checks that
+    every request has ended and left nothing behind."""
+    from tests.engine.scheduled_engine import ScheduledEngine  # imports torch, so only when a test needs it
 
     engines: list[ScheduledEngine] = []
 

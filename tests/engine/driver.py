@@ -1,8 +1,8 @@
 """One vLLM engine in a process of its own: ``run`` is the whole life of that process.
 
-The test holds the other end of a pipe. It first gets ``"ready"``; then it sends orders, each the name of a public
-method of ``Serving`` and its arguments, and gets what that returns; None stops the engine. All the engine says goes to
-the log file.
+The test holds the other end of a pipe. It first receives ``"ready"``. Then it sends orders, each with the name of a
+public method of ``Serving`` and its arguments, and receives the method's result. None stops the engine. All output of
+the engine goes to the log file.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ DECODED_TOKENS = 3  # from here on a request counts as decoding
 
 @dataclass
 class Ask:
-    """One request of a play. ``at``: the step before which it is added.
+    """One request of a `play`. ``at``: the number of the step before which it is added.
 
-    abort: where it is aborted: "waiting" (asked what the store has, no blocks yet), "loading", "prefilling" or
-    "decoding", which only an engine in the driver's own process tells, a time in seconds after it was added, or a file:
-    once that is there.
+    abort: when the request is aborted: in a phase, after a number of seconds, or when a file appears. The phases are
+    "waiting" (for the store's lookup, without blocks yet), "loading", "prefilling" and "decoding"; they need an engine
+    in the driver's own process.
     """
 
     prompt: list[int]
     max_tokens: int = 8
     at: int = 0
     abort: str | float | Path | None = None
-    options: dict[str, Any] | None = None  # what it asks of the connector
-    side: str = ""  # of a hand-over: "do_remote_decode", "do_remote_prefill", or none
-    more: dict[str, Any] | None = None  # what else is in vLLM's prompt: arrays, pictures, masks
+    options: dict[str, Any] | None = None  # the request's options for the connector
+    side: str = ""  # the side of a hand-over: "do_remote_decode", "do_remote_prefill", or none
+    more: dict[str, Any] | None = None  # other fields of vLLM's prompt: arrays, pictures, masks
 
 
 @dataclass
 class Answer:
     """An engine's output for one prompt.
 
-    seconds: from the order for all prompts of a ``generate``, from its own beginning in a ``play``. aborted: it was, so
-    the other fields say nothing. keys: its full blocks' names in the store, if the engine's core runs in the driver.
-    step_s: the longest step of the play.
+    seconds: the time since the order in a ``generate``, or since the request was added in a ``play``. aborted: if true,
+    the other fields are meaningless. keys: the keys of its full blocks, if the engine's core runs in the driver.
+    step_s: the longest step of the ``play``.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -63,9 +63,10 @@ class Answer:
 
 
 def run(spec: dict[str, Any], log: Path, pipe: Connection) -> None:
-    """spec: model (path), connector (its options, or None), kv_role, beside (a MultiConnector's connectors: name and
-    configuration, "kvstore" for this one; empty: no MultiConnector), load_failure_policy (empty: vLLM's default), fork
-    (see ``fork_processes``), environment, engine (arguments of ``vllm.LLM``)."""
+    """Start an engine and execute orders until None arrives through the pipe. Fields of ``spec``: model (a path);
+    connector (options, or None); kv_role; beside (name and configuration of each connector in a MultiConnector,
+    "kvstore" for ours; empty: no MultiConnector); load_failure_policy (empty: vLLM's default); fork (see
+    ``fork_processes``); environment; engine (arguments of ``vllm.LLM``)."""
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -77,7 +78,7 @@ def run(spec: dict[str, Any], log: Path, pipe: Connection) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    os._exit(0)  # past the interpreter's own end, which takes it seconds with all that is imported
+    os._exit(0)  # skips the interpreter's own end, which takes seconds with all the imports
 
 
 def serve(spec: dict[str, Any], pipe: Connection) -> None:
@@ -92,7 +93,7 @@ def serve(spec: dict[str, Any], pipe: Connection) -> None:
 
 
 class Serving:
-    """The orders an engine takes."""
+    """The orders that a test can send to an engine."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -101,18 +102,19 @@ class Serving:
 
     @property
     def _core(self) -> Any:
-        """The engine's core, None if it runs in a process of its own."""
+        """The engine's core, or None if it runs in a process of its own."""
         return getattr(self.llm.llm_engine.engine_core, "engine_core", None)
 
     def next_order(self, pipe: Connection) -> Any:
-        """Step until there is nothing to do, as a core does in a process of its own: what is computed last goes to the
-        store between two requests. One that was begun goes on only with `compute`."""
+        """Wait for the next order, and meanwhile step until there is nothing to do, as a core in its own process does.
+        So the blocks computed last are sent to the store between two requests. A request of `begin` continues only with
+        `compute`."""
         while not pipe.poll() and self._busy() and not self.llm.llm_engine.has_unfinished_requests():
             self.llm.llm_engine.step()
         return pipe.recv()
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
-        """All at once, as ``vllm.LLM`` does it."""
+        """Answer all prompts at once, as ``vllm.LLM`` does."""
         started = time.monotonic()
         outputs = self.llm.generate(
             [{"prompt_token_ids": tokens} for tokens in prompts], sampling(max_tokens), use_tqdm=False
@@ -120,11 +122,11 @@ class Serving:
         return [answer_of(output, time.monotonic() - started) for output in outputs]
 
     def play(self, asks: list[Ask]) -> list[Answer]:
-        """Step by step, with requests that come late and requests that are aborted. Afterwards the engine steps on
-        until it has nothing to do."""
+        """Run requests step by step; some may arrive late, and some are aborted. Afterwards the engine steps until it
+        has nothing to do."""
         engine = self.llm.llm_engine
         answers = [Answer() for _ in asks]
-        begun: dict[int, tuple[str, float]] = {}  # the engine's own name, when
+        begun: dict[int, tuple[str, float]] = {}  # the engine's own name of the request, and its start time
         left = set(range(len(asks)))
         step, step_s = 0, 0.0
         while left or self._busy():
@@ -135,7 +137,7 @@ class Serving:
                     if self._core is not None:
                         answers[number].keys = list(self._core.scheduler.requests[name].block_hashes)
             stepping = time.monotonic()
-            # A core in a process of its own says nothing while it has no requests, and a step would wait for it.
+            # A core in its own process does not answer while it has no requests, so a step would wait for ever.
             outputs = engine.step() if self._core is not None or engine.has_unfinished_requests() else []
             step_s = max(step_s, time.monotonic() - stepping)
             for output in outputs:
@@ -156,7 +158,7 @@ class Serving:
         return answers
 
     def _add(self, ask: Ask, number: int) -> str:
-        """-> the engine's own name for the request."""
+        """Add a request, and return the engine's own name for it."""
         self._played += 1
         how = sampling(ask.max_tokens, ask.options, ask.side)
         prompt = {"prompt_token_ids": ask.prompt, **as_tensors(ask.more or {})}
@@ -164,13 +166,13 @@ class Serving:
         return name
 
     def begin(self, ask: Ask) -> str:
-        """Add a request, which `compute` computes in part. The next `play` ends it, and must come before a
+        """Add a request whose prompt `compute` computes in parts. The next `play` ends it; it must come before the next
         `generate`."""
         self._begun = self._add(ask, -1)
         return self._begun
 
     def compute(self, tokens: int) -> int:
-        """Step until so many tokens of the prompt that was begun are computed. -> how many are."""
+        """Step until at least this many prompt tokens of the request of `begin` are computed. Returns their number."""
         request = self._core.scheduler.requests[self._begun]
         while request.num_computed_tokens < tokens:
             self.llm.llm_engine.step()
@@ -190,51 +192,53 @@ class Serving:
         return {"WAITING": "waiting", "WAITING_FOR_REMOTE_KVS": "loading"}.get(phase, phase) == abort
 
     def _busy(self) -> bool:
-        """Whether the core has anything left to do, such as loads of aborted requests."""
+        """Whether the core still has work, such as loads of aborted requests."""
         return self._core is not None and self._core.scheduler.has_requests()
 
     def deliver(self, blocks: int) -> int:
-        """A fault: from now on every read from the store returns only so many of its blocks, as if the others had been
-        evicted between lookup and read. A later call may only make it fewer."""
+        """Cause a fault: from now on, every read from the store returns only this many of the requested blocks, as if
+        the others had been evicted between lookup and read. A later call may only lower the number."""
         lose_blocks(blocks)
         return blocks
 
     def reset_prefix_cache(self, connector: bool = False) -> bool:
-        """Forget the engine's own cache; ``connector``: have the connector forget its blocks too, as for new weights or
-        for sleep. -> whether it could be."""
+        """Reset the engine's own cache. ``connector``: reset the connector too, as for new weights or for sleep.
+        Returns whether the reset succeeded."""
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
     def reset(self, running: bool, connector: bool) -> bool:
-        """The same with any flags. -> whether it could be."""
+        """Reset the engine's own cache with any of vLLM's flags. Returns whether the reset succeeded."""
         return bool(self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
 
     def nap(self, level: int) -> None:
-        """Sleep at this level, and wake up. On a CPU vLLM resets its caches for that, and keeps the weights."""
+        """Make the engine sleep at this level, and wake it up. On a CPU, vLLM resets its caches for a sleep and keeps
+        the weights."""
         self.llm.sleep(level=level)
         self.llm.wake_up()
 
     def take_cache_away(self, away: bool) -> None:
-        """Tell the connector in all workers what vLLM 0.33 tells it around a sleep."""
+        """Call the connector in all workers as vLLM 0.33 does before (``away``) and after a sleep."""
         self.llm.collective_rpc(tell_of_cache, args=(away,))
 
     def change_weights(self, seed: int) -> None:
-        """As a step of training does, in all workers: other weights in the old ones' place. 0: those of the start."""
+        """Replace the weights in place in all workers, as a training step does. Seed 0 restores the initial weights."""
         self.llm.collective_rpc(train, args=(seed,))
 
     def change_rank(self, rank: int, back: bool = False) -> None:
-        """Other weights in one worker only; back: the old ones again."""
+        """Replace the weights in one worker only. back: restore the initial weights there."""
         self.llm.collective_rpc(change_one, args=(rank, back))
 
     def name_weights(self, name: str) -> None:
-        """Say in all workers what the weights are called."""
+        """Give the weights this name in all workers."""
         self.llm.collective_rpc("kvstore_new_weights", args=(name,))
 
     def set_hope_s(self, seconds: float) -> None:
-        """Set this engine's `HOPE_S`: how soon it tries a store again that was too slow."""
+        """Set this engine's `HOPE_S`: how soon it retries a store that was too slow."""
         admission.HOPE_S = seconds
 
     def metrics(self) -> dict[str, float]:
-        """The connector's, as "name" or "name/label value"; what happened since the last step is not in it."""
+        """Return the connector's metrics by "name" or "name/label value". They do not include events since the last
+        step."""
         numbers = {}
         for metric in self.llm.get_metrics():
             if metric.name.startswith("vllm:kvstore_"):
@@ -247,8 +251,8 @@ class Serving:
         return numbers
 
     def state(self) -> dict[str, float]:
-        """What is under way in an engine whose core runs here, and whose cache is free of requests when ``usage`` is
-        0."""
+        """Return the counts of everything in progress, for an engine whose core runs in this process. Its cache is free
+        of requests when ``usage`` is 0."""
         scheduler = self._core.scheduler
         connector = ours(scheduler.connector)
         half = connector._scheduler
@@ -259,33 +263,33 @@ class Serving:
         return state
 
     def tier_keys(self) -> list[bytes]:
-        """The keys of the blocks in the connector's CPU tier."""
-        index = ours(self._core.scheduler.connector)._scheduler.books.tier._index
+        """Return the keys of the blocks in the connector's CPU tier."""
+        index = ours(self._core.scheduler.connector)._scheduler.state.tier._index
         keys, size = index.keys_of(index.ready_slots()), index.key_bytes
         return [keys[at : at + size] for at in range(0, len(keys), size)]
 
     def settle(self) -> dict[str, float]:
-        """Step until nothing is under way, as long as ``SETTLE_S``. -> ``state``."""
+        """Step until nothing is in progress, for at most ``SETTLE_S``. Returns ``state``."""
         end = time.monotonic() + SETTLE_S
         while any((state := self.state()).values()) and time.monotonic() < end:
-            self.generate([[0]], 1)  # one of an idle engine's halves hears from the other only in a step
+            self.generate([[0]], 1)  # the connector's halves exchange messages only in steps
             time.sleep(0.01)
         return state
 
 
 def as_tensors(fields: dict[str, Any]) -> dict[str, Any]:
-    """Arrays go through a pipe as they are; vLLM wants tensors."""
+    """Convert arrays, which a pipe can carry, to the tensors that vLLM expects."""
     import numpy as np
     import torch
 
     return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in fields.items()}
 
 
-_STARTED_WITH: dict[str, Any] = {}  # of this process's worker
+_STARTED_WITH: dict[str, Any] = {}  # the initial weights of this process's worker
 
 
 def train(worker: Any, seed: int) -> None:
-    """Runs in a worker, see `Serving.change_weights`. Any engine has the same weights after the same seed."""
+    """Runs in a worker, see `Serving.change_weights`. The same seed gives every engine the same weights."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -312,13 +316,14 @@ def change_one(worker: Any, rank: int, back: bool) -> None:
 
 
 def ours(connector: Any) -> Any:
-    """The connector of this project: the engine's own, or one of those that it has beside each other."""
+    """Return this project's connector: the engine's own, or one within a MultiConnector."""
     children = getattr(connector, "sub_connectors", [connector])
     return next(child for child in children if type(child).__name__ == "KVStoreConnector")
 
 
 def sampling(max_tokens: int, options: dict[str, Any] | None = None, side: str = "") -> Any:
-    """options: what the request asks of the connector. side: of a hand-over."""
+    """Return the sampling parameters of a request. options: its options for the connector. side: its side of a
+    hand-over."""
     from vllm import SamplingParams
 
     params = {**({} if options is None else {"kvstore": options}), **({side: True} if side else {})}
@@ -348,7 +353,7 @@ def make_engine(spec: dict[str, Any]) -> Any:
             "kv_connector": "KVStoreConnector",
             "kv_connector_module_path": "kvstore_client.vllm.connector",
             "kv_role": spec["kv_role"],
-            # Every page of it is touched beforehand, so not the default of 256 MiB.
+            # Every page of this memory is touched in advance, so it is smaller than the default of 256 MiB.
             "kv_connector_extra_config": {"staging_bytes": 64 << 20, **spec["connector"]},
         }
         if spec["beside"]:
@@ -368,13 +373,13 @@ def make_engine(spec: dict[str, Any]) -> Any:
         kv_transfer_config=connector,
         **{
             "skip_tokenizer_init": True,
-            # With bfloat16's 8 bits two tokens are often as good as each other, and which one wins depends on what else
-            # is computed in the same step.
+            # With bfloat16's 8 bits two tokens are often equally likely, and which one wins depends on the rest of the
+            # batch.
             "dtype": "float32",
             "block_size": 32,
             "max_model_len": 2048,
-            "gpu_memory_utilization": 0.3,  # of the host's memory, on CPUs
-            "num_gpu_blocks_override": 1024,  # of 128 KiB: every page of the cache is written to at the start
+            "gpu_memory_utilization": 0.3,  # on CPUs, the fraction of the host's memory
+            "num_gpu_blocks_override": 1024,  # blocks of 128 KiB; every page is written at the start
             **arguments,
         },
     )
@@ -396,7 +401,7 @@ def lose_blocks(delivered: int) -> None:
 
 
 def fork_processes() -> None:
-    """vLLM starts processes of the engine's own as copies of this one. On CPUs it insists on new ones, each of which
-    imports for half a minute of a small machine's time."""
+    """Start the engine's own processes as forks of this one. On CPUs, vLLM always starts new interpreters, each of
+    which takes half a minute for its imports on a small machine."""
     get_context = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: get_context("fork")  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""vLLM's real configuration of a real model, and the place of a worker in it."""
+"""vLLM's real configuration for a real model, and a worker's rank in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore_client import Namespace
-from kvstore_client.engine.parts import HeadParts
+from kvstore_client.engine.slices import HeadSlices
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
@@ -22,14 +22,14 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     from kvstore_client.vllm.connector import rank_namespace as rank_namespace_module
-    from kvstore_client.vllm.connector.rank_namespace import head_parts, rank_namespace, replica
+    from kvstore_client.vllm.connector.rank_namespace import head_slices, rank_namespace, replica
 
 BLOCK_TOKENS = 32
 PLAIN = {"block_size": BLOCK_TOKENS, "num_kv_heads": 4, "head_size": 32, "dtype": torch.bfloat16}
 
 
 def engine_config(model: Path) -> VllmConfig:
-    """The configuration that a CPU engine with this model has, as vLLM itself makes it."""
+    """Return the configuration that vLLM itself makes for a CPU engine with this model."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -45,7 +45,7 @@ def cache(spec: Any = None, *, groups: int = 1, hash_block_size: int | None = BL
 
 
 class Layer:
-    """An attention layer, as far as its identity goes."""
+    """The parts of an attention layer that the connector reads to describe it."""
 
     def __init__(self, spec: Any, kv_cache_dtype: str = "auto") -> None:
         self.spec = spec
@@ -58,17 +58,17 @@ class Layer:
         return SimpleNamespace(get_name=lambda: "FLASH")
 
 
-PART_BYTES = 32768
-LAYOUT: Any = SimpleNamespace(part_bytes=131072, parts=1, dtype="bfloat16", description="8xbhnc(4x32x64)")
+SLICE_BYTES = 32768
+LAYOUT: Any = SimpleNamespace(slice_bytes=131072, slices=1, dtype="bfloat16", description="8xbhnc(4x32x64)")
 
 
 @dataclasses.dataclass
 class Rank:
-    """A worker's place, which vLLM keeps in its process groups."""
+    """A worker's rank, which vLLM keeps in its process groups."""
 
     config: VllmConfig
     patch: pytest.MonkeyPatch
-    parts: HeadParts | None = None  # of the last namespace
+    slices: HeadSlices | None = None  # the head slices of the last namespace
 
     def be(self, tp_rank: int = 0, tp: int = 1, pp_rank: int = 0, pp: int = 1) -> None:
         for name, rank, size in (("get_tp_group", tp_rank, tp), ("get_pp_group", pp_rank, pp)):
@@ -85,10 +85,10 @@ class Rank:
         groups: str = "",
     ) -> Namespace:
         self.config.compilation_config.static_forward_context = layers
-        parts = head_parts(self.config, head_shards) if head_shards else None
+        slices = head_slices(self.config, head_shards) if head_shards else None
         layout = LAYOUT
-        if parts is not None:
-            layout = SimpleNamespace(**{**vars(LAYOUT), "part_bytes": len(parts.mine) * PART_BYTES})
+        if slices is not None:
+            layout = SimpleNamespace(**{**vars(LAYOUT), "slice_bytes": len(slices.mine) * SLICE_BYTES})
         found = rank_namespace(
             self.config,
             layout,
@@ -96,14 +96,14 @@ class Rank:
             pages,
             tenant=tenant,
             weights=weights,
-            parts=parts,
+            slices=slices,
             groups=groups,
         )
-        self.parts = parts
+        self.slices = slices
         return found
 
     def places(self, tp: int, layers: dict[str, Any]) -> list[tuple[int, int, int, int]]:
-        """(rank, world, replica, replicas) of every worker."""
+        """Return (rank, world, replica, replicas) of every worker."""
         found = []
         for tp_rank in range(tp):
             self.be(tp_rank, tp)

@@ -21,11 +21,11 @@ from tests.engine import driver, witness
 from tests.engine.driver import Answer, Ask
 from tests.support.harness import Server, wait_until
 
-START_S = 170.0  # the first start imports what all engines are forked with
+START_S = 170.0  # the first start also imports everything that all engines share
 ANSWER_S = 60.0
-LONGEST = 4352  # tokens that the engine of `expected` takes; the others take 2048 if they are not told
+LONGEST = 4352  # the longest request of the engine of `expected`, in tokens; that of other engines is 2048 by default
 BLOCK = 32  # tokens
-BLOCK_BYTES = 131072  # of the model of `save_model`, in float32
+BLOCK_BYTES = 131072  # for the model of `save_model`, in float32
 
 Expected: TypeAlias = "Callable[..., list[list[int]]]"
 StartEngine: TypeAlias = "Callable[..., Engine]"
@@ -37,7 +37,8 @@ def prompt(seed: int, tokens: int = 500) -> list[int]:
 
 
 def full_blocks(tokens: int) -> int:
-    """Tokens of a prompt of this length that can come from a cache: whole blocks, never the last token."""
+    """Return how many tokens of a prompt of this length can come from a cache: those of whole blocks, but never the
+    last token."""
     return (tokens - 1) // BLOCK * BLOCK
 
 
@@ -58,9 +59,9 @@ class Engine:
         wait: bool = True,
         **engine_arguments: Any,
     ) -> None:
-        """connector: its options. beside, load_failure_policy: see ``driver.run``.
-        fork: processes of the engine's own start fast, see ``driver.fork_processes``.
-        wait: until the engine serves, else ``ready`` tells."""
+        """connector: the connector's options. beside, load_failure_policy: see ``driver.run``. fork: fork the engine's
+        own processes, see ``driver.fork_processes``. wait: wait until the engine serves; otherwise call ``ready``
+        later."""
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -90,10 +91,10 @@ class Engine:
             pytest.fail(f"the engine did not start; its log ends:\n{self.log_text()[-4000:]}")
 
     def ready(self) -> bool:
-        """Whether the engine came to serve, waiting for it."""
+        """Wait until the engine has started or failed. Returns whether it serves."""
         return self._receive(START_S) == "ready"
 
-    # Orders without waiting for what they give, which `result` then brings.
+    # These orders do not wait for their results; `result` returns them later.
 
     def order(self, *prompts: list[int], max_tokens: int = 8) -> None:
         self._send("generate", list(prompts), max_tokens)
@@ -102,13 +103,13 @@ class Engine:
         self._send("play", list(asks))
 
     def result(self) -> Any:
-        """What the last order gave."""
+        """Return the result of the last order."""
         result = self._receive(ANSWER_S)
         if result is None:
             pytest.fail(f"the engine died; its log ends:\n{self.log_text()[-4000:]}")
         return result
 
-    # Orders, done on return; see `driver.Serving`.
+    # These orders return when the engine has executed them; see `driver.Serving`.
 
     def generate(self, *prompts: list[int], max_tokens: int = 8) -> list[Answer]:
         self.order(*prompts, max_tokens=max_tokens)
@@ -180,13 +181,14 @@ class Engine:
         return numbers
 
     def settle(self) -> None:
-        """Wait until nothing is under way: what was to be saved is saved, and nothing is held that nobody needs."""
+        """Wait until nothing is in progress: all blocks are saved, and none is held needlessly."""
         self._send("settle")
         state = self.result()
         assert not any(state.values()), f"{state}; the log ends:\n{self.log_text()[-4000:]}"
 
     def witness(self) -> str:
-        """What all its processes are doing, and all threads of the test; it is in the log as well."""
+        """Return what all processes of the engine and all threads of the test are doing. The log gets this report
+        too."""
         return witness.ask(self._process.pid, self.log)
 
     def log_text(self) -> str:
@@ -194,7 +196,7 @@ class Engine:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """The engine and the processes it started."""
+        """The engine's process and the processes that it started."""
         process = psutil.Process(self._process.pid)
         return [process, *process.children(recursive=True)]
 
@@ -204,12 +206,12 @@ class Engine:
 
     @property
     def has_core(self) -> bool:
-        """Whether its core runs in the driver's process, where ``settle`` and phases of requests need it."""
+        """Whether the engine's core runs in the driver's process, as ``settle`` and aborts in a phase require."""
         return self._has_core
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Its process is stopped (SIGSTOP) while the body runs."""
+        """Stop the engine's process (SIGSTOP) while the body runs."""
         process = psutil.Process(self._process.pid)
         process.suspend()
         try:
@@ -239,7 +241,7 @@ class Engine:
         self._pipe.send((method, arguments))
 
     def _receive(self, timeout_s: float) -> Any:
-        """What the engine says next; None when it ended."""
+        """Return the engine's next message, or None if the engine has ended."""
         if not self._pipe.poll(timeout_s):
             pytest.fail(f"no answer within {timeout_s} s; the log ends:\n{self.witness()}")
         try:
@@ -251,7 +253,7 @@ class Engine:
 def check_answers(
     engine: Engine, expected: Expected, *prompts: list[int], cached: int | None = None, tokens: int = 8
 ) -> None:
-    """Ask all prompts at once: the right answers, and so many cached tokens of each."""
+    """Send all prompts at once, and check the answers and the number of cached tokens of each."""
     answers = engine.generate(*prompts, max_tokens=tokens)
     assert [answer.token_ids for answer in answers] == expected(*prompts, max_tokens=tokens)
     if cached is not None:
@@ -259,8 +261,8 @@ def check_answers(
 
 
 def answers_alone(engine: Engine, *, reset: bool = False) -> Expected:
-    """-> ``expected(prompt, ..., max_tokens=8)``: what this engine answers, computed once. reset: it has a cache, which
-    is emptied before each prompt."""
+    """Return ``expected(prompt, ..., max_tokens=8)``, which returns the answers of this engine and computes each only
+    once. reset: empty the engine's own cache before each prompt."""
     known: dict[tuple[int, ...], list[int]] = {}
 
     def answer(*prompts: list[int], max_tokens: int = 8) -> list[list[int]]:
@@ -278,7 +280,7 @@ def answers_alone(engine: Engine, *, reset: bool = False) -> Expected:
 
 
 class Ledger:
-    """What an engine's metrics gained since it was opened."""
+    """The increase of an engine's metrics since this object was made."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -291,7 +293,7 @@ class Ledger:
 
 
 def nursery() -> ForkServerContext:
-    """Where engines come from: a process that has imported vLLM and nothing else, forked for each."""
+    """Return the context whose processes are forked from a process that has imported vLLM and done nothing else."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.engine.nursery"])
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
@@ -299,10 +301,10 @@ def nursery() -> ForkServerContext:
 
 
 def save_model(folder: Path, *, seed: int = 0, kv_heads: int = 4) -> Path:
-    """A Qwen2 of 4 layers with random weights: 32 tokens of KV cache are `BLOCK_BYTES`, with four KV heads.
+    """Save a Qwen2 of 4 layers with random weights. With four KV heads, 32 tokens of its KV cache take `BLOCK_BYTES`.
 
-    The weights are spread wide enough that the output depends on every token of the prompt; with the usual spread
-    such a model repeats one token whatever it was told, and could not tell a right cache from a wrong one.
+    The weights are spread so widely that the output depends on every token of the prompt. With the usual spread the
+    model would repeat one token for any prompt, and a test could not tell a right cache from a wrong one.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -310,8 +312,8 @@ def save_model(folder: Path, *, seed: int = 0, kv_heads: int = 4) -> Path:
 
 
 def save_windowed_model(folder: Path, window: int) -> Path:
-    """A Llama of that shape: every other layer attends to `window` tokens only. 32 tokens of two layers are half of
-    `BLOCK_BYTES`."""
+    """Save a Llama of the same shape whose every other layer attends to only `window` tokens. 32 tokens of two layers
+    take half of `BLOCK_BYTES`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**_SHAPE, num_key_value_heads=4)
@@ -332,7 +334,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def save_random(kind: Any, config: Any, folder: Path, seed: int = 0) -> Path:
-    """A model of this configuration with random weights."""
+    """Save a model of this configuration with random weights."""
     import torch
     from transformers.utils import logging
 
@@ -343,7 +345,7 @@ def save_random(kind: Any, config: Any, folder: Path, seed: int = 0) -> Path:
 
 
 def namespaces(server: Server) -> list[NamespaceInfo]:
-    """What lies on the one shard of a server."""
+    """Return the namespaces on the one shard of a server."""
     nobody = Namespace(model="nobody", dtype="uint8", block_tokens=1, block_bytes=1)
     with KVStoreClient(server.endpoint, nobody) as client:
         (shard,) = client.info().shards
@@ -351,17 +353,18 @@ def namespaces(server: Server) -> list[NamespaceInfo]:
 
 
 def stored_blocks(server: Server) -> int:
-    """Blocks of all namespaces."""
+    """Return the number of blocks stored in all namespaces."""
     return sum(namespace.blocks for namespace in namespaces(server))
 
 
 def created_blocks(server: Server) -> int:
-    """Blocks of all namespaces that the server got since it started."""
+    """Return the number of blocks that the server has received since its start, for all namespaces."""
     return sum(namespace.created for namespace in namespaces(server))
 
 
 def until_it_hits(engine: Engine, question: list[int]) -> None:
-    """Ask until all that can be loaded is: a request's ``cached_tokens`` are those it was promised."""
+    """Repeat a request until the engine loads everything that it can: until ``cached_tokens`` has the expected
+    number."""
 
     def hit() -> bool:
         engine.settle()

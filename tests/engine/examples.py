@@ -1,6 +1,7 @@
-"""The examples that start `vllm serve`, run as they stand, in processes forked from the nursery.
+"""Runs the examples that start `vllm serve`, unchanged, in processes forked from the engines' nursery.
 
-Their servers are forked, too, as `served` does it; the first of a test that says so is started as a user's is.
+Their servers are forked, too, as in `served`. A test can choose that the first of them start as for a user, without a
+fork.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ RUN_S = 390.0
 
 
 def run_example(name: str, *arguments: str, folder: Path, cold: int = 0) -> dict[str, Any]:
-    """Run examples/NAME. -> the JSON it prints. cold: so many of its servers are started as a user's are."""
+    """Run examples/NAME. Returns the JSON that it prints. cold: this many of its servers are started without a fork, as
+    for a user."""
     out, err = folder / "stdout", folder / "stderr"
     process = nursery().Process(target=_run, args=(name, arguments, out, err, cold))
     process.start()
@@ -61,7 +63,8 @@ def _run(name: str, arguments: tuple[str, ...], out: Path, err: Path, cold: int)
 
 
 class Forked:
-    """A server forked from the process of an example. Its methods are those of `subprocess.Popen` of the same names."""
+    """A server forked from the process of an example. Its methods work like those of `subprocess.Popen` with the same
+    names."""
 
     def __init__(self, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
         self._process: ForkProcess = get_context("fork").Process(target=run_server, args=(arguments, log, environment))

@@ -1,6 +1,6 @@
-"""A whole fleet for the tests of its parts together: a store, a prefill and a decode engine, and a proxy.
+"""A whole fleet, for tests of its parts together: a store, a prefill engine, a decode engine and a proxy.
 
-Starting it takes most of a minute, so one serves all tests of a process.
+Starting it takes most of a minute, so one fleet serves all tests of a process.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ GREEDY, SEEDED = {"temperature": 0}, {"temperature": 0.8, "seed": 11}
 
 
 def some(cases: Iterable[T]) -> list[T]:
-    """Every third of the cases, which combine features, so that a test takes seconds; all of them by `make fleet`."""
+    """Return every third of these cases, so that a test takes seconds; under `make fleet`, return all of them."""
     return [case for number, case in enumerate(cases) if FULL or number % 3 == 0]
 
 
 class Fleet:
-    """A store, prefill engine `p`, decode engine `d`, and a proxy that splits everything. All three write traces, the
-    proxy and `p` send spans to `receiver`, and `d` publishes KV events. Blocks are whole until `keep_parts`."""
+    """A store, prefill engine `p`, decode engine `d`, and a proxy that splits every request. All three write traces,
+    the proxy and `p` send spans to `receiver`, and `d` publishes KV events. Blocks are not divided into layer slices
+    until a test calls `keep_parts`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,8 +51,9 @@ class Fleet:
             patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
             otlp = f"--otlp-traces-endpoint={self.receiver.url}/v1/traces"
             self.p = ServedEngine(model, folder / "p.log", self.store.endpoint, otlp, trace_file=str(self.files[1]))
-            # D has no tracing of vLLM, which then drops the header: the proxy must tell its connector otherwise.
-            told = ("--kv-events-config", json.dumps(events), "--enable-scale-out")  # it renders chats for both
+            # vLLM's own tracing is off in D, so vLLM drops the trace header, and the proxy must pass it to the
+            # connector in another way.
+            told = ("--kv-events-config", json.dumps(events), "--enable-scale-out")  # D renders chats for both engines
             self.d = ServedEngine(model, folder / "d.log", self.store.endpoint, *told, trace_file=str(self.files[2]))
         for engine in (self.p, self.d):
             engine.await_health()
@@ -65,18 +67,18 @@ class Fleet:
 
     @property
     def store_options(self) -> list[str]:
-        """Of a proxy that reaches the engines in another way."""
+        """Return the options of a proxy for the same store, without those for the engines."""
         return [f"--store={self.store.endpoint}", "--check-seconds=0.2"]
 
     def mend(self) -> None:
-        """Start engines again that a test has killed."""
+        """Restart engines that a test has killed."""
         for engine in (self.p, self.d):
             if not engine.running:
                 engine.start()
                 engine.await_health()
 
     def keep_parts(self, parts: int) -> None:
-        """The engines keep blocks in so many parts of layers from now on: if it is another number, they start again."""
+        """Make the engines keep blocks in this many layer slices from now on; if the number changes, they restart."""
         if parts == self._parts:
             return
         self._parts = parts
@@ -96,14 +98,14 @@ class Fleet:
 
 
 def all_well(proxy: ProxyProcess) -> bool:
-    """Whether it has the store, and all engines take requests."""
+    """Whether the proxy has the store, and all engines accept requests."""
     status = proxy.status()
     engines = [each for pool in status["pools"].values() for each in pool]
     return bool(status["store"]["answers"]) and all(each["healthy"] and not each["shunned"] for each in engines)
 
 
 def ask(path: str, number: int, **more: Any) -> dict[str, Any]:
-    """A request that nobody has made before, unless with the same number."""
+    """Return a request. Different numbers give different prompts."""
     chooser = random.Random(number)
     words = [chooser.randrange(300, 4000) for _ in range(200)]
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 32, **more}

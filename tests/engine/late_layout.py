@@ -1,4 +1,4 @@
-"""A layout whose copies into the cache are made as late as a device may make them: when somebody waits for them."""
+"""A layout that makes its copies into the cache as late as a device may: when the caller waits for them."""
 
 from __future__ import annotations
 

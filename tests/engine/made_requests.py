@@ -1,4 +1,4 @@
-"""vLLM's own requests with pictures, as its scheduler has them."""
+"""Requests with pictures, as objects of vLLM's own classes in the form that its scheduler uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from vllm.multimodal.inputs import (
 
 
 def picture(seed: int, name: str = "img-1", offset: int = 20, length: int = 30, **more: Any) -> MultiModalFeatureSpec:
-    """A picture with the pixels of this seed, under an id, at some places of a prompt. more: other fields."""
+    """Return a picture with an id, whose pixels follow from the seed, at these positions of a prompt. more: other
+    fields."""
     pixels = torch.full((3, 8, 8), float(seed))
     fields: dict[str, Any] = {
         "data": MultiModalKwargsItem({"pixel_values": MultiModalFieldElem(pixels, MultiModalBatchedField())}),

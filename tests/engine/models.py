@@ -1,6 +1,6 @@
 """Tiny models of every kind of KV cache, with random weights.
 
-Their weights are spread as those of `engines.save_model`, and for its reasons.
+Their weights are spread as widely as those of `engines.save_model`, for the same reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def save_short_convolutions(folder: Path) -> Path:
-    """An LFM2: three of four layers are short convolutions, whose states are smaller than a page of attention."""
+    """Save an LFM2: three of four layers are short convolutions, whose states are smaller than a page of attention."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     layers = ["conv", "conv", "full_attention", "conv"] * 2
@@ -40,7 +40,7 @@ def save_short_convolutions(folder: Path) -> Path:
 
 
 def save_mamba_hybrid(folder: Path) -> Path:
-    """A Granite 4: Mamba2 in three of four layers, attention in the others."""
+    """Save a Granite 4: Mamba2 in three of four layers, attention in the others."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     layers = ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2
@@ -60,7 +60,7 @@ def save_mamba_hybrid(folder: Path) -> Path:
 
 
 def save_mamba(folder: Path) -> Path:
-    """A Mamba2: states alone."""
+    """Save a Mamba2: states only."""
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
     config = Mamba2Config(
@@ -77,8 +77,8 @@ def save_mamba(folder: Path) -> Path:
 
 
 def save_latent(folder: Path) -> Path:
-    """A DeepSeek V2 of dense layers: MLA in all layers. vLLM's kernel on CPUs wants latents of this size, and blocks of
-    16 tokens."""
+    """Save a DeepSeek V2 of dense layers: MLA in all layers. vLLM's kernel on CPUs requires latents of this size, and
+    blocks of 16 tokens."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     shape = {name: value for name, value in _SHAPE.items() if name != "num_key_value_heads"}
@@ -98,7 +98,8 @@ def save_latent(folder: Path) -> Path:
 
 
 def save_draft(folder: Path) -> Path:
-    """A Qwen2 of two layers that drafts for `engines.save_model`'s; its heads are fewer, so its pages are smaller."""
+    """Save a Qwen2 of two layers that drafts for the model of `engines.save_model`; it has fewer heads, so its pages
+    are smaller."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(**{**_SHAPE, "num_key_value_heads": 2}, num_hidden_layers=2)
@@ -106,7 +107,7 @@ def save_draft(folder: Path) -> Path:
 
 
 def save_eagle(folder: Path) -> Path:
-    """An EAGLE head of one layer for `engines.save_windowed_model`'s Llama."""
+    """Save an EAGLE head of one layer for the Llama of `engines.save_windowed_model`."""
     import json
 
     import torch
@@ -126,8 +127,8 @@ def save_eagle(folder: Path) -> Path:
 
 
 def save_picture_model(folder: Path) -> Path:
-    """A BLIP-2: a prompt begins with 16 places for what it sees in a picture. Its processor does without torchvision,
-    which has no CPU build."""
+    """Save a BLIP-2: a prompt begins with 16 positions for the picture. Its processor does not use torchvision, which
+    has no CPU build."""
     import torch
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel

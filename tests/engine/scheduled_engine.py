@@ -1,7 +1,7 @@
-"""vLLM's own scheduler around the connector's scheduling half, with ranks that only keep the books.
+"""vLLM's own scheduler with the connector's scheduling half, and with ranks that only keep records.
 
-The scheduler, its KV cache manager, the connector and the aggregation of the ranks' outputs are the real ones. In the
-workers' place are `scheduled_ranks`. The store is a set of keys a rank; its lookups answer when the test says so.
+The scheduler, its KV cache manager, the connector and the aggregation of the ranks' outputs are real. `scheduled_ranks`
+replaces the workers. The store is a set of keys per rank, and a test decides when its lookups answer.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PrefixLookup
 from kvstore_client.engine.paged.host_tier import HostTier
 from kvstore_client.engine.paged.plan import StepPlan
-from kvstore_client.engine.paged.sharing import Sharing
+from kvstore_client.engine.paged.sharing import SharingChecks
 from kvstore_client.engine.paged.weights import WeightsWatch
 from kvstore_client.vllm.connector.block_groups import BlockGroups
 from kvstore_client.vllm.connector.block_keys import BlockKeys
-from kvstore_client.vllm.connector.books import Books
 from kvstore_client.vllm.connector.engine_cache import EngineCache
 from kvstore_client.vllm.connector.events import KVEvents, group_kinds
 from kvstore_client.vllm.connector.hand_over import HandOvers
 from kvstore_client.vllm.connector.load_planner import LoadPlanner
+from kvstore_client.vllm.connector.planner_state import PlannerState
 from kvstore_client.vllm.connector.save_planner import SavePlanner
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
 from tests.engine.scheduled_ranks import BLOCK_TOKENS, STATE, FakeFingerprints, Rank, Step, Work
@@ -61,15 +61,15 @@ StartEngine: TypeAlias = "Callable[..., ScheduledEngine]"
 
 
 class FakeLookups:
-    """In the place of `PrefixLookups`: answers from ``held``, one set of keys a rank, while ``answering``; that nothing
-    was found in time unless ``certain``."""
+    """Replaces `PrefixLookups`. While ``answering`` is true, it answers from ``held``, which has one set of keys per
+    rank. If ``certain`` is false, it answers that nothing was found in time."""
 
     def __init__(self, held: Sequence[set[bytes]], groups: BlockGroups) -> None:
         self.held = held
         self.groups = groups
         self.answering = self.certain = True
         self.asked: list[Sequence[bytes]] = []
-        self.asked_at = math.inf  # the end of time: an answer never grows too old by the machine's clock
+        self.asked_at = math.inf  # infinite, so that no answer becomes too old
         self.forgotten = 0
 
     def ask(self, keys: Sequence[bytes]) -> PrefixLookup:
@@ -86,7 +86,7 @@ class FakeLookups:
         return lookup.stored
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        there = (self._has(key, self.groups.tables) for key in keys)  # as `SlicedStore` tells it
+        there = (self._has(key, self.groups.tables) for key in keys)  # as in `SlicedStore`
         return next((index for index, present in enumerate(there) if not present), len(keys))
 
     def has_states(self, key: bytes) -> bool:
@@ -97,10 +97,10 @@ class FakeLookups:
         return set.intersection(*self.held).issuperset(names[group] for group in groups)
 
     def give_up(self, lookup: PrefixLookup) -> None:
-        """Nothing waits in line here."""
+        """Does nothing, because there is no queue here."""
 
     def came(self, key: bytes) -> None:
-        """It believes nothing for longer than a question."""
+        """Does nothing, because answers are not kept here."""
 
     def forget(self) -> None:
         self.forgotten += 1
@@ -110,7 +110,7 @@ class FakeLookups:
 
 
 class FakeFlights:
-    """In the place of `Flights`: what others have promised is in ``others``. Answers when the lookups do."""
+    """Replaces `Flights`. Other engines' promises are in ``others``. It answers when the lookups answer."""
 
     def __init__(self, lookups: FakeLookups) -> None:
         self._lookups = lookups
@@ -127,7 +127,7 @@ class FakeFlights:
 
     def poll(self, flight: Flight) -> int | None:
         if flight.coming is None and self._lookups.answering:
-            # With states, the flight has the keys of groups' blocks.
+            # With states, the keys of the flight are those of each group's blocks.
             groups = self._lookups.groups
             there = 0 if groups.states else self._lookups.leading(flight.keys)
             held = set.intersection(*self._lookups.held) if groups.states else ()
@@ -208,10 +208,11 @@ def _raise(call: Any, _otherwise: Any) -> Any:
 class ScheduledEngine:
     """An engine without a model.
 
-    ranks: each sends all of its blocks. slots, keep: of the host tier. blocks: of the engine's own cache. budget:
-    tokens a step. asynchronous: the engine schedules a step before it knows the last one's outcome. windows: of each
-    group of layers, in tokens; 0: it attends to all; `STATE`: its layers have a state. admission: which loads pay;
-    None: all do. checks: whether the ranks can look at their weights.
+    ranks: the number of ranks; each sends all of its blocks. slots, keep: as for the CPU tier. blocks: the size of the
+    engine's own cache. budget: the most tokens per step. asynchronous: the engine schedules a step before it knows the
+    previous step's outcome. windows: the window of each group of layers, in tokens; 0 for a group that attends to all
+    tokens; `STATE` for layers with a state. admission: decides which loads pay; None: all of them. checks: whether the
+    ranks can check their weights.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class ScheduledEngine:
         self.counters = Counters()
         self.tier = HostTier(slots, keep=keep)
         self.weights = {"": 0}  # name -> their number
-        # key -> what the weights were called when it was made, and the key without that
+        # key -> the name of the weights when the key was made, and the key without that name
         self._names: dict[bytes, tuple[str, bytes]] = {}
         self.ranks = []
         for number in range(ranks):
@@ -255,7 +256,7 @@ class ScheduledEngine:
         self.flights = FakeFlights(self.lookups)
         keys = BlockKeys(BLOCK_TOKENS)
         self._unnamed_keys = BlockKeys(BLOCK_TOKENS)
-        books = Books(
+        state = PlannerState(
             block_tokens=BLOCK_TOKENS,
             keys=keys,
             lookups=self.lookups,  # type: ignore[arg-type]
@@ -271,11 +272,11 @@ class ScheduledEngine:
             ),
             events=KVEvents(wanted=True, block_tokens=BLOCK_TOKENS, groups=group_kinds(cache_config(blocks, windows))),
             counters=self.counters,
-            sharing=Sharing(ranks, checks=checks, slots=slots),
+            sharing=SharingChecks(ranks, checks=checks, slots=slots),
         )
-        saves = SavePlanner(books, ranks=ranks, parts=ranks, save_decode=save_decode, may_save=True, gather_s=gather_s)
+        saves = SavePlanner(state, ranks=ranks, slices=ranks, save_decode=save_decode, may_save=True, gather_s=gather_s)
         loads = LoadPlanner(
-            books,
+            state,
             saves.tracked,
             admission=admission or Admission(timeout_s=5.0, always=True),
             computing=ComputingPace(),
@@ -286,26 +287,27 @@ class ScheduledEngine:
             steps_ahead=self.depth - 1,
             shares_rows=ranks > 1,
         )
-        self.half = SchedulerHalf(books, saves, loads, cache=EngineCache(self.scheduler.kv_cache_manager))
+        self.half = SchedulerHalf(state, saves, loads, cache=EngineCache(self.scheduler.kv_cache_manager))
         connector = self.scheduler.connector
         connector._start.half = self.half
         connector._keys = keys
-        connector._never_raise = _raise  # what an engine survives is a failure here
+        connector._never_raise = _raise  # an exception that an engine would survive fails the test
         connector.take_events = lambda: ()  # `hear` takes them
         self.heard: dict[str | None, set[Any]] = {MEDIUM_CPU: set(), MEDIUM_STORAGE: set()}  # groups and hashes
         self.requests: dict[str, Request] = {}
-        # key -> what the weights are called, group and block hash it stands for
+        # key -> the name of the weights, the group and the block hash that the key stands for
         self._meaning: dict[bytes, tuple[str, int, bytes]] = {}
         self.in_flight: deque[Step] = deque()
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self._aggregator = KVOutputAggregator(ranks)
 
-    # What users do.
+    # Actions of users.
 
     def add(
         self, tokens: Sequence[int], name: str = "", max_tokens: int = 1, asks: object = None, side: str = ""
     ) -> Request:
-        """asks: what the request asks of the connector. side: of a hand-over, "do_remote_decode" or its counterpart."""
+        """Add a request. asks: its options for the connector. side: its side of a hand-over, "do_remote_decode" or
+        "do_remote_prefill"."""
         name = name or f"request{len(self.requests)}"
         params = {} if asks is None else {"kvstore": asks, "another": "connector's"}
         params |= {side: True} if side else {}
@@ -325,30 +327,31 @@ class ScheduledEngine:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def hashes(self, tokens: Sequence[int]) -> list[bytes]:
-        """Of the whole blocks of these tokens."""
+        """Return the hashes of the whole blocks of these tokens."""
         return list(Request("", list(tokens), SamplingParams(), None, block_hasher=self._hasher).block_hashes)
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
-        """Of the whole blocks of these tokens, in all groups."""
+        """Return the keys of the whole blocks of these tokens, in all groups."""
         return list(self.groups.keys(self.hashes(tokens)))
 
     def keys_of(self, request: Request) -> Sequence[bytes]:
-        """What the request's blocks are called at present, block by block: a name means one thing for ever."""
-        keys = self.groups.keys(self.half.books.keys.of(request))
+        """Return the current keys of the request's blocks, block by block. Checks that no key changes its meaning."""
+        keys = self.groups.keys(self.half.state.keys.of(request))
         for index, key in enumerate(keys):
             at, group = divmod(index, self.groups.count)
-            meaning = (self.half.books.sharing.name, group, request.block_hashes[at])
+            meaning = (self.half.state.sharing.name, group, request.block_hashes[at])
             assert self._meaning.setdefault(key, meaning) == meaning, "blocks of two kinds of weights have one key"
         self._note(keys, self.groups.keys(list(request.block_hashes))[: len(keys)])
         return keys
 
     def _note(self, keys: Sequence[bytes], unnamed: Sequence[bytes]) -> None:
-        name = self.half.books.sharing.name
+        name = self.half.state.sharing.name
         self._names.update({key: (name, plain) for key, plain in zip(keys, unnamed, strict=True)})
 
     def keys_by_group(self, request: Request, tail: bool = False, named: bool = True) -> list[Sequence[bytes]]:
-        """tail: also of the block that the prompt's end fills in part. named: with what the weights are called."""
-        maker = self.half.books.keys if named else self._unnamed_keys
+        """Return the keys of the request's blocks for each group. tail: include the last block, which the prompt fills
+        in part. named: the keys include the name of the weights."""
+        maker = self.half.state.keys if named else self._unnamed_keys
         keys = self.keys_of(request) if named else self.groups.keys(list(request.block_hashes))
         whole = request.num_prompt_tokens // BLOCK_TOKENS
         if tail and (last := maker.tail(request)) is not None:
@@ -358,16 +361,17 @@ class ScheduledEngine:
         return [keys[group :: self.groups.count] for group in range(self.groups.count)]
 
     def weights_of(self, key: bytes) -> int:
-        """The number of the weights that a key is for."""
+        """Return the number of the weights that computed a key's block."""
         return self.weights[self._names.get(key, ("", b""))[0]]
 
     def unnamed(self, key: bytes) -> bytes:
-        """A key without what the weights are called."""
+        """Return a key without the name of the weights."""
         return self._names.get(key, ("", key))[1]
 
     def change_weights(self, name: str = "", *, reset: bool = True, ranks: Sequence[int] | None = None) -> bool:
-        """name: what the new weights are called from now on; empty: nobody says so. reset: the connector is reset.
-        ranks: that get them; None: all do. -> whether the engine could forget its own blocks, which it must before."""
+        """Reset the engine's own cache, then change the weights. name: the name of the new weights; empty: they get
+        none. reset: also reset the connector. ranks: the ranks that get new weights; None: all. Returns False, and
+        changes nothing, if the cache cannot be reset."""
         if not self.scheduler.reset_prefix_cache():
             return False
         number = max(rank.prints.weights for rank in self.ranks) + 1
@@ -384,13 +388,13 @@ class ScheduledEngine:
         for rank in self.ranks if ranks is None else [self.ranks[each] for each in ranks]:
             rank.watch.rename(name)
 
-    # What the engine does.
+    # Actions of the engine.
 
     def schedule(self) -> Step:
         handed_over = {
             name
             for name in self.scheduler.requests
-            if self.half.books.hand_overs.loadable(self.requests[name]) is not None
+            if self.half.state.hand_overs.loadable(self.requests[name]) is not None
         }
         output = self.scheduler.schedule()
         plan = output.kv_connector_metadata
@@ -418,14 +422,14 @@ class ScheduledEngine:
         return step
 
     def block_ids(self, name: str) -> list[int]:
-        """In the first group."""
+        """Return the ids of the blocks in the first group."""
         return self.block_ids_by_group(name)[0]
 
     def block_ids_by_group(self, name: str) -> list[list[int]]:
         return [list(block_ids) for block_ids in self.scheduler.kv_cache_manager.get_block_ids(name)]
 
     def complete(self) -> None:
-        """The oldest step in flight is executed, and its outcome told to the scheduler."""
+        """Execute the oldest step that was scheduled, and report its outcome to the scheduler."""
         step = self.in_flight.popleft()
         for work in step.work:
             tail = work.end == work.request.num_prompt_tokens
@@ -438,7 +442,7 @@ class ScheduledEngine:
             ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
-                # The same tokens always go on in the same way.
+                # The same tokens always continue in the same way.
                 sampled_token_ids=[
                     [self.requests[name].num_tokens % 50] if name in step.sampling else [] for name in names
                 ],
@@ -454,10 +458,10 @@ class ScheduledEngine:
             self.complete()
         return step
 
-    # What goes on meanwhile.
+    # Work in the background.
 
     def transfer(self) -> None:
-        """Everything the ranks have to do is done, and works."""
+        """Complete all pending transfers of the ranks successfully."""
         for rank in self.ranks:
             rank.finish_loads()
             while rank.copies:
@@ -465,7 +469,7 @@ class ScheduledEngine:
             rank.finish_sends()
 
     def run(self, limit: int = 200) -> None:
-        """Steps and transfers until every request is over and nothing is under way."""
+        """Run steps and transfers until every request has ended and nothing is in progress."""
         while self.in_flight:
             self.complete()
         for _ in range(limit):
@@ -476,7 +480,8 @@ class ScheduledEngine:
         raise AssertionError(f"after {limit} steps: {self.half.under_way}, requests {list(self.scheduler.requests)}")
 
     def fill_tier(self, tokens: Sequence[int] = PROMPT) -> None:
-        """A request has these tokens. Then the host tier has their blocks, and the engine's own cache has none."""
+        """Run a request with these tokens. Afterwards the CPU tier has their blocks, and the engine's own cache has
+        none."""
         self.add(tokens)
         self.run()
         self.scheduler.reset_prefix_cache()
@@ -486,15 +491,16 @@ class ScheduledEngine:
             rank.held.clear()
 
     def load_in_part(self, blocks: int) -> Work:
-        """The next step begins a load; the first rank gets so many of its blocks. -> what is computed then."""
+        """Begin a load in the next step, and let the first rank get only this many of its blocks. Returns the work of
+        the step after that load."""
         assert len(self.step().plan.loads) == 1
         self.ranks[0].finish_load(deliver=blocks)
-        self.step()  # in which the rank tells
+        self.step()  # the rank reports in this step
         [work] = self.step().work
         return work
 
     def check_idle(self) -> None:
-        """Nothing is left of what was: to be called when all is over."""
+        """Check that nothing is left behind. Call this after every request has ended."""
         assert not any(self.half.under_way.values()), self.half.under_way
         assert not self.flights.open, "what was promised was neither set nor withdrawn"
         assert not self.scheduler.requests
@@ -507,8 +513,8 @@ class ScheduledEngine:
         assert self.tier.busy == 0, "references to slots were not given back"
 
     def hear(self) -> None:
-        """Do what a router does with the connector's events."""
-        for event in self.half.books.events.take():
+        """Process the connector's KV events as a router does."""
+        for event in self.half.state.events.take():
             if isinstance(event, BlockStored):
                 assert event.token_ids and len(event.token_ids) == event.block_size == BLOCK_TOKENS
                 self.heard[event.medium].update((event.group_idx, each) for each in event.block_hashes)
@@ -519,7 +525,7 @@ class ScheduledEngine:
                 self.heard[event.medium] -= removed
 
     def check_heard(self) -> None:
-        """Who listens to the events knows exactly what the tier has."""
+        """Check that a listener to the events knows exactly which blocks the CPU tier has."""
         self.hear()
         index = self.tier._index
         keys = index.keys_of(index.ready_slots()) if index is not None else b""
@@ -532,7 +538,7 @@ class ScheduledEngine:
         }
 
     def check_readable(self) -> None:
-        """What the tier offers is in its slot on every rank."""
+        """Check that each block that the CPU tier offers is in its slot on every rank."""
         for request in self.requests.values():
             keys = self.keys_of(request)
             for key, slot in zip(keys, self.tier.find(keys).tolist(), strict=True):

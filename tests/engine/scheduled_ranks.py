@@ -1,7 +1,7 @@
-"""Ranks that only keep the books: which block lies in which cache block and in which slot of a host pool.
+"""Ranks that only keep records of which block is in each cache block and in each slot of a host pool.
 
-They move blocks when the test says so, and fail it as soon as something is read that is not there, or is written while
-somebody else uses it.
+They move blocks when the test says so. They fail the test when a missing block is read, or when memory that is in use
+is written.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from kvstore_client.engine.paged.plan import VOID, Load, Saves, StepPlan, Worker
 from kvstore_client.engine.paged.weights import WeightsWatch
 
 BLOCK_TOKENS = 32
-STATE = -1  # in the place of a window: the group's layers have a state
+STATE = -1  # instead of a window: the layers of the group have a state
 
 
 @dataclass
 class Work:
-    """A request's tokens in one step: ``start`` to ``end``, in these cache blocks."""
+    """The tokens of a request in one step, from ``start`` to ``end``, and the cache blocks for them."""
 
     request: Request
     start: int
     end: int
     block_ids: Sequence[Sequence[int]]  # by group
-    keys: Sequence[Sequence[bytes]] = ()  # of its blocks as they are computed, by group
+    keys: Sequence[Sequence[bytes]] = ()  # keys of its blocks as they are computed, by group
 
 
 @dataclass
 class Step:
-    """A step that was scheduled, as the workers see it."""
+    """A scheduled step, as the workers see it."""
 
     output: SchedulerOutput
     plan: StepPlan
@@ -47,7 +47,8 @@ class Step:
 
 @dataclass
 class LoadWork:
-    """A load under way on one rank. ``keys``: of its cache blocks, as the engine counts on them."""
+    """A load in progress on one rank. ``keys``: for each cache block, the key of the block that the engine expects
+    there."""
 
     load: Load
     keys: dict[int, bytes]
@@ -60,7 +61,7 @@ class CopyWork:
 
 
 class FakeFingerprints:
-    """In the place of `Fingerprints`: the number of a rank's weights, when the test says so (``ready``)."""
+    """Replaces `Fingerprints`: it reports the number of a rank's weights when the test says so (``ready``)."""
 
     def __init__(self) -> None:
         self.weights = 0
@@ -83,9 +84,9 @@ class FakeTaken:
 
 
 class Rank:
-    """One worker's memory, and what it has been told to do and has not done yet.
+    """One worker's memory, and its pending work.
 
-    A block's bytes are represented by its key, in the engine's cache without the name of the weights.
+    A key represents the bytes of a block. In the engine's cache, keys do not contain the name of the weights.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class Rank:
         means: Callable[[bytes], int] = lambda _: 0,
         unnamed: Callable[[bytes], bytes] = lambda key: key,
     ) -> None:
-        """windows: of each group of layers, in tokens; 0: it attends to all; `STATE`. watch, prints: of its weights.
-        means: the number of the weights that a key is for. unnamed: the key without their name."""
+        """windows: as in `ScheduledEngine`. watch, prints: those of the rank's weights. means: returns the number of
+        the weights that computed a key's block. unnamed: returns the key without the name of the weights."""
         self.held = held
         self.number = number
         self.prints = prints or FakeFingerprints()
@@ -114,7 +115,7 @@ class Rank:
         self._windows = windows
         self._recompute_whole = any(windows) or len(windows) > 1
         self._failed_requests: set[str] = set()
-        self.cache: dict[int, bytes] = {}  # cache block -> what bytes it has, if they are a whole block's
+        self.cache: dict[int, bytes] = {}  # cache block -> the key of its bytes, if it has a whole block
         self.pool: list[bytes | None] = [None] * slots
         self.writing: set[int] = set()
         self.reading: Counter[int] = Counter()
@@ -129,7 +130,7 @@ class Rank:
         self._failed: set[int] = set()
         self._report = WorkerReport()
 
-    # Memory, and who uses it.
+    # Memory and its users.
 
     def begin_read(self, slot: int, key: bytes) -> None:
         assert slot not in self.writing, f"slot {slot} is read while it is written"
@@ -150,7 +151,7 @@ class Rank:
         self.writing.remove(slot)
         self.pool[slot] = key
 
-    # A step, in the order in which a worker does it.
+    # A step, in the order in which a worker executes it.
 
     def execute(self, step: Step) -> None:
         plan = step.plan
@@ -191,13 +192,13 @@ class Rank:
                     self.made[block] = self.prints.weights
         for work, block_ids, keys, window in parts:
             first = max(0, work.start - window + 1) // BLOCK_TOKENS if window else 0
-            for index in range(first, min(work.start // BLOCK_TOKENS, len(keys))):  # others are shared with nobody
+            for index in range(first, min(work.start // BLOCK_TOKENS, len(keys))):  # the other blocks are not shared
                 assert self.cache.get(block_ids[index]) == keys[index], (
                     f"request {work.request.request_id} attends to the wrong bytes in its block {index}"
                 )
 
     def _pass_state(self, work: Work, group: int, copied_from: set[int], loaded_to: set[int]) -> None:
-        """From the block that has the state before the request's tokens to the one that has it behind them."""
+        """Compute the state after the request's tokens, in its block, from the state before them."""
         name, block_ids = work.request.request_id, work.block_ids[group]
 
         def state(tokens: int) -> bytes:
@@ -215,7 +216,7 @@ class Rank:
         self.made[block] = self.prints.weights
 
     def _begin_load(self, load: Load, keys: dict[int, bytes]) -> None:
-        if load.check == VOID:  # it is planned under another name of the weights
+        if load.check == VOID:  # the load was planned when the weights had another name
             there = [self.pool[slot] or b"" for slot in load.host_slots]
             keys = dict(zip([*load.host_block_ids, *load.block_ids], [*there, *load.keys], strict=True))
         assert sorted(keys) == sorted([*load.host_block_ids, *load.block_ids])
@@ -243,10 +244,10 @@ class Rank:
             self.begin_read(block.slot, block.key)
             self.sends.append((saves.job, block.slot, block.key, saves.check))
 
-    # What goes on behind the model's back.
+    # Work in the background.
 
     def finish_copy(self) -> None:
-        """The oldest job's copies out of the cache are made."""
+        """Complete the oldest job's copies out of the cache."""
         work = self.copies.popleft()
         saves = work.saves
         for key, slot, block, *_ in saves.copied:
@@ -266,7 +267,8 @@ class Rank:
             self._report.broken.add(saves.job)
 
     def finish_send(self, index: int = 0, *, stored: bool = True) -> bool:
-        """-> whether it was sent, or given up: not while it waits for a check of the weights."""
+        """Finish sending a block, successfully or not. Returns False while the block waits for a check of the
+        weights."""
         job, slot, key, check = self.sends[index]
         agrees = self.watch.all_agree(check) if job >= self._void_jobs else False
         if agrees is None:
@@ -283,15 +285,15 @@ class Rank:
         return True
 
     def finish_sends(self) -> None:
-        """Of all that may be sent."""
+        """Finish all sends that may be finished."""
         index = 0
         while index < len(self.sends):
             if not self.finish_send(index):
                 index += 1
 
     def finish_load(self, index: int = 0, *, deliver: float = math.inf) -> bool:
-        """-> whether the load ends: not while it waits for a check of the weights. ``deliver``: blocks that come from
-        the store at most; what it lacks does not come anyway."""
+        """Finish a load. Returns False while the load waits for a check of the weights. ``deliver``: the most blocks
+        that come from the store, which sends only blocks that it has."""
         agrees = self.watch.mine_agree(self.loads[index].load.check)
         if agrees is None:
             return False
@@ -321,14 +323,14 @@ class Rank:
         return True
 
     def finish_loads(self, deliver: float = math.inf) -> None:
-        """Of all that may end."""
+        """Finish all loads that may end."""
         index = 0
         while index < len(self.loads):
             if not self.finish_load(index, deliver=deliver):
                 index += 1
 
     def output(self) -> KVConnectorOutput:
-        """What the worker tells at the end of a step."""
+        """Return the worker's report at the end of a step."""
         sent = {name for name, job in self._finished_requests.items() if job <= self._copied_job}
         for name in sent:
             del self._finished_requests[name]

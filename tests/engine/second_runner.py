@@ -1,9 +1,9 @@
 """vLLM's second model runner (V2) around both halves of the connector, without a model.
 
-The asynchronous scheduler, its KV cache manager, the connector, `ActiveKVConnector`, through which this runner calls a
-worker's half, and the store are the real ones. In the model's place is `Pages`: what it writes for a token depends on
-all tokens before it, and so does the token that it samples. A step is executed before the outcome of the step before it
-is told to the scheduler.
+These parts are real: the asynchronous scheduler, its KV cache manager, the connector, the store, and
+`ActiveKVConnector`, through which this runner calls a worker's half. `Pages` replaces the model: what it writes for a
+token depends on all tokens before it, and so does the token that it samples. A step is executed before the outcome of
+the previous step is reported to the scheduler.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tests.engine.scheduled_engine import cache_config, scheduler_config
 from tests.engine.scheduled_ranks import BLOCK_TOKENS
 from tests.support.harness import wait_until
 
-HEADS, CONTENT = 4, 64  # of a token, in elements of two bytes
+HEADS, CONTENT = 4, 64  # the shape of a token's KV, in elements of two bytes
 VOCABULARY = 50
 
 
 def states(tokens: Sequence[int]) -> list[int]:
-    """What the model knows at each token: a number that depends on all tokens up to it."""
+    """Return the model's state at each token: a number that depends on all tokens up to this one."""
     known, state = [], 0
     for token in tokens:
         state = zlib.crc32(token.to_bytes(4, "little"), state)
@@ -49,7 +49,7 @@ def states(tokens: Sequence[int]) -> list[int]:
 
 
 def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What the model says to a prompt."""
+    """Return the model's answer to a prompt."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(states(tokens)[-1] % VOCABULARY)
@@ -61,11 +61,12 @@ class Pages:
 
     def __init__(self, blocks: int, device: str) -> None:
         self.cache = torch.zeros((blocks, HEADS, BLOCK_TOKENS, CONTENT), dtype=torch.bfloat16, device=device)
-        # A view of integers: comparing them is exact.
+        # A view as integers, which are compared exactly.
         self._elements = self.cache.view(torch.int16).permute(0, 2, 1, 3)
 
     def compute(self, tokens: Sequence[int], start: int, end: int, block_ids: Sequence[int]) -> int:
-        """Attend to the tokens before `start`, write those up to `end`. -> the next token."""
+        """Read the KV of the tokens before `start`, and write that of the tokens from there to `end`. Returns the next
+        token."""
         known = states(tokens[:end])
         expected = torch.tensor(known, dtype=torch.int16, device=self.cache.device)
         positions = torch.arange(end, device=self.cache.device)
@@ -77,7 +78,7 @@ class Pages:
 
 
 class SecondRunnerEngine:
-    """An engine of one rank. blocks: of its cache. budget: tokens a step."""
+    """An engine of one rank. blocks: the size of its cache. budget: tokens per step."""
 
     def __init__(
         self,
@@ -109,8 +110,8 @@ class SecondRunnerEngine:
         assert isinstance(self.runner, ActiveKVConnector)
         self.requests: dict[str, Request] = {}
         self.preemptions = 0
-        self.loaded: Counter[str] = Counter()  # request -> tokens that were to be loaded from the store
-        self._tokens: dict[str, list[int]] = {}  # of each request, as the runner knows them
+        self.loaded: Counter[str] = Counter()  # request -> tokens to load from the store
+        self._tokens: dict[str, list[int]] = {}  # the block ids of each request, as the runner knows them
         self._outcomes: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         wait_until(self._has_started)
@@ -131,7 +132,7 @@ class SecondRunnerEngine:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> None:
-        """Plan and execute a step; then tell the scheduler of the one before it."""
+        """Plan and execute a step; then report the previous step to the scheduler."""
         output = self.scheduler.schedule()
         self._outcomes.append((output, self._execute(output)))
         while len(self._outcomes) > bool(output.total_num_scheduled_tokens):
@@ -170,12 +171,12 @@ class SecondRunnerEngine:
         return [token]
 
     def finish(self, *requests: Request) -> list[list[int]]:
-        """Go on until these requests are over. -> what was said to them."""
+        """Run steps until these requests have ended. Returns their answers."""
         wait_until(lambda: self.step() or all(request.is_finished() for request in requests), 60)
         return [list(request.output_token_ids) for request in requests]
 
     def settle(self) -> None:
-        """Go on until nothing is under way."""
+        """Run steps until nothing is in progress."""
         half = self.scheduler.connector._scheduler
 
         def idle() -> bool:

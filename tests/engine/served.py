@@ -1,10 +1,11 @@
-"""`vllm serve` as real processes for the tests of the proxy and of `kvstore load`; a model with a tokenizer.
+"""Runs `vllm serve` in real processes, for the tests of the proxy and of `kvstore load`, and makes a model with a
+tokenizer.
 
-A server is forked from the nursery, and its own processes from it: a start takes 2 s of processor time instead of
-30 s. One server that starts as a user's does is in test_serving.py.
+A server is forked from the engines' nursery, and its own processes are forked from the server. So a start takes 2 s of
+processor time instead of 30 s. test_serving.py starts a server without forks, as users do.
 
-The tokenizer has the 256 bytes and then words: random weights say both, so texts have characters that span tokens and
-bytes that are no text, which is the hardest case for whoever joins pieces of an answer.
+The tokenizer has a token for each of the 256 bytes, and some words. Random weights generate both, so a character may
+span several tokens, and some bytes are no valid text. This is the hardest case for code that joins pieces of an answer.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _TEMPLATE = (
 
 
 def save_served_model(folder: Path) -> Path:
-    """The model of `save_model`, with a tokenizer and a chat template."""
+    """Save the model of `save_model`, with a tokenizer and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -56,8 +57,8 @@ def save_served_model(folder: Path) -> Path:
 
 
 def run_server(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
-    """The whole life of a process that is `vllm serve` with these arguments and this environment. What it says is added
-    to the file `log`."""
+    """Run `vllm serve` in this process, with these arguments and this environment, until it ends. Its output is
+    appended to the file `log`."""
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -69,12 +70,12 @@ def run_server(arguments: list[str], log: Path, environment: dict[str, str]) -> 
 
 
 class ServedEngine:
-    """One `vllm serve`. Its standard error and output go to the file `log`."""
+    """One `vllm serve`. Its standard output and standard error go to the file `log`."""
 
     def __init__(
         self, model: Path, log: Path, store: str | None, *arguments: str, max_model_len: int = 2048, **options: Any
     ) -> None:
-        """store: its address, for the connector; None: without the connector. options: of the connector."""
+        """store: the store's address; None: run without the connector. options: the connector's options."""
         [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -110,7 +111,7 @@ class ServedEngine:
         self.start()
 
     def start(self, **options: Any) -> None:
-        """options: of the connector, which it has from now on."""
+        """options: the connector's options from now on."""
         self._transfer["kv_connector_extra_config"] |= options
         transfer = ["--kv-transfer-config", json.dumps(self._transfer)] if self._has_store else []
         self.process = nursery().Process(
@@ -140,7 +141,7 @@ class ServedEngine:
         wait_until(healthy, START_S, f"{self.url} serves")
 
     def kill(self) -> None:
-        """SIGKILL to the engine and all processes that it started."""
+        """Send SIGKILL to the engine and all processes that it started."""
         if not self.running:
             return
         process = psutil.Process(self.pid)
@@ -169,7 +170,7 @@ class ServedEngine:
         self.stop()
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric over its labels, of which some may be given."""
+        """Return the sum of a metric's values, over all labels that are not given."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
             lines = reply.read().decode().splitlines()
         found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
@@ -178,7 +179,7 @@ class ServedEngine:
 
 
 def post(url: str, path: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
-    """-> status and JSON of an answer."""
+    """Send a request. Returns the status and the JSON of the answer."""
     request = urllib.request.Request(
         f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
     )

@@ -1,5 +1,6 @@
-"""Ranks with the same part of every block, each in a process of its own, as tensor-parallel workers with MLA are: real
-workers' halves, shared memory and a real store, and tensors without a model. ``Ranks`` is what a test holds."""
+"""Ranks that have the same part of every block, like tensor-parallel workers with MLA, each in a process of its own.
+The connector's worker halves, the shared memory and the store are real; there are tensors, but no model. Tests use
+``Ranks``."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ class Spec(NamedTuple):
     ranks: int
     slots: int = 32
     blocks: int = 256  # of the cache
-    chunk_blocks: int = 1024  # that are fetched at once
-    parts: int = 1
+    chunk_blocks: int = 1024  # fetched at once
+    slices: int = 1
     late: bool = False  # copies into the cache are made as late as a device may make them
 
 
 def run(spec: Spec, rank: int, pipe: Connection) -> None:
-    """One rank: orders come through the pipe, each the name of a method of `Rank` and its arguments."""
+    """Run one rank. It receives orders through the pipe; each is the name of a method of `Rank`, with its arguments."""
     rank_half = Rank(spec, rank, pipe)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
@@ -44,7 +45,7 @@ def run(spec: Spec, rank: int, pipe: Connection) -> None:
 
 
 class Rank:
-    """In the process of a rank; its methods are called in the model's thread."""
+    """One rank, in its own process. Its methods are called in the model's thread."""
 
     def __init__(self, spec: Spec, rank: int, pipe: Connection) -> None:
         import torch
@@ -63,7 +64,7 @@ class Rank:
             module.CHUNK_BYTES = module.WAITED_CHUNK_BYTES = chunk_bytes  # type: ignore[attr-defined]
         self.cache = torch.zeros((LAYERS, spec.blocks, 1, BLOCK_TOKENS, CONTENT), dtype=torch.float32)
         layout = (LateLayout if spec.late else BlockLayout)(
-            {f"layers.{layer}": self.cache[layer] for layer in range(LAYERS)}, spec.blocks, parts=spec.parts
+            {f"layers.{layer}": self.cache[layer] for layer in range(LAYERS)}, spec.blocks, slices=spec.slices
         )
 
         def exchange(mine: object) -> Sequence[object]:
@@ -71,15 +72,15 @@ class Rank:
             of_all: Sequence[object] = pipe.recv()
             return of_all
 
-        rows = shared_pool.passages(spec.slots, layout.block_bytes)[-1].stop * layout.parts
-        shared = share_rows(rows, layout.part_bytes, rank, spec.ranks, exchange)
+        rows = shared_pool.passages(spec.slots, layout.block_bytes)[-1].stop * layout.slices
+        shared = share_rows(rows, layout.slice_bytes, rank, spec.ranks, exchange)
         assert shared is not None
         self.counters = Counters()
         guard = StoreGuard(spec.endpoint, spec.namespace, timeout_s=5, counters=self.counters)
         self.worker = WorkerHalf(
             guard,
             layout,
-            store=RankStore(guard.namespace, spec.slots, None, layout.parts, True),
+            store=RankStore(guard.namespace, spec.slots, None, layout.slices, True),
             timeout_s=5,
             replica=(rank, spec.ranks),
             counters=self.counters,
@@ -117,7 +118,7 @@ class Rank:
 
 
 class Ranks:
-    """Several ranks. Each order goes to all of them, or to some."""
+    """Several ranks. An order goes to all of them or to some."""
 
     def __init__(self, spec: Spec) -> None:
         context = nursery()
@@ -141,7 +142,7 @@ class Ranks:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def order(self, name: str, *arguments: Any, ranks: Sequence[int] | None = None) -> None:
-        """Without waiting for what they answer."""
+        """Send an order without waiting for its result."""
         for rank in range(len(self._pipes)) if ranks is None else ranks:
             self._pipes[rank].send((name, arguments))
 
@@ -157,7 +158,7 @@ class Ranks:
         return self.answers(ranks)
 
     def loaded(self, *names: str, ranks: Sequence[int] | None = None, within_s: float = 30.0) -> list[set[int]]:
-        """Wait for the ends of these loads. -> for each rank the blocks that are missing, of all loads that ended."""
+        """Wait until these loads have ended. Returns for each rank the missing blocks of all loads that have ended."""
         ranks = list(range(len(self._pipes))) if ranks is None else ranks
         ended: dict[int, set[str]] = {rank: set() for rank in ranks}
         missing: dict[int, set[int]] = {rank: set() for rank in ranks}
@@ -175,7 +176,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def stopped(self, rank: int) -> Iterator[None]:
-        """SIGSTOP while the body runs."""
+        """Stop a rank (SIGSTOP) while the body runs."""
         os.kill(self.pids[rank], signal.SIGSTOP)
         try:
             yield

@@ -1,4 +1,4 @@
-"""A store and engines that the tests of a module share, where all of them want engines with the same options."""
+"""A store and engines for a module whose tests can share engines, because all need the same options."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.harness import Server
 
 
 class Site:
-    """Its engines start when a test first takes them, and one that a test has killed starts again for the next.
+    """Starts an engine when a test first requests it. An engine that a test has killed is restarted for the next test.
 
-    What a test asks is its own: the first block of each of its prompts is in no prompt of another test of this site.
+    Tests that share a site must use different prompts: no two may have the same first block.
     """
 
     def __init__(self, folder: Path, model: Path, options: dict[str, Any], **arguments: Any) -> None:
-        """options: of the connector. arguments: of all engines."""
+        """options: the connector's options. arguments: other arguments for all engines."""
         self._folder, self._model, self._options, self._arguments = folder, model, options, arguments
         self._engines: dict[int, Engine] = {}
         self._traces: dict[int, Path] = {}
@@ -28,7 +28,7 @@ class Site:
         self.server = Server(folder / "server.log", "--memory", "256MiB", "--segment", "4MiB")
 
     def engine(self, number: int) -> Engine:
-        """Engine 0, 1, ..., which has answered a first request."""
+        """Return the engine with this number. It has answered a first request."""
         if number not in self._engines or not self._engines[number].running:
             name = f"{next(self._starts)}-engine{number}"
             trace = self._traces[number] = self._folder / f"{name}.json"
@@ -40,11 +40,12 @@ class Site:
         return self._engines[number]
 
     def trace(self, number: int) -> Path:
-        """The trace file of that engine as it runs now."""
+        """The trace file of the engine with this number, since its last start."""
         return self._traces[number]
 
     def used_by(self, request: pytest.FixtureRequest) -> Iterator[Site]:
-        """For the fixture of one test. If that fails, the next one gets new engines: these may be busy for long."""
+        """Use the site in a test's fixture. If the test fails, the next test gets new engines, because the old ones may
+        stay busy for long."""
         failed = request.session.testsfailed
         yield self
         if request.session.testsfailed > failed:

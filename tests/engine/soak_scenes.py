@@ -1,14 +1,14 @@
-"""The soaks' kinds: engines that have too little of everything, a store, and what happens to it.
+"""The kinds of soak tests: engines with too little of every resource, a store, and the store's faults.
 
 plain       one engine; the store is killed, frozen, slowed, cut off
-deciding    the same, and the connector decides what to load
-windows     of a model with sliding windows
-states      of a model with states beside attention
+deciding    the same, but the connector decides what to load
+windows     a model with sliding windows
+states      a model with states in addition to attention
 sizes       two engines, of one and of two ranks, on one store
-full        another tenant takes the store's memory, and the engine's own is refused requests beyond its quotas
+full        another tenant takes the store's memory, and the engine's tenant is refused requests beyond its quotas
 disk        the store's disk is full, or slow
 cluster     two nodes that each have all blocks: one is killed, frozen or drained, or etcd stops
-hand-overs  one engine computes prompts, another one goes on
+hand-overs  one engine computes prompts, another one decodes
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ KINDS = ("plain", "deciding", "windows", "states", "sizes", "full", "disk", "clu
 SERVER_BYTES = 32 * MiB
 CPU_BYTES = 8 * MiB
 LOOKUP_TIMEOUT_S, TIMEOUT_S = 0.5, 1.0
-WINDOW = 3 * BLOCK  # of the model that has sliding windows
+WINDOW = 3 * BLOCK  # the window of the model with sliding windows
 NEW_TOPIC_ROUNDS = 12
-TOPICS = 6  # talked about at a time
+TOPICS = 6  # topics in use at a time
 MOST_TOKENS = 70
 TIMES = (0.0, 0.1)
 ABORTS = ("waiting", "loading", "prefilling", "decoding", *TIMES)
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 160, "num_gpu_blocks_override": 26, "max_model_len": 640}
-# What such a model needs, see test_state_models.py.
+# The options that a model with states needs; see test_state_models.py.
 STATEFUL: dict[str, Any] = {
     "max_num_batched_tokens": BLOCK,
     "max_num_seqs": 4,
@@ -58,7 +58,7 @@ STATEFUL: dict[str, Any] = {
     "num_gpu_blocks_override": 44,
     "max_model_len": 640,
 }
-# What an engine may take of a store that it has with others.
+# The share of a store that an engine may use if the store serves others.
 QUOTAS = """
 [tenants.mine]
 memory = "12MiB"
@@ -69,18 +69,18 @@ bytes_per_s = "16MiB"
 [tenants.others]
 memory_guaranteed = "20MiB"
 """
-# What torch prepares for every shape of a step and keeps is more than all else that grows.
+# By default, torch keeps prepared code for every shape of a step, which takes more memory than all other growth.
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
 
 
 class Talk:
-    """Prompts that share beginnings, with topics that come and go."""
+    """Makes requests whose prompts share beginnings. Topics appear and disappear."""
 
     def __init__(self, chooser: random.Random) -> None:
         self._chooser = chooser
 
     def ask(self, turn: int, phases: bool) -> Ask:
-        """phases: whether some are given up in a certain phase, for which the engine's core must be at hand."""
+        """phases: whether requests may be aborted in a certain phase; the engine's core must then run in the driver."""
         choose = self._chooser
         topic = turn // NEW_TOPIC_ROUNDS + choose.randrange(TOPICS)
         leaf = choose.randrange(4)
@@ -91,8 +91,9 @@ class Talk:
 
 @dataclass
 class Scene:
-    """engines: the first has its core at hand. promises: of the engines, each of which is traced. harms: each lasts a
-    moment and is over on return. expected: the right tokens of prompts. requests: in a round, of all engines."""
+    """engines: the core of the first one runs in the driver. promises: one `Promise` per engine, checked with its
+    trace. harms: functions that cause a fault for a moment and return after its end. expected: returns the right
+    tokens. requests: the number of requests to all engines in a round."""
 
     engines: list[Engine]
     promises: list[Promise]
@@ -104,26 +105,26 @@ class Scene:
     handed_over: bool = False
 
     def harm(self, choose: random.Random) -> None:
-        """Something that happens to stores, for a moment."""
+        """Cause a fault of the store that lasts a moment."""
         time.sleep(choose.uniform(0, 0.3))
         harm = choose.choice(self.harms)
         print(f"       {harm.__name__}", flush=True)
         harm()
 
     def asks(self, turn: int, talk: Talk) -> list[list[Ask]]:
-        """Of each engine, in one round."""
+        """Return the requests of each engine in one round."""
         many = self.requests // len(self.engines)
         asked = [[talk.ask(turn, engine.has_core) for _ in range(many)] for engine in self.engines]
         if self.handed_over:
             first, second = asked
-            for mine, other in list(zip(first, second, strict=True))[1:]:  # and one that is nobody else's
+            for mine, other in list(zip(first, second, strict=True))[1:]:  # the second one also gets its own
                 mine.prompt, mine.max_tokens, mine.side = other.prompt, 1, "do_remote_decode"
                 other.side = "do_remote_prefill"
         return asked
 
 
 class Stage:
-    """Makes scenes. `close` of the stack ends what the fixtures do not."""
+    """Makes scenes. Closing the stack stops everything that the fixtures do not stop."""
 
     def __init__(
         self,
@@ -156,13 +157,13 @@ class Stage:
             tokens = {name: add(auth, name, name, ["read", "write", "monitor"]) for name in ("mine", "others")}
             auth.write_text(auth.read_text() + QUOTAS)
             flags = ["--auth", str(auth)]
-            # Of this process too, which looks at what is held.
+            # This process uses the token too, because it checks what is held.
             self._stack.enter_context(pytest.MonkeyPatch.context()).setenv("KVSTORE_TOKEN", tokens["mine"])
         server = self._start_server(*flags, memory=f"{SERVER_BYTES}", **environment)
         link = self._stack.enter_context(SlowLink(server.port))
         harms = self._harms(server, link)
         if kind == "disk":
-            harms = [*self._disk_harms(trigger), harms[0]]  # a new start has its disk again
+            harms = [*self._disk_harms(trigger), harms[0]]  # after a restart the server uses its disk again
         elif kind == "full":
             fill = self._filling(server, tokens["others"])
             harms = [fill, fill, *harms]
@@ -170,7 +171,7 @@ class Stage:
         expected, model, shape, requests = self._expected, None, SMALL, 10
         if kind == "windows":
             model = save_windowed_model(self._folder / "windowed", WINDOW)
-            shape = {**SMALL, "num_gpu_blocks_override": 52}  # of half the size
+            shape = {**SMALL, "num_gpu_blocks_override": 52}  # half the size
             expected = self._alone(model, enable_prefix_caching=False)
         elif kind == "states":
             model, shape, requests = save_mamba_hybrid(self._folder / "states"), STATEFUL, 6
@@ -213,7 +214,7 @@ class Stage:
         separate: bool = False,
         **more: Any,
     ) -> Engine:
-        """separate: its core runs in a process of its own."""
+        """separate: the engine's core runs in a process of its own."""
         self._traces.append(self._folder / f"trace{len(self._traces)}.json")
         options = {"cpu_bytes": CPU_BYTES, "timeout_s": TIMEOUT_S, "lookup_timeout_s": LOOKUP_TIMEOUT_S, **more}
         options |= {"always_load": always_load, "trace_file": str(self._traces[-1])}
@@ -222,7 +223,7 @@ class Stage:
         return self._start_engine(endpoint, options=options, environment=environment, **arguments)
 
     def _alone(self, model: Path, **shape: Any) -> Expected:
-        """The tokens of an engine without any cache."""
+        """Return a function that returns the tokens generated by an engine without any cache."""
         engine = Engine(model, self._folder / "alone.log", connector=None, **shape)
         self._stack.callback(engine.stop)
         known: dict[tuple[int, ...], list[int]] = {}

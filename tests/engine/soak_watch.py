@@ -1,4 +1,5 @@
-"""What a soak watches: nothing grows, nothing is left, and no request is held back longer than is promised."""
+"""What a soak test checks: memory does not grow, nothing is left behind, and no request is delayed longer than
+promised."""
 
 from __future__ import annotations
 
@@ -11,21 +12,22 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from kvstore_client.engine.admission import LEAST_S
+from kvstore_client.engine.admission import MIN_LOOKUP_S
 from kvstore_client.engine.trace_file import read_trace
 from tests.engine.engines import Engine, namespaces
 from tests.support.harness import OVERHEAD_BYTES, Server, rss_bytes, wait_until
 
 MiB = 1 << 20
-# Threads and open files come and go with connections to stores that die; what leaks grows with every round.
+# Threads and open files vary with the connections to stores that die. A leak would exceed this, because it grows in
+# every round.
 SPARE = 24
-# Of a busy machine: until a thread runs whose time has come.
+# The time until a thread that is due runs on a busy machine.
 BUSY_S = 0.5
 
 
 @dataclass(frozen=True)
 class Size:
-    """What processes take."""
+    """The total memory, threads and open files of some processes."""
 
     bytes: int
     threads: int
@@ -47,15 +49,16 @@ class Size:
 
 
 class Held(NamedTuple):
-    """A request that began later than without kvstore."""
+    """A request that began later than without kvstore, and by how many seconds."""
 
     seconds: float
     request: str
-    times: dict[str, Any]  # as its trace has them
+    times: dict[str, Any]  # as in the engine's trace
 
 
 class Watch:
-    """The engines and servers of a soak. growth_bytes: of each engine, after the warm-up."""
+    """Measures the engines and servers of a soak test. growth_bytes: by how much each engine may grow after the
+    warm-up."""
 
     def __init__(
         self, engines: Sequence[Engine], servers: Callable[[], list[Server]], server_bytes: int, growth_bytes: int
@@ -67,7 +70,7 @@ class Watch:
         self._warm: Size | None = None
 
     def look(self, *, warming_up: bool) -> str:
-        """Between two rounds. -> what there is."""
+        """Measure between two rounds. Returns the sizes."""
         engines = Size.of([process for engine in self._engines for process in engine.processes])
         servers = [Size.of([shard]) for server in self._servers() for shard in server.shards()]
         told = f"engines {engines}; shards {', '.join(map(str, servers))}"
@@ -82,42 +85,44 @@ class Watch:
         return told
 
     def at_rest(self) -> None:
-        """After the last round: nothing is left in the engines whose core is at hand, nor in the stores."""
+        """After the last round, check that nothing is in progress in the stores and in the engines whose core runs in
+        the driver."""
         for engine in self._engines:
             if engine.has_core:
                 engine.settle()
             else:
-                engine.generate([0], max_tokens=1)  # tells what has happened since the last step
+                engine.generate([0], max_tokens=1)  # so that the engine reports what has happened since its last step
         for server in self._servers():
             wait_until(lambda server=server: not _held_by(server), what=f"nobody holds anything of {server.endpoint}")
 
 
 def _held_by(server: Server) -> dict[str, int]:
-    """Blocks that somebody keeps, writes or waits for."""
+    """Return the numbers of blocks that are pinned, being written, promised or waited for, without zeros."""
     found = namespaces(server)
     held = {name: sum(getattr(each, name) for each in found) for name in ("pinned", "writing", "promised", "awaited")}
     return {name: number for name, number in held.items() if number}
 
 
 class Promise:
-    """No request is slower than computing it, a lookup and 50 ms: of each, what the engine's trace says of the time
-    that the connector took. That does not depend on how fast the machine is, but for two steps of the engine, which
-    hears of answers only between them, and `BUSY_S`."""
+    """Checks that no request takes longer than computing it, a lookup and 50 ms. The engine's trace says how long the
+    connector delayed each request, so the machine's speed hardly matters. Two steps of the engine, which gets answers
+    only between steps, and `BUSY_S` are added."""
 
     def __init__(self, trace: Path, most_s: float) -> None:
-        """most_s: of a lookup, and of a load that is begun without asking whether it pays."""
+        """most_s: the sum of two limits: that of a lookup, and that of a load that begins without a check whether it
+        pays."""
         self._trace = trace
-        self._most_s = most_s + LEAST_S + BUSY_S
+        self._most_s = most_s + MIN_LOOKUP_S + BUSY_S
         self._seen = 0
         self._step_s = 0.0
         self.longest = Held(0.0, "", {})
         self.requests = 0
 
     def check(self, step_s: float) -> None:
-        """Of the requests that have ended since the last call. step_s: the engine's longest step in that time."""
+        """Check the requests that have ended since the last call. step_s: the engine's longest step in that time."""
         parts = read_trace(self._trace)
         news, self._seen = parts[self._seen :], len(parts)
-        # A request of the last round may be told now.
+        # A request of the last round may be reported only now.
         step_s, self._step_s = max(step_s, self._step_s), step_s
         for part in news:
             times = part.args
@@ -135,7 +140,7 @@ class Promise:
 
 @contextlib.contextmanager
 def explained(engines: Sequence[Engine]) -> Iterator[None]:
-    """If the body fails, every engine tells what it is doing, into its log."""
+    """If the body fails, write to every engine's log, and print, what the engine is doing."""
     try:
         yield
     except BaseException:

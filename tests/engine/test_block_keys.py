@@ -1,4 +1,4 @@
-"""What blocks are called when the engine's hash does not say all that decides their bytes."""
+"""The keys of blocks, which must cover everything that decides their bytes, also where the engine's hashes do not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def request(
     pooling: Any = None,
     **more: Any,
 ) -> Request:
-    """vLLM's own request, hashed by its own hasher. ids: whether it has tokens."""
+    """Return a request of vLLM's own class, hashed by vLLM's own hasher. ids: whether it has token ids."""
     prompt = list(range(tokens)) if isinstance(tokens, int) else tokens
     return Request(
         "request",
@@ -84,7 +84,7 @@ def test_a_request_without_adapter_has_the_engines_own_hashes() -> None:
     assert len(plain.block_hashes) == 6
 
 
-def test_an_adapters_content_is_part_of_the_name_in_every_engine(tmp_path: Path) -> None:
+def test_an_adapters_content_is_in_the_key_in_every_engine(tmp_path: Path) -> None:
     lora = sql(adapter(tmp_path / "sql"))
     here, elsewhere = keys_of(BlockKeys(BLOCK_TOKENS), lora), keys_of(BlockKeys(BLOCK_TOKENS), lora)
     assert here == elsewhere
@@ -93,14 +93,14 @@ def test_an_adapters_content_is_part_of_the_name_in_every_engine(tmp_path: Path)
 
 
 @pytest.mark.parametrize("change", [{"weights": b"v"}, {"config": '{"r": 8}'}])
-def test_other_content_at_the_same_path_is_another_name(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_other_content_at_the_same_path_gives_another_key(tmp_path: Path, change: dict[str, Any]) -> None:
     lora = sql(adapter(tmp_path / "sql"))
     before = keys_of(BlockKeys(BLOCK_TOKENS), lora)
     adapter(tmp_path / "sql", **change)
     assert set(before).isdisjoint(keys_of(BlockKeys(BLOCK_TOKENS), lora))
 
 
-def test_an_adapter_reloaded_in_place_is_called_by_its_new_content(tmp_path: Path) -> None:
+def test_an_adapter_reloaded_in_place_is_keyed_by_its_new_content(tmp_path: Path) -> None:
     keys, lora = BlockKeys(BLOCK_TOKENS), sql(adapter(tmp_path / "sql"), load_inplace=True)
     before = keys_of(keys, lora)
     adapter(tmp_path / "sql", weights=b"new weights")
@@ -111,12 +111,14 @@ def test_an_adapter_reloaded_in_place_is_called_by_its_new_content(tmp_path: Pat
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What our logger says, which vLLM keeps from the root logger."""
+    """Collects the messages of our logger, which vLLM separates from the root logger."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     return caplog
 
 
-def test_files_that_changed_behind_the_engine_are_nobody_elses(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_files_changed_behind_the_engine_are_shared_with_no_other(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
     keys, lora = BlockKeys(BLOCK_TOKENS), sql(adapter(tmp_path / "sql"))
     before = keys_of(keys, lora)
     adapter(tmp_path / "sql", weights=b"new weights")
@@ -126,8 +128,8 @@ def test_files_that_changed_behind_the_engine_are_nobody_elses(tmp_path: Path, s
     assert len(said.messages) == 1 and "changed after it was loaded" in said.messages[0]
 
 
-def test_an_adapter_without_readable_files_is_this_engines_alone(tmp_path: Path) -> None:
-    """A hub's name, an empty folder, a folder that is gone."""
+def test_an_adapter_without_readable_files_is_not_shared(tmp_path: Path) -> None:
+    """The adapter's path is a name on a hub, an empty folder, or a missing folder."""
     (tmp_path / "empty").mkdir()
     for path in ("org/sql-adapter", str(tmp_path / "empty"), str(tmp_path / "gone")):
         lora = sql(tmp_path, path=path)
@@ -136,15 +138,15 @@ def test_an_adapter_without_readable_files_is_this_engines_alone(tmp_path: Path)
         assert set(keys_of(keys, lora)).isdisjoint(keys_of(BlockKeys(BLOCK_TOKENS), lora))
 
 
-def test_adapters_with_equal_content_share_nothing_under_different_names(tmp_path: Path) -> None:
-    """Their hashes differ, which costs hits only."""
+def test_equal_adapters_under_different_names_share_nothing(tmp_path: Path) -> None:
+    """The adapters' files are equal, but vLLM's hashes differ because the names do. This only costs hits."""
     first = adapter(tmp_path / "sql")
     second = Path(shutil.copytree(first, tmp_path / "copy"))
     assert set(keys_of(BlockKeys(BLOCK_TOKENS), sql(first))).isdisjoint(keys_of(BlockKeys(BLOCK_TOKENS), sql(second)))
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])
-def test_keys_grow_with_the_request_and_go_back_with_it(tmp_path: Path, with_adapter: bool) -> None:
+def test_keys_grow_with_the_request_and_shrink_with_it(tmp_path: Path, with_adapter: bool) -> None:
     keys = BlockKeys(BLOCK_TOKENS)
     grown = request(sql(adapter(tmp_path / "sql")) if with_adapter else None, tokens=60)
     first = list(keys.of(grown))
@@ -170,7 +172,7 @@ def all_keys(keys: BlockKeys, of: Request) -> list[bytes]:
     return [*keys.of(of), *([tail] if tail is not None else [])]
 
 
-def test_another_picture_under_the_same_id_has_other_keys_from_its_block_on() -> None:
+def test_another_picture_with_the_same_id_has_other_keys() -> None:
     one, other = seen(picture(1)), seen(picture(2))
     assert one.block_hashes == other.block_hashes, "vLLM trusts ids"
     here, elsewhere = all_keys(BlockKeys(BLOCK_TOKENS), one), all_keys(BlockKeys(BLOCK_TOKENS), other)
@@ -180,7 +182,7 @@ def test_another_picture_under_the_same_id_has_other_keys_from_its_block_on() ->
     assert here == all_keys(BlockKeys(BLOCK_TOKENS), seen(picture(1)))
 
 
-def test_trusted_ids_count_for_contents() -> None:
+def test_trusted_ids_stand_for_contents() -> None:
     one, other = (all_keys(BlockKeys(BLOCK_TOKENS, trust_media_ids=True), seen(picture(seed))) for seed in (1, 2))
     assert one == other and len(one) == 7
     named = all_keys(BlockKeys(BLOCK_TOKENS, trust_media_ids=True), seen(picture(1, "img-2")))
@@ -188,8 +190,8 @@ def test_trusted_ids_count_for_contents() -> None:
     assert set(one[1:]).isdisjoint(all_keys(BlockKeys(BLOCK_TOKENS), seen(picture(1)))[1:])
 
 
-def test_an_id_that_has_stood_for_two_pictures_is_shared_no_more(said: pytest.LogCaptureFixture) -> None:
-    """vLLM's caches may give either of them what was computed of the other."""
+def test_an_id_used_for_two_pictures_is_no_longer_shared(said: pytest.LogCaptureFixture) -> None:
+    """vLLM's caches find results by id, so they may return results of the other picture."""
     keys, one, other = BlockKeys(BLOCK_TOKENS), seen(picture(1)), seen(picture(2))
     assert len(all_keys(keys, one)) == 7
     assert all_keys(keys, other) == [other.block_hashes[0]]
@@ -199,14 +201,14 @@ def test_an_id_that_has_stood_for_two_pictures_is_shared_no_more(said: pytest.Lo
     assert [message for message in said.messages if "img-1" in message] == said.messages and len(said.messages) == 1
 
 
-def test_two_pictures_of_one_id_in_one_request_are_not_shared() -> None:
+def test_two_pictures_with_one_id_in_one_request_are_not_shared() -> None:
     twice = seen(picture(1), picture(2, offset=60))
     assert all_keys(BlockKeys(BLOCK_TOKENS), twice) == [twice.block_hashes[0]]
     same = seen(picture(1), picture(1, offset=60))
     assert len(all_keys(BlockKeys(BLOCK_TOKENS), same)) == 7
 
 
-def test_what_the_engine_saw_before_the_connector_was_ready_counts() -> None:
+def test_pictures_seen_before_the_connector_was_ready_count() -> None:
     keys = BlockKeys(BLOCK_TOKENS)
     keys.note(seen(picture(1)))
     assert len(all_keys(keys, seen(picture(2)))) == 1
@@ -215,27 +217,28 @@ def test_what_the_engine_saw_before_the_connector_was_ready_counts() -> None:
 @pytest.mark.parametrize(
     "hidden",
     [
-        None,  # the sender's cache has it
+        None,  # the content is in the sender's cache
         MultiModalKwargsItem(
             {
                 name: MultiModalFieldElem(7, MultiModalBatchedField())
                 for name in ("address", "monotonic_id", "signature")
             }
-        ),  # it is in shared memory
+        ),  # the content is in shared memory
         MultiModalKwargsItem({"pixel_values": MultiModalFieldElem(object(), MultiModalBatchedField())}),
         MultiModalKwargsItem({}),
     ],
     ids=["none", "shared memory", "unreadable", "empty"],
 )
-def test_content_that_is_not_to_be_seen_is_not_shared_nor_is_its_id_later(hidden: Any) -> None:
+def test_unreadable_content_is_not_shared_nor_is_its_id_later(hidden: Any) -> None:
     keys, blind = BlockKeys(BLOCK_TOKENS), seen(picture(1, data=hidden))
     assert all_keys(keys, blind) == [blind.block_hashes[0]]
     assert len(all_keys(keys, seen(picture(1)))) == 1, "the engine may compute with what it had before"
     assert len(all_keys(BlockKeys(BLOCK_TOKENS, trust_media_ids=True), blind)) == 7
 
 
-def test_of_media_whose_places_overlap_each_is_covered() -> None:
-    """The sound of a film: vLLM's hash of a block that is inside of both has the first of them only."""
+def test_overlapping_media_are_all_covered() -> None:
+    """A film and its sound have the same positions. For a block inside both media, vLLM's hash covers only the
+    first."""
     film = picture(1, "film", modality="video")
     quiet, loud = (seen(film, picture(seed, f"sound-{seed}", modality="audio")) for seed in (3, 4))
     assert quiet.block_hashes[1] == loud.block_hashes[1]
@@ -243,7 +246,7 @@ def test_of_media_whose_places_overlap_each_is_covered() -> None:
     assert one[:1] == other[:1] and set(one[1:]).isdisjoint(other[1:])
 
 
-def test_which_places_a_picture_takes_is_covered() -> None:
+def test_a_pictures_positions_are_covered() -> None:
     def masked(place: int) -> Request:
         mask = torch.ones(30, dtype=torch.bool)
         mask[place] = False
@@ -253,7 +256,7 @@ def test_which_places_a_picture_takes_is_covered() -> None:
     assert set(one[1:]).isdisjoint(other[1:])
 
 
-def test_a_picture_in_the_end_of_a_prompt_decides_the_tail_alone() -> None:
+def test_a_picture_at_a_prompts_end_affects_only_the_tail() -> None:
     one, other = (seen(picture(seed, offset=97, length=2)) for seed in (1, 2))
     here, there = all_keys(BlockKeys(BLOCK_TOKENS), one), all_keys(BlockKeys(BLOCK_TOKENS), other)
     assert here[:6] == there[:6] == one.block_hashes and here[6] != there[6]
@@ -262,7 +265,7 @@ def test_a_picture_in_the_end_of_a_prompt_decides_the_tail_alone() -> None:
     assert list(keys.of(other)) == other.block_hashes
 
 
-def test_a_session_that_gets_pictures_later_is_covered_from_the_step_on_that_may_compute_them() -> None:
+def test_a_session_that_adds_pictures_is_covered_from_that_step_on() -> None:
     keys, session = BlockKeys(BLOCK_TOKENS), seen(tokens=60, resumable=True)
     keys.note(session)
     other = seen(picture(2))
@@ -287,7 +290,7 @@ def test_the_ids_of_many_pictures_take_bounded_memory(monkeypatch: pytest.Monkey
 
 
 def embedded(seed: int = 0, mask: list[bool] | None = None, ids: bool = True, **more: Any) -> Request:
-    """A prompt of 100 places, all of them embeddings, or those that the mask says."""
+    """Return a prompt of 100 positions with an embedding each. mask: which positions are tokens instead."""
     rows = torch.arange(100 * 4, dtype=torch.float32).reshape(100, 4) + seed
     return request(prompt_embeds=rows, prompt_is_token_ids=mask, ids=ids, **more)
 
@@ -295,7 +298,7 @@ def embedded(seed: int = 0, mask: list[bool] | None = None, ids: bool = True, **
 MIXED = [*[True] * 50, *[False] * 50]
 
 
-def test_other_embeddings_beside_the_same_tokens_have_another_tail() -> None:
+def test_other_embeddings_with_equal_tokens_give_another_tail() -> None:
     one, other = embedded(0, MIXED), embedded(0, MIXED)
     other.prompt_embeds[98] += 1.0
     keys = BlockKeys(BLOCK_TOKENS)
@@ -305,7 +308,7 @@ def test_other_embeddings_beside_the_same_tokens_have_another_tail() -> None:
 
 
 @pytest.mark.parametrize("mask", [None, MIXED], ids=["all", "mixed"])
-def test_other_embeddings_are_other_blocks(mask: list[bool] | None) -> None:
+def test_other_embeddings_give_other_blocks(mask: list[bool] | None) -> None:
     ids = mask is not None
     one, other = (all_keys(BlockKeys(BLOCK_TOKENS), embedded(seed, mask, ids)) for seed in (0, 1))
     assert len(one) == 7 and set(one).isdisjoint(other)
@@ -313,8 +316,9 @@ def test_other_embeddings_are_other_blocks(mask: list[bool] | None) -> None:
     assert set(one).isdisjoint(tokens)
 
 
-def test_which_places_are_embeddings_is_covered() -> None:
-    """At place 70 one prompt has token 0, the other one its row. vLLM hashes a 0 and that row for both."""
+def test_the_positions_of_embeddings_are_covered() -> None:
+    """At position 70, one prompt has token 0 and the other one has an embedding. vLLM hashes token 0 and the embedding
+    for both."""
     tokens = [*range(70), 0, *range(71, 100)]
     mixed = [embedded(0, [*MIXED[:70], here, *MIXED[71:]], tokens=tokens) for here in (True, False)]
     assert mixed[0].block_hashes == mixed[1].block_hashes
@@ -322,7 +326,7 @@ def test_which_places_are_embeddings_is_covered() -> None:
     assert len(one) == 7 and one[:4] == other[:4] and set(one[4:]).isdisjoint(other[4:])
 
 
-def test_the_same_bytes_of_another_type_are_other_embeddings() -> None:
+def test_equal_bytes_of_another_type_are_other_embeddings() -> None:
     floats = embedded(0, MIXED)
     integers = request(prompt_embeds=floats.prompt_embeds.view(torch.int32), prompt_is_token_ids=MIXED)
     assert floats.block_hashes == integers.block_hashes
@@ -332,7 +336,7 @@ def test_the_same_bytes_of_another_type_are_other_embeddings() -> None:
 # ---- tails and weights -----------------------------------------------------------------------------------------------
 
 
-def test_a_tail_is_named_by_all_that_is_before_it_and_in_it(tmp_path: Path) -> None:
+def test_a_tails_key_covers_everything_before_it_and_in_it(tmp_path: Path) -> None:
     lora = sql(adapter(tmp_path / "sql"))
     prompts = [request(), request(cache_salt="a"), request(lora), request(tokens=101), seen(picture(1)), embedded(0)]
     tails = [BlockKeys(BLOCK_TOKENS).tail(each) for each in prompts]
@@ -340,7 +344,7 @@ def test_a_tail_is_named_by_all_that_is_before_it_and_in_it(tmp_path: Path) -> N
     assert [BlockKeys(BLOCK_TOKENS).tail(request(tokens=count)) for count in (15, 16, 96)] == [None] * 3
 
 
-def test_named_weights_are_part_of_every_key_and_no_name_is_none() -> None:
+def test_named_weights_are_part_of_every_key() -> None:
     keys, plain = BlockKeys(BLOCK_TOKENS), request()
     keys.name_weights("step-1")
     first = all_keys(keys, plain)
@@ -364,7 +368,7 @@ def test_the_layout_of_an_adapters_weights_is_covered(tmp_path: Path) -> None:
     [{"target_modules": ["o_proj"]}, {"lora_dtype": torch.float16}, {"enable_tower_connector_lora": True}],
     ids=lambda change: next(iter(change)),
 )
-def test_what_an_engine_makes_of_every_adapter_is_covered(tmp_path: Path, change: Any, config: VllmConfig) -> None:
+def test_engine_options_for_all_adapters_are_covered(tmp_path: Path, change: Any, config: VllmConfig) -> None:
     lora, found = sql(adapter(tmp_path / "sql")), []
     config.lora_config = LoRAConfig(lora_dtype=torch.bfloat16)
     for changes in ({}, {}, change):
@@ -376,8 +380,9 @@ def test_what_an_engine_makes_of_every_adapter_is_covered(tmp_path: Path, change
     assert found[0] == found[1] and set(found[0]).isdisjoint(found[2])
 
 
-def test_another_adapter_under_a_loaded_id_is_not_taken_for_the_loaded_one(tmp_path: Path) -> None:
-    """Files of images often have one time for all, so names, sizes and times agree."""
+def test_another_adapter_under_a_loaded_id_is_distinguished(tmp_path: Path) -> None:
+    """The files of both adapters have equal names, sizes and times. Files in container images often have equal
+    times."""
     one, other = adapter(tmp_path / "one", b"1"), adapter(tmp_path / "other", b"2")
     for file in (*one.iterdir(), *other.iterdir()):
         os.utime(file, ns=(0, 0))
@@ -386,7 +391,7 @@ def test_another_adapter_under_a_loaded_id_is_not_taken_for_the_loaded_one(tmp_p
     assert set(keys_of(keys, sql(other))).isdisjoint(keys_of(BlockKeys(BLOCK_TOKENS), sql(one, path=str(other))))
 
 
-def test_what_a_pooling_request_tells_the_model_is_covered() -> None:
+def test_a_pooling_requests_model_arguments_are_covered() -> None:
     def scored(**arguments: Any) -> Request:
         return request(pooling=PoolingParams(task="classify", extra_kwargs=arguments))
 

@@ -1,6 +1,7 @@
-"""Caches that are no plain table of one page size, in the real engine: latents (MLA), fp8, drafting models.
+"""KV caches other than a plain table of pages of one size, in the real engine: latents (MLA), fp8, draft models.
 
-What one engine saves, another finds after a restart. The measure is the tokens of an engine without any cache.
+Blocks that one engine saves are found by another after a restart. The expected tokens come from an engine without any
+cache.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from tests.engine.test_engine_shapes import TWO_RANKS
 from tests.support.harness import Server, wait_until
 
 at_length = pytest.mark.skipif("KVSTORE_LAYOUTS" not in os.environ, reason="make layouts runs it")
-LATENT_BLOCK = 16  # tokens: what vLLM's kernel on CPUs wants
-# Of two kernels, the one that takes the models of these tests: that for AMX takes no float32.
+LATENT_BLOCK = 16  # tokens per block, as vLLM's kernel on CPUs requires
+# CPU_MLA is the kernel that accepts the models of these tests: the other one, with AMX, takes no float32.
 LATENT: dict[str, Any] = {"enable_prefix_caching": False, "attention_backend": "CPU_MLA"}
 
 
@@ -42,7 +43,7 @@ def tokens_alone(model: Path, log: Path, *prompts: list[int], **arguments: Any) 
 def save_and_load(
     server: Server, start_engine: StartEngine, model: Path, expected: list[int], question: list[int], **arguments: Any
 ) -> dict[str, float]:
-    """-> the metrics of the second engine."""
+    """Save a prompt's blocks with one engine, and load them with another. Returns the second engine's metrics."""
     first = start_engine(server.endpoint, model=model, **arguments)
     [answer] = first.generate(question, max_tokens=40)
     assert (answer.token_ids, answer.cached_tokens) == (expected, 0)
@@ -58,14 +59,15 @@ def save_and_load(
     return numbers
 
 
-def test_latents_are_stored_once_for_engines_of_any_size_and_read_once_for_all_ranks(
+def test_latents_are_stored_and_read_once_for_all_ranks(
     server: Server, start_engine: StartEngine, tmp_path: Path
 ) -> None:
-    """Only first tokens are compared: vLLM's MLA on CPUs takes no prefixes of its own (it turns prefix caching off),
-    and adds up in another way behind one. But they depend on every token of the prompt, and with random weights like
-    these an engine of two ranks that computes the prompt itself begins with another one.
+    """Only the first tokens of answers are compared. vLLM turns prefix caching off for MLA on CPUs, and after a loaded
+    prefix its sums differ slightly. The first token depends on every token of the prompt. With these random weights, an
+    engine of two ranks that computes the prompt itself answers with another first token.
 
-    The pool of the two ranks has 40 slots. The long prompt takes more than half of them, so it only passes through.
+    The host pool of the two ranks has 40 slots. The long prompt needs more than half of them, so its blocks are loaded
+    but not kept there.
     """
     model = save_latent(tmp_path / "latent")
     long, short, new = prompt(400), prompt(400)[:200], prompt(401)[:64]
@@ -121,10 +123,10 @@ def test_latents_are_stored_once_for_engines_of_any_size_and_read_once_for_all_r
     assert namespace.created == namespace.blocks, "each block was sent once"
 
 
-def test_blocks_of_a_drafting_model_belong_to_those_of_its_target(
+def test_a_draft_models_blocks_belong_to_its_targets(
     server: Server, start_engine: StartEngine, expected: Expected, model: Path, tmp_path: Path
 ) -> None:
-    """It has smaller pages."""
+    """The pages of the draft model are smaller than those of its target."""
     question = prompt(410)
     draft = {"method": "draft_model", "model": str(save_draft(tmp_path / "draft")), "num_speculative_tokens": 3}
     [tokens] = expected(question, max_tokens=40)
@@ -134,9 +136,7 @@ def test_blocks_of_a_drafting_model_belong_to_those_of_its_target(
 
 
 @at_length
-def test_blocks_of_an_eagle_head_belong_to_those_of_its_target(
-    server: Server, start_engine: StartEngine, tmp_path: Path
-) -> None:
+def test_an_eagle_heads_blocks_belong_to_its_targets(server: Server, start_engine: StartEngine, tmp_path: Path) -> None:
     model = save_windowed_model(tmp_path / "llama", 3 * BLOCK)
     head = {"method": "eagle", "model": str(save_eagle(tmp_path / "head")), "num_speculative_tokens": 2}
     question = prompt(420)
@@ -145,7 +145,7 @@ def test_blocks_of_an_eagle_head_belong_to_those_of_its_target(
 
 
 @at_length
-def test_fp8_caches_are_copied_as_they_are(
+def test_fp8_caches_are_copied_unchanged(
     server: Server, start_engine: StartEngine, model: Path, tmp_path: Path
 ) -> None:
     question = prompt(430)

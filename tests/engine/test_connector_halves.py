@@ -1,6 +1,6 @@
-"""The connector's decisions: what is loaded from where, what is saved, and what is held meanwhile.
+"""The connector's decisions: which blocks it loads and from where, which it saves, and which it holds in the meantime.
 
-vLLM's own scheduler decides with it; no model is run and no byte is moved (`scheduled_engine`).
+vLLM's own scheduler runs with it; no model is run and no byte is moved (`scheduled_engine`).
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
 
     from kvstore_client.engine.admission import Admission
-    from kvstore_client.engine.lookup import PIN_S
+    from kvstore_client.engine.lookup import LOOKUP_PIN_S
     from kvstore_client.engine.transfer_out import SendAs
     from kvstore_client.vllm.connector import block_keys
-    from kvstore_client.vllm.connector.load_planner import RENEW_S
+    from kvstore_client.vllm.connector.load_planner import RENEW_PIN_S
     from kvstore_client.vllm.shared.request_inputs import RequestInputs
     from tests.engine.scheduled_engine import PROMPT, ScheduledEngine, StartEngine
     from tests.engine.scheduled_ranks import BLOCK_TOKENS, STATE
 
 
 def store(engine: ScheduledEngine, tokens: range, blocks: int, *ranks: int) -> None:
-    """The store has the first blocks of these tokens, on some or on all ranks."""
+    """Put the first blocks of these tokens into the store, on some or on all ranks."""
     for number in ranks or range(len(engine.ranks)):
         engine.ranks[number].held.update(engine.keys(tokens)[:blocks])
 
 
 def matched(engine: ScheduledEngine, tokens: range = PROMPT, local: int = 0) -> int | None:
-    """How many blocks a request of these tokens can load beyond the ``local`` ones of the engine. It is aborted."""
+    """Return how many blocks a request of these tokens can load, in addition to the ``local`` ones in the engine's own
+    cache. Aborts the request."""
     request = engine.add(tokens)
     found = engine.half.loads.matched_tokens(request, local * BLOCK_TOKENS)
     engine.abort(request)
@@ -43,14 +44,14 @@ def matched(engine: ScheduledEngine, tokens: range = PROMPT, local: int = 0) -> 
 
 
 def saved_blocks(engine: ScheduledEngine, request: Request, saves: Any) -> list[int]:
-    """Which of the request's blocks a plan copies out of the cache."""
+    """Return the positions of the request's blocks that a plan copies out of the cache."""
     return [] if saves is None else [list(engine.keys_of(request)).index(block.key) for block in saves.copied]
 
 
 def lose(engine: ScheduledEngine, *keys: bytes) -> None:
-    """The host tier has these blocks no more."""
+    """Remove these blocks from the host tier."""
     engine.tier.drop(engine.tier.find(keys).tolist())
-    engine.half.books.events.evicted(keys)
+    engine.half.state.events.evicted(keys)
 
 
 # ---- what a request may load -----------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ def test_a_full_hit_leaves_the_last_token_to_compute(start: StartEngine) -> None
     assert matched(engine, range(4 * BLOCK_TOKENS + 1)) == 4
 
 
-def test_what_the_engine_has_itself_is_not_loaded(start: StartEngine) -> None:
+def test_blocks_that_the_engine_has_are_not_loaded(start: StartEngine) -> None:
     engine = start()
     store(engine, PROMPT, 4)
     assert matched(engine, local=2) == 2
@@ -78,25 +79,26 @@ def test_what_the_engine_has_itself_is_not_loaded(start: StartEngine) -> None:
     assert matched(engine, local=5) == 0
 
 
-def test_the_store_is_asked_for_the_whole_chain_whatever_the_engine_has_of_it(start: StartEngine) -> None:
-    """So that the head of a chain does not grow old in the store before its tail."""
+def test_lookups_cover_the_whole_chain_including_the_engines_blocks(start: StartEngine) -> None:
+    """The lookup also marks the blocks that the engine has as used, so that the store does not evict a chain's head
+    before its tail."""
     engine = start()
     matched(engine, local=2)
     assert engine.lookups.asked == [engine.keys(PROMPT)]
 
 
-def test_the_store_is_asked_as_soon_as_a_request_comes(start: StartEngine) -> None:
-    """It may be long until the engine has room for it."""
+def test_a_lookup_starts_as_soon_as_a_request_arrives(start: StartEngine) -> None:
+    """The lookup does not wait until the engine has room for the request, which may take long."""
     engine = start()
     request = engine.add(PROMPT)
     assert engine.lookups.asked == [engine.keys(PROMPT)]
     engine.abort(request)
 
 
-def test_an_old_answer_holds_until_the_new_one_is_there(start: StartEngine) -> None:
+def test_an_old_answer_holds_until_the_new_one_arrives(start: StartEngine) -> None:
     engine = start()
     store(engine, PROMPT, 3)
-    engine.lookups.asked_at = time.monotonic() - 2 * RENEW_S
+    engine.lookups.asked_at = time.monotonic() - 2 * RENEW_PIN_S
     request = engine.add(PROMPT)
     engine.lookups.answering = False
     store(engine, PROMPT, 5)
@@ -108,11 +110,11 @@ def test_an_old_answer_holds_until_the_new_one_is_there(start: StartEngine) -> N
     engine.abort(request)
 
 
-def test_an_answer_that_is_older_than_the_pins_is_waited_for_anew(start: StartEngine) -> None:
-    """What was found may have been evicted, and what was missing may be there by now."""
+def test_an_answer_older_than_its_pins_is_requested_again(start: StartEngine) -> None:
+    """Blocks that the lookup found may have been evicted since then, and missing ones may be stored by now."""
     engine = start()
     store(engine, PROMPT, 3)
-    engine.lookups.asked_at = time.monotonic() - 2 * PIN_S
+    engine.lookups.asked_at = time.monotonic() - 2 * LOOKUP_PIN_S
     request = engine.add(PROMPT)
     engine.lookups.answering, engine.lookups.asked_at = False, math.inf
     assert engine.half.loads.matched_tokens(request, 0) is None
@@ -122,7 +124,7 @@ def test_an_answer_that_is_older_than_the_pins_is_waited_for_anew(start: StartEn
     engine.abort(request)
 
 
-def test_what_would_arrive_too_late_is_computed_but_host_memory_is_always_loaded(start: StartEngine) -> None:
+def test_late_loads_are_computed_instead_but_host_memory_is_always_loaded(start: StartEngine) -> None:
     admission = Admission(timeout_s=5)
     engine = start(keep=True, admission=admission)
     admission.arriving.add(1, 1.0)
@@ -145,7 +147,7 @@ def test_what_would_arrive_too_late_is_computed_but_host_memory_is_always_loaded
     assert matched(engine) == 5
 
 
-def test_behind_a_store_that_is_too_slow_nobody_waits_even_for_its_answer(start: StartEngine) -> None:
+def test_with_a_too_slow_store_requests_do_not_wait_even_for_lookups(start: StartEngine) -> None:
     admission = Admission(timeout_s=5)
     engine = start(admission=admission)
     store(engine, PROMPT, 5)
@@ -165,7 +167,7 @@ def test_behind_a_store_that_is_too_slow_nobody_waits_even_for_its_answer(start:
     engine.abort(expected)
 
 
-def test_what_is_computed_before_the_store_has_answered_is_counted_and_not_saved_again(start: StartEngine) -> None:
+def test_blocks_computed_before_a_late_answer_are_counted_and_not_saved(start: StartEngine) -> None:
     admission = Admission(timeout_s=5)
     engine = start(admission=admission, keep=False, budget=2 * BLOCK_TOKENS)
     admission.arriving.add(1, 1.0)
@@ -182,7 +184,7 @@ def test_what_is_computed_before_the_store_has_answered_is_counted_and_not_saved
     assert engine.counters.take()["declined_tokens"] == 4 * BLOCK_TOKENS
 
 
-def test_a_load_may_take_longer_while_the_engine_has_other_prompts_to_compute(start: StartEngine) -> None:
+def test_a_load_may_take_longer_while_other_prompts_are_computed(start: StartEngine) -> None:
     admission = Admission(timeout_s=5)
     engine = start(admission=admission, budget=2 * BLOCK_TOKENS)
     admission.arriving.add(100, 1.0)
@@ -201,12 +203,12 @@ def test_a_load_may_take_longer_while_the_engine_has_other_prompts_to_compute(st
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_a_load_is_given_up_when_all_before_it_and_itself_would_be_computed(start: StartEngine, before: int) -> None:
+def test_a_load_is_dropped_when_computing_would_finish_first(start: StartEngine, before: int) -> None:
     engine = start(admission=Admission(timeout_s=5), budget=2 * BLOCK_TOKENS)
     engine.half.loads.computing.add([(0, 100 * BLOCK_TOKENS)], 200.0)
     if before:
         engine.add([7] * (before + 2) * BLOCK_TOKENS)
-        engine.step()  # computes all but the last of its blocks
+        engine.step()  # the request computes all of its blocks but the last
     store(engine, PROMPT, 4)
     engine.add(PROMPT)
     (load,) = engine.step().plan.loads
@@ -215,7 +217,7 @@ def test_a_load_is_given_up_when_all_before_it_and_itself_would_be_computed(star
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_pace_of_computing_is_told_which_part_of_a_prompt_each_step_computed(
+def test_the_pace_estimator_gets_the_computed_part_of_each_step(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     engine = start(budget=2 * BLOCK_TOKENS, asynchronous=asynchronous)
@@ -227,9 +229,7 @@ def test_the_pace_of_computing_is_told_which_part_of_a_prompt_each_step_computed
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_what_is_computed_although_the_store_has_it_is_copied_for_the_cpu_tier_alone(
-    start: StartEngine, keep: bool
-) -> None:
+def test_computed_blocks_that_the_store_has_go_to_the_cpu_tier_only(start: StartEngine, keep: bool) -> None:
     engine = start(keep=keep)
     store(engine, PROMPT, 4)
     request = engine.add(PROMPT, asks={"max_load_tokens": 2 * BLOCK_TOKENS})
@@ -240,9 +240,7 @@ def test_what_is_computed_although_the_store_has_it_is_copied_for_the_cpu_tier_a
 
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0])
-def test_a_request_waits_for_a_lookup_for_a_part_of_the_time_that_computing_takes(
-    start: StartEngine, after_s: float
-) -> None:
+def test_a_lookup_waits_for_a_share_of_the_computing_time(start: StartEngine, after_s: float) -> None:
     admission = Admission(timeout_s=5)
     engine = start(admission=admission)
     engine.half.loads.computing.add([(0, 5 * BLOCK_TOKENS)], 5.0)
@@ -253,7 +251,7 @@ def test_a_request_waits_for_a_lookup_for_a_part_of_the_time_that_computing_take
     engine.abort(request)
 
 
-def test_a_request_may_do_without_loads_or_have_a_part_of_one(start: StartEngine) -> None:
+def test_a_request_may_skip_or_limit_its_loads(start: StartEngine) -> None:
     engine = start()
     store(engine, PROMPT, 5)
     for asks, blocks in (({"load": False}, 0), ({"max_load_tokens": 2 * BLOCK_TOKENS + 1}, 2), ({"save": False}, 5)):
@@ -267,13 +265,13 @@ def test_a_request_may_do_without_loads_or_have_a_part_of_one(start: StartEngine
     ("asks", "blocks"),
     [({"save": False}, 0), ({"max_save_tokens": 3 * BLOCK_TOKENS - 1}, 2), ({"load": False, "priority": 2}, 5)],
 )
-def test_a_request_says_which_of_its_blocks_are_saved(start: StartEngine, asks: dict[str, Any], blocks: int) -> None:
+def test_a_request_may_choose_which_blocks_are_saved(start: StartEngine, asks: dict[str, Any], blocks: int) -> None:
     engine = start()
     request = engine.add(PROMPT, asks=asks)
     assert saved_blocks(engine, request, engine.step().plan.saves) == list(range(blocks))
 
 
-def test_saved_blocks_have_what_their_request_asks_for(start: StartEngine) -> None:
+def test_saved_blocks_have_their_requests_attributes(start: StartEngine) -> None:
     engine = start()
     engine.add(PROMPT, asks={"priority": 3, "ttl_s": 60})
     saves = engine.step().plan.saves
@@ -318,7 +316,7 @@ def test_a_hit_below_the_minimum_is_ignored(start: StartEngine) -> None:
     assert matched(engine, local=1) == 0
 
 
-def test_a_prompt_shorter_than_the_minimum_never_bothers_the_store(start: StartEngine) -> None:
+def test_a_prompt_shorter_than_the_minimum_causes_no_lookup(start: StartEngine) -> None:
     engine = start(min_hit_tokens=3 * BLOCK_TOKENS)
     matched(engine, range(3 * BLOCK_TOKENS))
     assert not engine.lookups.asked
@@ -342,7 +340,7 @@ def test_a_request_waits_for_the_stores_answer_while_others_run(start: StartEngi
     assert load.request_id == waiting.request_id and len(load.keys) == 5
 
 
-def test_blocks_of_the_host_tier_do_not_wait_for_the_store_when_they_are_all_there_is_to_load(
+def test_loads_only_from_the_host_tier_do_not_wait_for_the_store(
     start: StartEngine,
 ) -> None:
     engine = start()
@@ -352,8 +350,8 @@ def test_blocks_of_the_host_tier_do_not_wait_for_the_store_when_they_are_all_the
     assert matched(engine, range(7 * BLOCK_TOKENS)) is None
 
 
-def test_a_load_takes_from_each_tier_what_it_has(start: StartEngine) -> None:
-    """Host tier and store in turn, along one chain."""
+def test_a_load_combines_blocks_of_both_tiers(start: StartEngine) -> None:
+    """The blocks of one chain are alternately in the host tier and in the store."""
     engine = start(ranks=2)
     engine.fill_tier()
     keys = engine.keys(PROMPT)
@@ -380,7 +378,7 @@ def test_a_hit_ends_at_the_first_block_that_no_tier_has(start: StartEngine) -> N
     assert matched(engine) == 2
 
 
-def test_what_comes_from_the_store_stays_in_the_host_tier(start: StartEngine) -> None:
+def test_blocks_from_the_store_stay_in_the_host_tier(start: StartEngine) -> None:
     engine = start()
     store(engine, PROMPT, 5)
     engine.fill_tier()
@@ -396,7 +394,7 @@ def test_a_load_larger_than_half_the_tier_does_not_empty_it(start: StartEngine) 
     assert load.slots is None and len(load.keys) == 5
 
 
-def test_loads_go_to_the_blocks_behind_those_the_engine_has(start: StartEngine) -> None:
+def test_loads_fill_the_blocks_behind_the_engines_own(start: StartEngine) -> None:
     engine = start(keep=False)
     engine.add(range(2 * BLOCK_TOKENS))
     engine.run()
@@ -419,7 +417,7 @@ def test_requests_that_share_a_prefix_load_it_once(start: StartEngine) -> None:
     assert [len(load.keys) for load in loads] == [5]
 
 
-def test_after_the_load_that_all_waited_for_has_failed_nobody_waits_for_another(start: StartEngine) -> None:
+def test_after_a_shared_load_fails_no_request_waits_for_another(start: StartEngine) -> None:
     engine = start()
     store(engine, PROMPT, 5)
     for _ in range(3):
@@ -435,7 +433,7 @@ def test_after_the_load_that_all_waited_for_has_failed_nobody_waits_for_another(
 # ---- loads that fail -------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_load_is_not_tried_twice_and_what_it_lacked_is_saved(start: StartEngine) -> None:
+def test_a_failed_load_is_not_retried_and_its_missing_blocks_are_saved(start: StartEngine) -> None:
     engine = start()
     store(engine, PROMPT, 5)
     request = engine.add(PROMPT, max_tokens=40)
@@ -450,7 +448,7 @@ def test_a_failed_load_is_not_tried_twice_and_what_it_lacked_is_saved(start: Sta
     assert len(engine.lookups.asked) == 1
 
 
-def test_when_nothing_of_a_load_came_the_request_computes_everything(start: StartEngine) -> None:
+def test_after_an_empty_load_the_request_computes_everything(start: StartEngine) -> None:
     engine = start()
     store(engine, PROMPT, 5)
     request = engine.add(PROMPT)
@@ -464,8 +462,8 @@ def test_when_nothing_of_a_load_came_the_request_computes_everything(start: Star
     assert len(engine.lookups.asked) == 1
 
 
-def test_what_failed_on_one_rank_is_missing_although_the_others_have_it(start: StartEngine) -> None:
-    """The first rank tells its failure long before the second tells its success."""
+def test_a_block_that_failed_on_one_rank_counts_as_missing(start: StartEngine) -> None:
+    """The first rank reports its failure long before the second reports its success."""
     engine = start(ranks=2)
     store(engine, PROMPT, 5)
     engine.add(PROMPT)
@@ -492,7 +490,7 @@ def test_a_request_runs_only_after_all_ranks_have_its_blocks(start: StartEngine)
     assert engine.half.under_way["loading"] == 0 and engine.step().work
 
 
-def test_an_aborted_request_keeps_its_blocks_until_its_load_is_over_on_all_ranks(start: StartEngine) -> None:
+def test_an_aborted_request_keeps_its_blocks_until_all_ranks_finish_loading(start: StartEngine) -> None:
     engine = start(ranks=2)
     store(engine, PROMPT, 5)
     request = engine.add(PROMPT)
@@ -510,17 +508,17 @@ def test_an_aborted_request_keeps_its_blocks_until_its_load_is_over_on_all_ranks
 # ---- what is saved ---------------------------------------------------------------------------------------------------
 
 
-def test_short_steps_in_the_middle_of_a_prompt_are_saved_together_with_its_end(start: StartEngine) -> None:
+def test_short_steps_within_a_prompt_are_saved_together_at_its_end(start: StartEngine) -> None:
     engine = start(budget=BLOCK_TOKENS, gather_s=math.inf)
     request = engine.add(PROMPT, max_tokens=2 * BLOCK_TOKENS)
     saved = [saved_blocks(engine, request, engine.step().plan.saves) for _ in range(6)]
     assert saved == [[0], [], [], [], [], [1, 2, 3, 4]]
-    for _ in range(BLOCK_TOKENS):  # what is generated may end with every step
+    for _ in range(BLOCK_TOKENS):  # generated blocks may be saved at the end of every step
         saved.append(saved_blocks(engine, request, engine.step().plan.saves))
     assert [blocks for blocks in saved[6:] if blocks] == [[5]]
 
 
-def test_blocks_that_were_gathered_are_saved_when_their_request_is_aborted(start: StartEngine) -> None:
+def test_gathered_blocks_are_saved_when_their_request_is_aborted(start: StartEngine) -> None:
     engine = start(budget=BLOCK_TOKENS, gather_s=math.inf)
     request = engine.add(PROMPT)
     for _ in range(3):
@@ -531,20 +529,20 @@ def test_blocks_that_were_gathered_are_saved_when_their_request_is_aborted(start
     assert step.plan.held == {request.request_id: step.plan.saves.job}, "the engine keeps them until they are copied"
 
 
-def test_what_is_handed_over_is_saved_by_every_step(start: StartEngine) -> None:
+def test_handed_over_blocks_are_saved_in_every_step(start: StartEngine) -> None:
     engine = start(budget=BLOCK_TOKENS, gather_s=math.inf)
     request = engine.add(PROMPT, side="do_remote_decode")
     assert [saved_blocks(engine, request, engine.step().plan.saves) for _ in range(5)] == [[0], [1], [2], [3], [4]]
 
 
-def test_blocks_of_a_window_are_saved_by_every_step_because_they_leave_the_cache(start: StartEngine) -> None:
+def test_window_blocks_are_saved_in_every_step_before_they_leave_the_cache(start: StartEngine) -> None:
     engine = start(budget=BLOCK_TOKENS, gather_s=math.inf, windows=(0, 2 * BLOCK_TOKENS), blocks=64)
     request = engine.add(PROMPT)
     saved = [saved_blocks(engine, request, engine.step().plan.saves) for _ in range(5)]
     assert saved == [[2 * block, 2 * block + 1] for block in range(5)]
 
 
-def test_each_step_of_a_chunked_prefill_saves_the_blocks_it_completes(start: StartEngine) -> None:
+def test_each_step_of_a_chunked_prefill_saves_its_complete_blocks(start: StartEngine) -> None:
     engine = start(budget=2 * BLOCK_TOKENS + 5)
     request = engine.add(PROMPT)
     saved = [saved_blocks(engine, request, engine.step().plan.saves) for _ in range(3)]
@@ -554,7 +552,7 @@ def test_each_step_of_a_chunked_prefill_saves_the_blocks_it_completes(start: Sta
 
 
 @pytest.mark.parametrize("save_decode", [True, False])
-def test_blocks_filled_while_decoding_are_saved_if_that_is_wanted(start: StartEngine, save_decode: bool) -> None:
+def test_blocks_filled_while_decoding_are_saved_on_request(start: StartEngine, save_decode: bool) -> None:
     engine = start(save_decode=save_decode)
     request = engine.add(PROMPT, max_tokens=2 * BLOCK_TOKENS)
     engine.run()
@@ -571,7 +569,7 @@ def test_a_block_computed_twice_in_one_step_is_saved_once(start: StartEngine) ->
     assert saves is not None and [block.key for block in saves.copied] == engine.keys(PROMPT)
 
 
-def test_what_the_store_has_is_not_saved_again(start: StartEngine) -> None:
+def test_blocks_that_the_store_has_are_not_saved_again(start: StartEngine) -> None:
     engine = start(keep=False)
     store(engine, PROMPT, 5)
     engine.add(PROMPT)
@@ -581,8 +579,8 @@ def test_what_the_store_has_is_not_saved_again(start: StartEngine) -> None:
         engine.transfer()
 
 
-def test_blocks_that_only_the_engine_has_are_saved_with_the_new_ones(start: StartEngine) -> None:
-    """The store lost what this engine had saved, and the next request with the prefix brings it back."""
+def test_blocks_only_in_the_engine_are_saved_with_new_ones(start: StartEngine) -> None:
+    """The store has lost blocks that this engine saved earlier. The next request with that prefix saves them again."""
     engine = start(keep=False)
     engine.add(range(3 * BLOCK_TOKENS))
     engine.run()
@@ -593,7 +591,7 @@ def test_blocks_that_only_the_engine_has_are_saved_with_the_new_ones(start: Star
     assert saved_blocks(engine, request, step.plan.saves) == [1, 2, 3, 4]
 
 
-def test_after_the_store_was_emptied_the_host_tiers_blocks_are_sent_again(start: StartEngine) -> None:
+def test_after_a_purge_the_host_tiers_blocks_are_sent_again(start: StartEngine) -> None:
     engine = start()
     engine.fill_tier()
     engine.empty_store()
@@ -602,7 +600,7 @@ def test_after_the_store_was_emptied_the_host_tiers_blocks_are_sent_again(start:
     assert engine.ranks[0].held == set(engine.keys(PROMPT))
 
 
-def test_nothing_is_sent_again_because_the_store_did_not_answer_in_time(start: StartEngine) -> None:
+def test_a_late_answer_of_the_store_causes_no_second_send(start: StartEngine) -> None:
     engine = start()
     engine.fill_tier()
     engine.lookups.certain = False
@@ -626,7 +624,7 @@ def test_without_room_in_the_tier_blocks_wait_for_a_later_step(start: StartEngin
     assert set(engine.keys(PROMPT)) <= rank.held
 
 
-def test_a_preempted_request_goes_on_saving_where_it_was(start: StartEngine) -> None:
+def test_a_preempted_request_continues_saving_where_it_was(start: StartEngine) -> None:
     engine = start(blocks=13, prefix_cache=False)
     first = engine.add(PROMPT, max_tokens=100)
     second = engine.add(range(2000, 2000 + 5 * BLOCK_TOKENS + 20), max_tokens=100)
@@ -641,7 +639,7 @@ def test_a_preempted_request_goes_on_saving_where_it_was(start: StartEngine) -> 
         assert set(list(engine.keys_of(request))[:8]) <= engine.ranks[0].held
 
 
-def test_a_block_is_sent_only_after_it_was_copied_and_readable_only_when_all_ranks_did(start: StartEngine) -> None:
+def test_a_block_is_sent_once_copied_and_readable_once_all_ranks_did(start: StartEngine) -> None:
     engine = start(ranks=2)
     engine.add(PROMPT, max_tokens=40)
     engine.step()
@@ -655,7 +653,7 @@ def test_a_block_is_sent_only_after_it_was_copied_and_readable_only_when_all_ran
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_copy_that_broke_on_one_rank_is_never_readable(start: StartEngine, broken: int) -> None:
+def test_a_block_whose_copy_failed_on_one_rank_is_never_readable(start: StartEngine, broken: int) -> None:
     engine = start(ranks=2)
     engine.ranks[broken].break_next_copy = True
     engine.add(PROMPT)
@@ -667,7 +665,7 @@ def test_a_copy_that_broke_on_one_rank_is_never_readable(start: StartEngine, bro
     assert not engine.ranks[broken].held
 
 
-def test_without_a_cpu_tier_a_slot_is_free_as_soon_as_all_ranks_have_sent_it(start: StartEngine) -> None:
+def test_without_a_cpu_tier_a_slot_is_free_once_all_ranks_sent(start: StartEngine) -> None:
     engine = start(ranks=2, keep=False)
     engine.add(PROMPT, max_tokens=40)
     engine.step()
@@ -684,7 +682,7 @@ def test_without_a_cpu_tier_a_slot_is_free_as_soon_as_all_ranks_have_sent_it(sta
 # ---- the end of a request --------------------------------------------------------------------------------------------
 
 
-def test_a_finished_requests_blocks_are_held_until_all_ranks_have_copied_them(start: StartEngine) -> None:
+def test_a_finished_requests_blocks_are_held_until_all_ranks_copied_them(start: StartEngine) -> None:
     engine = start(ranks=2)
     engine.add(PROMPT)
     engine.step()
@@ -697,7 +695,7 @@ def test_a_finished_requests_blocks_are_held_until_all_ranks_have_copied_them(st
     assert engine.half.under_way["sending"] == 5, "sent from the host tier, long after"
 
 
-def test_blocks_that_found_no_room_before_are_saved_after_the_requests_end(start: StartEngine) -> None:
+def test_blocks_without_room_are_saved_after_their_request_ends(start: StartEngine) -> None:
     engine = start(slots=1, keep=False)
     request = engine.add(range(2 * BLOCK_TOKENS), max_tokens=40)
     assert saved_blocks(engine, request, engine.step().plan.saves) == [0]
@@ -708,7 +706,7 @@ def test_blocks_that_found_no_room_before_are_saved_after_the_requests_end(start
     assert saved_blocks(engine, request, engine.step().plan.saves) == [1]
 
 
-def test_a_request_without_copies_outstanding_ends_at_once(start: StartEngine) -> None:
+def test_a_request_without_outstanding_copies_ends_at_once(start: StartEngine) -> None:
     engine = start()
     request = engine.add(PROMPT, max_tokens=3)
     for _ in range(2):
@@ -719,7 +717,7 @@ def test_a_request_without_copies_outstanding_ends_at_once(start: StartEngine) -
     assert request.is_finished() and engine.scheduler.kv_cache_manager.usage == 0
 
 
-def test_a_request_aborted_while_it_waits_leaves_nothing(start: StartEngine) -> None:
+def test_a_request_aborted_while_waiting_leaves_nothing(start: StartEngine) -> None:
     engine = start()
     engine.lookups.answering = False
     request = engine.add(PROMPT)
@@ -729,7 +727,7 @@ def test_a_request_aborted_while_it_waits_leaves_nothing(start: StartEngine) -> 
     assert not any(engine.half.under_way.values())
 
 
-def test_a_request_aborted_between_two_chunks_has_saved_what_was_whole(start: StartEngine) -> None:
+def test_a_request_aborted_between_chunks_has_saved_its_whole_blocks(start: StartEngine) -> None:
     engine = start(budget=2 * BLOCK_TOKENS + 5)
     request = engine.add(PROMPT)
     engine.step()
@@ -741,7 +739,7 @@ def test_a_request_aborted_between_two_chunks_has_saved_what_was_whole(start: St
 # ---- new weights -----------------------------------------------------------------------------------------------------
 
 
-def test_with_new_weights_nothing_is_found_that_the_old_ones_made(start: StartEngine) -> None:
+def test_with_new_weights_no_block_of_the_old_ones_is_found(start: StartEngine) -> None:
     engine = start(checks=True)
     engine.fill_tier()
     assert engine.change_weights("step-1")
@@ -754,7 +752,7 @@ def test_with_new_weights_nothing_is_found_that_the_old_ones_made(start: StartEn
         engine.scheduler.reset_prefix_cache()
 
 
-def test_blocks_that_are_copied_while_the_weights_change_are_not_found_under_the_new_ones(start: StartEngine) -> None:
+def test_blocks_copied_during_a_weight_change_are_not_found_afterwards(start: StartEngine) -> None:
     engine = start()
     request = engine.add(PROMPT, max_tokens=40)
     engine.step()
@@ -766,7 +764,7 @@ def test_blocks_that_are_copied_while_the_weights_change_are_not_found_under_the
     assert (engine.tier.find(engine.keys_of(request)) < 0).all()
 
 
-def test_a_handed_over_prompt_is_sent_in_full_although_there_are_few_slots(start: StartEngine) -> None:
+def test_a_handed_over_prompt_is_sent_in_full_despite_few_slots(start: StartEngine) -> None:
     engine = start(slots=3)
     rank = engine.ranks[0]
     request = engine.add(PROMPT, side="do_remote_decode")
@@ -785,7 +783,7 @@ def test_a_handed_over_prompt_is_sent_in_full_although_there_are_few_slots(start
     assert not engine.flights.open and engine.counters.take().get("dropped_blocks", 0) <= 2, "of the other request"
 
 
-def test_a_prompt_that_others_compute_is_waited_for_and_its_rest_computed(start: StartEngine) -> None:
+def test_a_prompt_computed_elsewhere_is_waited_for_and_its_rest_computed(start: StartEngine) -> None:
     engine = start()
     engine.flights.others = set(engine.hashes(PROMPT[: 4 * BLOCK_TOKENS]))
     request = engine.add(PROMPT, side="do_remote_prefill")
@@ -816,10 +814,10 @@ def test_requests_with_one_prompt_follow_the_first_of_them(start: StartEngine) -
 
 @pytest.mark.parametrize("windows", [(0,), (0, 64), (0, STATE)], ids=["tokens", "a window", "states"])
 @pytest.mark.parametrize("known_blocks", [0, 2])
-def test_behind_what_is_not_known_nothing_is_promised_saved_or_loaded(
+def test_behind_unknown_content_nothing_is_promised_saved_or_loaded(
     start: StartEngine, windows: tuple[int, ...], known_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As behind a picture whose content is not to be seen."""
+    """The content of a block is unknown after a picture that cannot be read."""
     known = known_blocks * BLOCK_TOKENS
     monkeypatch.setattr(block_keys, "has_inputs", lambda _request: True)
     monkeypatch.setattr(RequestInputs, "before", lambda _inputs, end: None if end > known else b"")

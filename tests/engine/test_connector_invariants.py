@@ -1,8 +1,8 @@
-"""What must hold of the scheduling half however slow, out of step and broken its ranks and the store are.
+"""Invariants of the connector's scheduling half, however slow, unsynchronised or faulty its ranks and the store are.
 
-The safety core of the connector: no slot is handed out while somebody may still read or write it, nothing is read that
-is not wholly written by every rank, no request attends to another prefix's bytes, and in the end nothing is left under
-way. `Rank` checks the first three whenever memory is touched.
+The connector is safe if three statements are true. No slot is reused while it may still be read or written. No block is
+read before every rank has completely written it. No request attends to another prefix's bytes. `Rank` checks them
+whenever memory is used. In addition, nothing remains in progress at the end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ families = st.sampled_from([0, 0, 1])
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests that share prefixes, in an engine with too little memory of every kind."""
+    """Makes requests that share prefixes, in an engine with too little memory of every kind."""
 
     model: Path
     asynchronous: bool
@@ -114,7 +114,7 @@ class Machine(RuleBasedStateMachine):
         side=st.sampled_from(["", "", "do_remote_decode", "do_remote_prefill"]),
     )
     def add(self, family: int, common: int, own: int, rest: int, max_tokens: int, side: str) -> None:
-        """A prompt that goes on for a while like all of its family."""
+        """Add a request whose prompt shares a beginning of some length with all others of its family."""
         own = min(own, MOST_BLOCKS - common)
         number = len(self.engine.requests)
         prompt = [family] * (common * BLOCK_TOKENS) + [100 + number] * (own * BLOCK_TOKENS) + [50] * rest
@@ -147,7 +147,8 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.engine.in_flight)
     @rule(running=st.booleans())
     def forget_own_cache(self, running: bool) -> None:
-        """With ``running``, vLLM raises when it cannot take all blocks back, because some are loaded to, or held."""
+        """Reset the engine's own cache. With ``running``, vLLM raises an error if it cannot free all blocks, because
+        some are being loaded or held."""
         requests = self.engine.scheduler.requests.items()
         parked = [name for name, request in requests if request.status != RequestStatus.RUNNING]
         running = running and not any(self.engine.block_ids(name) for name in parked)
@@ -160,16 +161,16 @@ class Machine(RuleBasedStateMachine):
         ranks=st.sampled_from([None, None, [0], [1]]),
     )
     def change_weights(self, named: bool, reset: bool, ranks: list[int] | None) -> None:
-        """Of which nobody may say anything, if the ranks can look at their weights. If they cannot, and weights got a
-        name, all that follow must get one."""
-        checks, has_named = self.engine.half.books.sharing.checks, len(self.engine.weights) > 1
+        """Change the weights. They need no name if the ranks can check them. If the ranks cannot, and weights once got
+        a name, all later weights must get one."""
+        checks, has_named = self.engine.half.state.sharing.checks, len(self.engine.weights) > 1
         if checks or (named and ranks is None) or (reset and not has_named):
             name = f"weights {len(self.engine.weights)}" if named and ranks is None else ""
             self.engine.change_weights(name, reset=reset or not name, ranks=ranks)
 
     @rule(number=rank_numbers, ready=st.booleans())
     def check(self, number: int, ready: bool) -> None:
-        """Whether a rank is through with looking at its weights."""
+        """Set whether a rank has finished checking its weights."""
         self.engine.ranks[number].prints.ready = ready
 
     @precondition(lambda self: not self.engine.in_flight)
@@ -177,7 +178,7 @@ class Machine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.engine.scheduler.reset_connector_cache()
 
-    # The ranks, each at its own pace.
+    # The ranks; each works at its own pace.
 
     @precondition(lambda self: any(rank.copies for rank in self.engine.ranks))
     @rule(number=rank_numbers, times=st.integers(1, 3))
@@ -229,10 +230,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(family=families, blocks=st.integers(0, MOST_BLOCKS))
     def others_promise(self, family: int, blocks: int) -> None:
-        """Whether they keep it is up to `others_save`."""
+        """Let other engines promise blocks. `others_save` decides whether they set them."""
         self.engine.flights.others = set(self.engine.hashes([family] * (blocks * BLOCK_TOKENS)))
 
-    # What must hold.
+    # Invariants.
 
     @invariant()
     def the_tier_offers_only_what_all_ranks_have_written(self) -> None:
@@ -255,13 +256,13 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """An engine says a few lines when it is made, and thousands are."""
+    """Silence the log: every engine logs a few lines when it is made, and these tests make thousands."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-def test_no_order_of_events_reads_a_wrong_byte_or_leaves_anything_behind(model: Path, asynchronous: bool) -> None:
+def test_no_order_of_events_reads_wrong_bytes_or_leaves_anything_behind(model: Path, asynchronous: bool) -> None:
     machine = type("ConnectorMachine", (Machine,), {"model": model, "asynchronous": asynchronous})
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(2), stateful_step_count=80))

@@ -1,4 +1,4 @@
-"""What the connector's options say when they are wrong."""
+"""The connector's error for each wrong option."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvstore.sizes import parse_size
 from kvstore_client.vllm.connector.options import ConnectorOptions
 from kvstore_client.vllm.shared.store_options import StoreOptions, parse_options
 from kvstore_client.vllm.tier.options import TierOptions
@@ -38,7 +39,7 @@ def test_an_endpoint_is_enough() -> None:
         ({"staging_bytes": "16GiB"}, 1 << 30, True, 16 << 30),
     ],
 )
-def test_blocks_on_their_way_have_room_for_what_a_gpu_s_steps_fill(
+def test_outgoing_blocks_have_room_for_a_gpus_steps(
     options: dict[str, Any], step: int, on_gpu: bool, room: int
 ) -> None:
     assert parse({"endpoint": ENDPOINT, **options}).staging(step, on_gpu) == room
@@ -98,7 +99,7 @@ def test_a_size_is_a_number_or_text_with_a_unit(given: object, size: int) -> Non
         ({"endpoint": ENDPOINT, "tenant": "t" * 300}, "tenant has 300 characters"),
     ],
 )
-def test_a_wrong_option_is_named_with_what_is_expected(options: dict[str, Any], said: str) -> None:
+def test_a_wrong_option_is_named_with_the_expected_value(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="kv_connector_extra_config") as error:
         parse(options)
     assert said in str(error.value)
@@ -120,13 +121,35 @@ def test_other_options_are_read_the_same_way() -> None:
     "endpoint",
     [ENDPOINT, "127.0.0.1:7070", "[::1]:7070", ["a:7070", "tcp://b:7070"], "etcd://e:2379/name", "dns://d:7070"],
 )
-def test_an_endpoint_is_what_the_client_takes(endpoint: str | list[str]) -> None:
+def test_an_endpoint_has_the_clients_form(endpoint: str | list[str]) -> None:
     assert parse({"endpoint": endpoint}).endpoint == endpoint
 
 
-@pytest.mark.parametrize(("kind", "document"), [(ConnectorOptions, "vllm.md"), (TierOptions, "vllm-tier.md")])
-def test_every_option_is_in_the_table_of_its_document(kind: type[StoreOptions], document: str) -> None:
-    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"\w+", row)}
-    assert set(kind.__struct_fields__) <= named, set(kind.__struct_fields__) - named
+def options_in_the_manual() -> dict[str, str]:
+    """Return the options in the table of docs/vllm.md, with the defaults given there."""
+    text = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    table = text.split("\n## Options of ")[1].split("\n## ")[0]
+    found: dict[str, str] = {}
+    for names, default in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| [^|]+ \| ([^|]+) \|", table, re.MULTILINE):
+        for name in re.findall(r"\w+", names):
+            assert name not in found, f"{name} is there twice"
+            found[name] = default.strip("`")
+    return found
+
+
+@pytest.mark.parametrize("kind", [ConnectorOptions, TierOptions])
+def test_every_option_is_in_the_manuals_table_with_its_default(kind: type[StoreOptions]) -> None:
+    manual = options_in_the_manual()
+    for field in msgspec.structs.fields(kind):
+        said: Any = manual[field.name]
+        if isinstance(field.default, bool):
+            said = {"true": True, "false": False}[said]
+        elif isinstance(field.default, int | float):
+            said = parse_size(said)
+        wanted = "required" if field.required else field.default
+        assert said == ("none" if wanted in ("", None) else wanted), field.name
+
+
+def test_the_manuals_table_has_only_valid_options() -> None:
+    valid = {*ConnectorOptions.__struct_fields__, *TierOptions.__struct_fields__}
+    assert set(options_in_the_manual()) == valid

@@ -1,6 +1,6 @@
-"""Models some of whose layers have a state: where the engine has it, and what the connector loads and saves of it.
+"""Models with a state in some layers: where the engine keeps the state, and which states the connector loads and saves.
 
-vLLM's own scheduler and cache managers decide with it; no model is run and no byte is moved (`scheduled_engine`).
+vLLM's own scheduler and cache managers run with it; no model is run and no byte is moved (`scheduled_engine`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-    from kvstore_client.vllm.connector.block_groups import BlockGroups, Place
+    from kvstore_client.vllm.connector.block_groups import BlockGroups, GroupBlock
     from tests.engine.engine_config import PLAIN, cache
     from tests.engine.scheduled_engine import PROMPT, ScheduledEngine, StartEngine
     from tests.engine.scheduled_ranks import BLOCK_TOKENS, STATE
@@ -29,12 +29,12 @@ def table_keys(engine: ScheduledEngine, tokens: range, blocks: int) -> set[bytes
 
 
 def state_key(engine: ScheduledEngine, tokens: range, end: int) -> bytes:
-    """Of the states behind so many blocks."""
+    """Return the key of the states after this many blocks."""
     return engine.keys(tokens)[2 * end - 1]
 
 
 def store(engine: ScheduledEngine, *ends: int, blocks: int = 5) -> None:
-    """The store has the first blocks of the prompt, and the states behind so many of them."""
+    """Put the prompt's first blocks into the store, and its states after each of these numbers of blocks."""
     for rank in engine.ranks:
         rank.held.update(table_keys(engine, PROMPT, blocks), {state_key(engine, PROMPT, end) for end in ends})
 
@@ -50,7 +50,7 @@ def test_states_are_saved_where_steps_end(start: StartEngine) -> None:
     }
 
 
-def test_states_that_decoding_passes_are_saved(start: StartEngine) -> None:
+def test_states_passed_while_decoding_are_saved(start: StartEngine) -> None:
     engine = start(windows=MIXED)
     request = engine.add(PROMPT, max_tokens=40)
     engine.run()
@@ -58,14 +58,14 @@ def test_states_that_decoding_passes_are_saved(start: StartEngine) -> None:
     assert len(engine.ranks[0].held) == 6 + 2
 
 
-def test_a_request_that_saves_no_answers_saves_no_states_of_them(start: StartEngine) -> None:
+def test_a_request_that_saves_no_answers_saves_none_of_their_states(start: StartEngine) -> None:
     engine = start(windows=MIXED, save_decode=False)
     engine.add(PROMPT, max_tokens=40)
     engine.run()
     assert engine.ranks[0].held == table_keys(engine, PROMPT, 5) | {state_key(engine, PROMPT, 5)}
 
 
-def test_of_states_only_the_last_is_loaded(start: StartEngine) -> None:
+def test_only_the_last_state_is_loaded(start: StartEngine) -> None:
     engine = start(windows=MIXED)
     store(engine, 1, 3, 5)
     request = engine.add(PROMPT)
@@ -83,7 +83,7 @@ def test_a_hit_ends_where_there_is_a_state(start: StartEngine, states: tuple[int
     assert set(load.keys) == table_keys(engine, PROMPT, 3) | {state_key(engine, PROMPT, 3)}
 
 
-def test_without_a_state_nothing_is_loaded_and_the_missing_one_is_saved(start: StartEngine) -> None:
+def test_without_a_state_nothing_is_loaded_and_it_is_saved(start: StartEngine) -> None:
     engine = start(windows=MIXED)
     store(engine)
     engine.add(PROMPT)
@@ -92,7 +92,7 @@ def test_without_a_state_nothing_is_loaded_and_the_missing_one_is_saved(start: S
     assert state_key(engine, PROMPT, 5) in engine.ranks[0].held
 
 
-def test_a_longer_prompt_goes_on_from_the_engines_own_state(start: StartEngine) -> None:
+def test_a_longer_prompt_continues_from_the_engines_own_state(start: StartEngine) -> None:
     engine = start(windows=MIXED, keep=False)
     longer = range(8 * BLOCK_TOKENS + 3)
     engine.add(range(3 * BLOCK_TOKENS + 1))
@@ -104,7 +104,7 @@ def test_a_longer_prompt_goes_on_from_the_engines_own_state(start: StartEngine) 
     assert set(load.keys) == others | {state_key(engine, longer, 7)}
 
 
-def test_a_model_of_states_alone_loads_one_block(start: StartEngine) -> None:
+def test_a_model_with_only_states_loads_one_block(start: StartEngine) -> None:
     engine = start(windows=(STATE,), keep=False)
     keys = engine.keys(PROMPT)
     engine.add(PROMPT)
@@ -138,7 +138,7 @@ def test_states_come_from_the_host_tier(start: StartEngine) -> None:
     assert engine.ranks[0].held == table_keys(engine, PROMPT, 5) | {state_key(engine, PROMPT, 5)}, "sent again"
 
 
-def test_a_prompt_that_is_handed_over_promises_the_states_before_its_last_token(start: StartEngine) -> None:
+def test_a_handed_over_prompt_promises_states_before_its_last_token(start: StartEngine) -> None:
     engine = start(windows=MIXED, keep=False)
     prompt = range(5 * BLOCK_TOKENS)
     promised = table_keys(engine, prompt, 4) | {state_key(engine, prompt, 4)}
@@ -157,10 +157,8 @@ def test_a_prompt_that_is_handed_over_promises_the_states_before_its_last_token(
 
 @pytest.mark.parametrize("windows", [MIXED, (STATE,)])
 @pytest.mark.parametrize("stored", [0, 2, 5])
-def test_the_decode_side_waits_for_states_that_are_promised(
-    start: StartEngine, windows: tuple[int, ...], stored: int
-) -> None:
-    """Even if the store has all blocks of the other layers by then."""
+def test_the_decode_side_waits_for_promised_states(start: StartEngine, windows: tuple[int, ...], stored: int) -> None:
+    """The decode side waits for the states even if the store already has all blocks of the other layers."""
     engine = start(windows=windows)
     keys = engine.keys(PROMPT)
     tables = set(keys[0::2]) if windows == MIXED else set()
@@ -179,22 +177,22 @@ def test_the_decode_side_waits_for_states_that_are_promised(
     engine.run()
 
 
-def test_states_that_were_promised_in_vain_are_computed(start: StartEngine) -> None:
+def test_promised_states_that_never_come_are_computed(start: StartEngine) -> None:
     engine = start(windows=MIXED)
     engine.flights.others = set(engine.hashes(PROMPT))
     engine.add(PROMPT, side="do_remote_prefill")
     [load] = engine.step().plan.loads
-    engine.ranks[0].held.update(table_keys(engine, PROMPT, 5))  # all but the states
+    engine.ranks[0].held.update(table_keys(engine, PROMPT, 5))  # all blocks but the states
     engine.ranks[0].finish_load()
     engine.run()
     assert load.waits and engine.counters.take()["failed_loads"] == 1
     assert state_key(engine, PROMPT, 5) in engine.ranks[0].held, "computed, and saved"
 
 
-def test_without_the_states_promised_blocks_are_not_waited_for(start: StartEngine) -> None:
+def test_without_states_promised_blocks_are_not_waited_for(start: StartEngine) -> None:
     engine = start(windows=MIXED)
     store(engine, 3, blocks=4)
-    engine.flights.others = set(engine.hashes(PROMPT)[:4])  # as if the store had lost the last one's states
+    engine.flights.others = set(engine.hashes(PROMPT)[:4])  # as if the store had lost the states after the last block
     engine.add(PROMPT, side="do_remote_prefill")
     [load] = engine.step().plan.loads
     assert not load.waits
@@ -202,22 +200,22 @@ def test_without_the_states_promised_blocks_are_not_waited_for(start: StartEngin
     engine.run()
 
 
-def test_what_is_known_of_the_groups() -> None:
+def test_the_properties_of_groups_are_detected() -> None:
     state = MambaSpec(32, shapes=((8, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
     groups = BlockGroups.of(cache(state, groups=2), 32)
     assert (groups.states, groups.tables, groups.whole, groups.windows) == ([0, 1], [], 0, True)
-    assert groups.decoded_states and groups.parts == ([], [0, 1])
+    assert groups.decoded_states and groups.slices == ([], [0, 1])
     drafts = MambaSpec(
         32, shapes=((8, 8),), dtypes=(torch.float32,), mamba_cache_mode="align", num_speculative_blocks=2
     )
     assert not BlockGroups.of(cache(drafts), 32).decoded_states
-    assert BlockGroups.of(cache(FullAttentionSpec(**PLAIN), groups=2), 32).parts is None
+    assert BlockGroups.of(cache(FullAttentionSpec(**PLAIN), groups=2), 32).slices is None
 
 
-def test_the_blocks_of_tables_are_told_from_those_of_states() -> None:
+def test_table_blocks_and_state_blocks_are_distinguished() -> None:
     groups = BlockGroups([0, 0, 96], BLOCK_TOKENS, states={1})
     ids = [[1, 2, 3], [0, 4], [0, 5, 6]]
-    assert list(groups.in_tables(ids, [1])) == [Place(1, 0, 2), Place(1, 2, 5)]
+    assert list(groups.in_tables(ids, [1])) == [GroupBlock(1, 0, 2), GroupBlock(1, 2, 5)]
     assert groups.complete(ids, 1) and not groups.complete(ids, 0)
     assert (groups.table_blocks(ids, 9), groups.table_blocks(ids, 2)) == (3, 2)
     assert groups.stored(3, 1, 3, [1, 2, 3, 4]).tolist() == [[True] * 3, [True] * 3, [False] * 3]

@@ -1,4 +1,4 @@
-"""The connector's numbers on their way through vLLM's own collecting, logging and exporting."""
+"""vLLM's own code collects, logs and exports the connector's metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TRANSFER_CONFIG = KVTransferConfig(
 
 @pytest.fixture
 def prometheus() -> Any:
-    """vLLM's own way from the stats of two engines to the default registry, cleared as vLLM clears it."""
+    """Exports the stats of two engines through the default registry, which is filled and cleared in vLLM's way."""
     unregister_vllm_metrics()
     config = SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG, shutdown_timeout=0)
     labels: dict[int, list[object]] = {0: ["tiny", "0"], 1: ["tiny", "1"]}
@@ -47,7 +47,7 @@ def prometheus() -> Any:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What our logger says, which vLLM keeps from the root logger."""
+    """Collects the messages of our logger, which vLLM separates from the root logger."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, logger="vllm.kvstore_client")
     return caplog
@@ -58,7 +58,7 @@ def exported(name: str, **labels: str) -> float | None:
     return prometheus_client.REGISTRY.get_sample_value(f"vllm:kvstore_{name}", labels)
 
 
-def test_counters_add_up_over_ranks_and_time_and_gauges_keep_the_last_of_each_source() -> None:
+def test_counters_add_up_and_gauges_keep_each_sources_latest() -> None:
     rank0 = TransferStats.of({"dropped_blocks": 2, "transfer_out_seconds": 0.5}, {"waiting_blocks/0": 7})
     rank1 = TransferStats.of({"dropped_blocks": 1}, {"waiting_blocks/1": 5})
     later = TransferStats.of({"lookups": 1}, {"waiting_blocks/0": 3})
@@ -71,13 +71,13 @@ def test_counters_add_up_over_ranks_and_time_and_gauges_keep_the_last_of_each_so
     assert total.reduce() == {"dropped_blocks": 3, "transfer_out_seconds": 0.5, "lookups": 1, "waiting_blocks": 8}
 
 
-def test_stats_survive_both_of_the_engines_ways_between_processes() -> None:
+def test_stats_survive_both_transports_between_the_engines_processes() -> None:
     stats = TransferStats.of({"lookups": 2}, {"waiting_blocks/0": 1}, {"held_back_seconds": [0.1, 0.0]})
     assert pickle.loads(pickle.dumps(stats)).data == stats.data
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())) == stats.data
 
 
-def test_stats_are_empty_until_something_was_counted() -> None:
+def test_stats_are_empty_until_something_is_counted() -> None:
     assert TransferStats().is_empty()
     assert not TransferStats.of({"lookups": 1}).is_empty()
     assert not TransferStats.of({}, {"waiting_blocks/0": 0}).is_empty(), "a queue that emptied is news"
@@ -88,7 +88,7 @@ def test_stats_are_empty_until_something_was_counted() -> None:
     assert stats.is_empty()
 
 
-def test_the_engines_log_line_has_what_is_not_zero() -> None:
+def test_the_engines_log_line_has_the_nonzero_values() -> None:
     collected = KVConnectorLogging(TRANSFER_CONFIG)
     collected.observe(TransferStats.of({"lookups": 2, "defects": 0}, {"waiting_blocks/0": 4}).to_dict())
     held_back = {"held_back_seconds": [0.1, 0.5, 0.0]}
@@ -108,7 +108,7 @@ def test_every_metric_is_exported_from_the_start(prometheus: KVConnectorProm) ->
         assert exported(f"{metric.name}_count") == 0, metric
 
 
-def test_numbers_arrive_at_their_metric_and_their_engine(prometheus: KVConnectorProm) -> None:
+def test_values_reach_their_metric_and_engine(prometheus: KVConnectorProm) -> None:
     prometheus.observe(TransferStats.of({"hit_tokens_cpu": 64, "hit_tokens_store": 32}).to_dict(), 0)
     prometheus.observe(TransferStats.of({"hit_tokens_store": 32, "transfer_in_bytes": 1e6}).to_dict(), 0)
     prometheus.observe(TransferStats.of({"hit_tokens_store": 96}).to_dict(), 1)
@@ -118,7 +118,7 @@ def test_numbers_arrive_at_their_metric_and_their_engine(prometheus: KVConnector
     assert exported("transfer_bytes_total", direction="in") == 1e6
 
 
-def test_each_request_is_in_the_histogram_of_its_engine(prometheus: KVConnectorProm) -> None:
+def test_each_request_is_in_its_engines_histogram(prometheus: KVConnectorProm) -> None:
     stats = TransferStats.of({}, histograms={"held_back_seconds": [0.0, 0.3]})
     prometheus.observe(stats.aggregate(TransferStats.of({}, histograms={"held_back_seconds": [2.0]})).to_dict(), 1)
     assert exported("held_back_seconds_count") == 0
@@ -127,14 +127,14 @@ def test_each_request_is_in_the_histogram_of_its_engine(prometheus: KVConnectorP
     assert exported("held_back_seconds_bucket", engine="1", le="0.5") == 2
 
 
-def test_a_gauge_is_the_sum_of_what_every_rank_said_last(prometheus: KVConnectorProm) -> None:
+def test_a_gauge_is_the_sum_of_the_ranks_latest_values(prometheus: KVConnectorProm) -> None:
     prometheus.observe(TransferStats.of({}, {"waiting_blocks/0": 7, "waiting_blocks/1": 5}).to_dict())
     assert exported("waiting_blocks") == 12
     prometheus.observe(TransferStats.of({}, {"waiting_blocks/1": 0}).to_dict())
     assert exported("waiting_blocks") == 7
 
 
-def test_of_the_oldest_blocks_that_wait_the_oldest_of_all_ranks_counts(prometheus: KVConnectorProm) -> None:
+def test_the_oldest_waiting_block_of_all_ranks_counts(prometheus: KVConnectorProm) -> None:
     ages = TransferStats.of({}, {"oldest_waiting_seconds/0": 0.5, "oldest_waiting_seconds/1": 2.5})
     prometheus.observe(ages.to_dict())
     assert exported("oldest_waiting_seconds") == 2.5
@@ -143,7 +143,7 @@ def test_of_the_oldest_blocks_that_wait_the_oldest_of_all_ranks_counts(prometheu
     assert exported("oldest_waiting_seconds") == 0.5
 
 
-def test_an_engine_made_again_in_the_process_exports_again(prometheus: KVConnectorProm) -> None:
+def test_a_recreated_engine_exports_again(prometheus: KVConnectorProm) -> None:
     unregister_vllm_metrics()
     config = SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG, shutdown_timeout=0)
     again = KVConnectorProm(config, ["model_name", "engine"], {0: ["tiny", "0"]})  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ def test_an_engine_made_again_in_the_process_exports_again(prometheus: KVConnect
     assert exported("lookups_total") == 1
 
 
-def test_a_name_nobody_exports_is_said_once(prometheus: KVConnectorProm, said: pytest.LogCaptureFixture) -> None:
+def test_an_unexported_name_is_logged_once(prometheus: KVConnectorProm, said: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         prometheus.observe(
             TransferStats.of({"novelties": 1, "lookups": 1}, {"heights/0": 1}, {"ages": [1.0]}).to_dict()
@@ -161,8 +161,9 @@ def test_a_name_nobody_exports_is_said_once(prometheus: KVConnectorProm, said: p
 
 
 def counted_names() -> set[str]:
-    """The literal first arguments of ``counters.add`` in the client's sources, and those it takes from a table."""
-    names = set(transfer_out._COUNTERS.values())
+    """Return the names of all counters: those in calls of ``counters.add`` in the client's sources, and those in a
+    table."""
+    names = set(transfer_out._OUTCOME_COUNTERS.values())
     for file in Path(kvstore_client.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add":
@@ -199,7 +200,7 @@ def test_troubles_are_named_when_there_are_some(said: pytest.LogCaptureFixture) 
     assert said.messages[0].endswith("dropped 1 200, failed 0, 1 checksum errors, 2 lookups timed out")
 
 
-def test_a_minute_without_traffic_is_no_line_but_the_queue_is_remembered(said: pytest.LogCaptureFixture) -> None:
+def test_a_minute_without_traffic_is_no_line_but_keeps_the_queue(said: pytest.LogCaptureFixture) -> None:
     log = TrafficLog(now=0.0)
     log.observe(TransferStats.of({"lookups": 1}, {"waiting_blocks/0": 3}).data)
     log.tick(60.0)
@@ -210,7 +211,7 @@ def test_a_minute_without_traffic_is_no_line_but_the_queue_is_remembered(said: p
     assert "waiting 3 blocks" in said.messages[1]
 
 
-def test_what_is_observed_is_not_changed(said: pytest.LogCaptureFixture) -> None:
+def test_observing_stats_does_not_change_them(said: pytest.LogCaptureFixture) -> None:
     log = TrafficLog(now=0.0)
     stats = TransferStats.of({"lookups": 1})
     log.observe(stats.data)

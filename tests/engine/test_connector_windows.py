@@ -1,6 +1,6 @@
-"""Models some of whose layers attend to a window only: what the connector loads and saves of each kind of block.
+"""Models with a sliding window in some layers: which blocks of each kind the connector loads and saves.
 
-vLLM's own scheduler and hybrid cache manager decide with it; no model is run and no byte is moved (`scheduled_engine`).
+vLLM's own scheduler and hybrid cache manager run with it; no model is run and no byte is moved (`scheduled_engine`).
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm")
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-    from kvstore_client.vllm.connector.block_groups import BlockGroups, Place, groups_digest
+    from kvstore_client.vllm.connector.block_groups import BlockGroups, GroupBlock, groups_digest
     from tests.engine.engine_config import PLAIN, cache
     from tests.engine.scheduled_engine import PROMPT, ScheduledEngine, StartEngine
     from tests.engine.scheduled_ranks import BLOCK_TOKENS
 
-WINDOW = 2 * BLOCK_TOKENS + 1  # two blocks before the one that is computed
+WINDOW = 2 * BLOCK_TOKENS + 1  # the two blocks before the one being computed
 MIXED = (0, WINDOW)
 
 
 def store(engine: ScheduledEngine, tokens: range = PROMPT) -> list[bytes]:
-    """The store has all blocks of these tokens. -> their keys, block by block."""
+    """Put all blocks of these tokens into the store. Returns their keys, block by block."""
     keys = engine.keys(tokens)
     for rank in engine.ranks:
         rank.held.update(keys)
     return keys
 
 
-def test_of_layers_with_a_window_only_the_window_is_loaded(start: StartEngine) -> None:
+def test_window_layers_load_only_the_window(start: StartEngine) -> None:
     engine = start(windows=MIXED)
     keys = store(engine)
     request = engine.add(PROMPT)
@@ -44,7 +44,7 @@ def test_of_layers_with_a_window_only_the_window_is_loaded(start: StartEngine) -
     assert engine.half.loads.hit_sources(request) == (0, 5 * BLOCK_TOKENS)
 
 
-def test_a_model_with_windows_only_loads_the_window(start: StartEngine) -> None:
+def test_a_model_with_only_windows_loads_the_window(start: StartEngine) -> None:
     engine = start(windows=(WINDOW,))
     keys = store(engine)
     assert len(keys) == 5
@@ -53,7 +53,7 @@ def test_a_model_with_windows_only_loads_the_window(start: StartEngine) -> None:
     assert load.keys == keys[3:]
 
 
-def test_what_the_store_lacks_of_a_group_ends_the_hit(start: StartEngine) -> None:
+def test_a_block_missing_in_any_group_ends_the_hit(start: StartEngine) -> None:
     engine = start(windows=(0, WINDOW, WINDOW))
     keys = store(engine)
     for rank in engine.ranks:
@@ -74,15 +74,16 @@ def test_if_a_block_is_missing_the_whole_prompt_is_computed(start: StartEngine, 
     assert engine.counters.take()["failed_loads"] == 1
 
 
-def test_blocks_of_all_groups_are_saved_before_the_window_moves_on(start: StartEngine) -> None:
-    """In pieces of one and a half blocks: the engine gives the blocks behind the window to others while they go on."""
+def test_blocks_of_all_groups_are_saved_before_the_window_moves(start: StartEngine) -> None:
+    """A step computes one and a half blocks. The engine reuses blocks that the window has passed while the prompt
+    continues."""
     engine = start(windows=MIXED, budget=BLOCK_TOKENS * 3 // 2, blocks=14)
     engine.add(PROMPT)
     engine.run()
     assert engine.ranks[0].held == set(engine.keys(PROMPT))
 
 
-def test_copies_end_before_blocks_behind_the_window_are_others(start: StartEngine) -> None:
+def test_copies_end_before_blocks_behind_the_window_are_reused(start: StartEngine) -> None:
     engine = start(windows=MIXED, budget=BLOCK_TOKENS)
     engine.add(PROMPT)
     assert engine.step().plan.reusing
@@ -91,7 +92,7 @@ def test_copies_end_before_blocks_behind_the_window_are_others(start: StartEngin
     assert not plain.step().plan.reusing
 
 
-def test_what_the_host_tier_has_of_each_group_is_loaded_from_there(start: StartEngine) -> None:
+def test_blocks_in_the_host_tier_are_loaded_from_there_in_each_group(start: StartEngine) -> None:
     engine = start(windows=MIXED)
     engine.fill_tier()
     engine.empty_store()
@@ -100,8 +101,8 @@ def test_what_the_host_tier_has_of_each_group_is_loaded_from_there(start: StartE
     assert (len(load.host_slots), load.keys) == (7, [])
 
 
-def test_what_was_loaded_is_in_the_host_tier_as_far_as_it_is_needed(start: StartEngine) -> None:
-    """The tier never gets the blocks behind the window, and need not."""
+def test_loaded_blocks_stay_in_the_host_tier_as_far_as_needed(start: StartEngine) -> None:
+    """The tier never gets the blocks that the window has passed, and does not need them."""
     engine = start(windows=MIXED)
     store(engine)
     engine.fill_tier()
@@ -112,10 +113,8 @@ def test_what_was_loaded_is_in_the_host_tier_as_far_as_it_is_needed(start: Start
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_hole_in_the_store_is_filled_as_far_as_possible_and_nothing_is_copied_in_vain(
-    start: StartEngine, keep: bool
-) -> None:
-    """The engine has the prefix, but of the layers with a window only its end."""
+def test_a_hole_in_the_store_is_filled_without_useless_copies(start: StartEngine, keep: bool) -> None:
+    """The engine's own cache has the prefix; for the layers with a window it has only the prefix's end."""
     engine = start(windows=MIXED, keep=keep)
     engine.add(PROMPT)
     engine.run()
@@ -130,7 +129,7 @@ def test_a_hole_in_the_store_is_filled_as_far_as_possible_and_nothing_is_copied_
         assert not again & set(keys[:6]), "they would be of no use"
 
 
-def test_a_request_waits_for_a_load_that_brings_the_end_of_its_own_prefix(start: StartEngine) -> None:
+def test_a_request_waits_for_a_load_of_its_own_prefixs_end(start: StartEngine) -> None:
     engine = start(windows=MIXED)
     store(engine)
     store(engine, range(3 * BLOCK_TOKENS))
@@ -147,14 +146,14 @@ def test_after_new_weights_no_group_finds_older_blocks(start: StartEngine) -> No
     request = engine.add(PROMPT)
     engine.step()  # the request waits for an answer; its keys are known
     assert engine.change_weights("step-1")
-    engine.step()  # in which the rank tells
+    engine.step()  # the rank reports in this step
     engine.lookups.answering = True
     assert not engine.step().plan.loads
     before = set(engine.keys(PROMPT))
-    assert before.isdisjoint(engine.groups.keys_of(request, engine.half.books.keys.of(request)))
+    assert before.isdisjoint(engine.groups.keys_of(request, engine.half.state.keys.of(request)))
 
 
-def test_the_longest_run_has_its_window() -> None:
+def test_the_longest_hit_includes_its_window() -> None:
     groups = BlockGroups([0, WINDOW], BLOCK_TOKENS)
     yes, no = True, False
 
@@ -175,17 +174,21 @@ def test_the_longest_run_has_its_window() -> None:
     assert groups.needed(present, 0, 3).tolist() == [True, False, False]
 
 
-def test_the_places_of_blocks_leave_out_those_behind_the_window() -> None:
+def test_block_positions_skip_those_behind_the_window() -> None:
     groups = BlockGroups([64, 0], BLOCK_TOKENS)
     assert (groups.last, groups.whole, groups.recompute_whole) == (0, 1, True)
-    assert list(groups.places([[0, 0, 7], [4, 5, 6]], [1, 2])) == [Place(1, 1, 5), Place(2, 0, 7), Place(2, 1, 6)]
+    assert list(groups.places([[0, 0, 7], [4, 5, 6]], [1, 2])) == [
+        GroupBlock(1, 1, 5),
+        GroupBlock(2, 0, 7),
+        GroupBlock(2, 1, 6),
+    ]
     assert groups.complete([[0, 0, 7], [4, 5, 6]], 2) and not groups.complete([[0, 0, 7], [4, 5, 6]], 1)
     assert groups.keys([b"a", b"b"]) == [b"a\x00", b"a\x01", b"b\x00", b"b\x01"]
     plain = BlockGroups([0], BLOCK_TOKENS)
     assert plain.keys([b"a"]) == [b"a"] and not plain.recompute_whole
 
 
-def test_the_groups_of_a_model_are_part_of_its_namespace() -> None:
+def test_a_models_groups_are_part_of_its_namespace() -> None:
     one, two = cache(FullAttentionSpec(**PLAIN)), cache(SlidingWindowSpec(**PLAIN, sliding_window=64), groups=2)
     assert groups_digest(one) == "" and groups_digest(two).startswith("2-")
     assert BlockGroups.of(two, 32).count == 2 and BlockGroups.of(two, 32).windows

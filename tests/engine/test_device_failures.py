@@ -1,4 +1,4 @@
-"""A device that fails costs blocks, not the engine: what it did not copy is not saved."""
+"""A failing device does not stop the engine; blocks that the device did not copy are not saved."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm")
     from kvstore_client.engine.guard import Counters, StoreGuard
     from kvstore_client.engine.paged import layout as layout_module
-    from kvstore_client.engine.paged.device import PIECE_BYTES, lock_in_pieces
+    from kvstore_client.engine.paged.device import PINNED_PIECE_BYTES, lock_in_pieces
     from kvstore_client.engine.paged.layout import BlockLayout, Copy, Rows
     from kvstore_client.engine.paged.plan import RankStore, SavedBlock, Saves, StepPlan
     from kvstore_client.engine.paged.worker import WorkerHalf
 
 
 class LostDevice:
-    """A copy of a device whose error comes when somebody is to wait for it, as CUDA's do."""
+    """A copy that fails when it is waited for, as with CUDA."""
 
     def done(self) -> bool:
         return True
@@ -40,7 +40,7 @@ class LostDevice:
 
 
 class FailingLayout(BlockLayout):
-    """The first copy out of the cache fails."""
+    """A layout whose first copy out of the cache fails."""
 
     copies = 0
 
@@ -58,7 +58,7 @@ def guard(server: Server) -> Iterator[StoreGuard]:
     guard.close()
 
 
-def test_a_preemption_goes_on_when_a_copy_has_failed(guard: StoreGuard) -> None:
+def test_a_preemption_continues_after_a_failed_copy(guard: StoreGuard) -> None:
     counters = Counters()
     layout = FailingLayout(caches("LBHNC"), BLOCKS)
     worker = WorkerHalf(
@@ -80,7 +80,7 @@ def test_a_preemption_goes_on_when_a_copy_has_failed(guard: StoreGuard) -> None:
 
 
 class SlowHost(BlockLayout):
-    """The thread that copies waits to be told; it fails to copy block 3."""
+    """A layout whose copying thread waits for a signal and fails to copy block 3."""
 
     def __init__(self) -> None:
         super().__init__(caches("LBHNC"), BLOCKS)
@@ -94,10 +94,10 @@ class SlowHost(BlockLayout):
 
 
 @pytest.mark.parametrize("ends", ["order_copies", "close"])
-def test_copies_of_the_host_are_made_before_blocks_are_reused_and_before_the_end(
+def test_host_copies_precede_block_reuse_and_the_end(
     guard: StoreGuard, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    """And one that fails costs its own blocks only."""
+    """Blocks may be reused, and the engine may end, only after their copies. A failed copy costs only its own block."""
     monkeypatch.setattr(layout_module, "AT_ONCE_BYTES", 0)
     counters, layout = Counters(), SlowHost()
     worker = WorkerHalf(
@@ -127,7 +127,7 @@ def test_copies_of_the_host_are_made_before_blocks_are_reused_and_before_the_end
         assert [bytes(client.get([keys[place]]).blocks[0] or b"") for place in (0, 2)] == [bytes(row) for row in rows]
 
 
-def test_what_the_host_copied_is_sent_though_no_step_follows(
+def test_blocks_copied_by_the_host_are_sent_without_a_further_step(
     guard: StoreGuard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout_module, "AT_ONCE_BYTES", 0)
@@ -144,7 +144,7 @@ def test_what_the_host_copied_is_sent_though_no_step_follows(
 
 
 class Locks:
-    """What a driver does that locks `most` bytes at most."""
+    """A driver that can lock at most `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self.left = most
@@ -162,19 +162,19 @@ class Locks:
 
 
 @pytest.mark.parametrize("row_bytes", [4096, 917504, 5 * 12345])
-def test_memory_is_locked_in_pieces_that_a_driver_takes_and_no_row_is_in_two(row_bytes: int) -> None:
+def test_memory_is_locked_in_accepted_pieces_without_splitting_rows(row_bytes: int) -> None:
     address = 1 << 40
-    size = (3 * PIECE_BYTES // row_bytes + 1) * row_bytes
+    size = (3 * PINNED_PIECE_BYTES // row_bytes + 1) * row_bytes
     locks = Locks(size)
     assert lock_in_pieces(address, size, row_bytes, locks.register, locks.unregister) == list(locks.locked)
-    assert sum(locks.locked.values()) == size and max(locks.locked.values()) <= PIECE_BYTES
+    assert sum(locks.locked.values()) == size and max(locks.locked.values()) <= PINNED_PIECE_BYTES
     starts = list(locks.locked)
     assert len(starts) >= 4 and starts[0] == address
     assert all((start - address) % row_bytes == 0 and start % 4096 == 0 for start in starts)
 
 
 def test_memory_that_cannot_be_locked_is_refused_and_nothing_stays_locked() -> None:
-    locks = Locks(2 * PIECE_BYTES)
+    locks = Locks(2 * PINNED_PIECE_BYTES)
     with pytest.raises(ValueError, match=r"does not page-lock 48\.0 GiB.*after 32\.0 GiB. Lower cpu_bytes.*ulimit -l"):
-        lock_in_pieces(0, 3 * PIECE_BYTES, 4096, locks.register, locks.unregister)
+        lock_in_pieces(0, 3 * PINNED_PIECE_BYTES, 4096, locks.register, locks.unregister)
     assert not locks.locked

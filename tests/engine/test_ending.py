@@ -1,5 +1,5 @@
-"""What an engine has computed reaches the store when it ends, and proxies hear of its end at once: `vllm serve` that is
-stopped in all the ways there are, and the class `LLM`, with a slow link to the store."""
+"""When an engine ends, the blocks that it has computed reach the store, and proxies learn of its end at once.
+The tests stop `vllm serve`, and programs with the class `LLM`, in every way, with a slow link to the store."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ BLOCKS = 40  # of a prompt
 TOKENS = BLOCKS * BLOCK + 5
 SLOW, FAST = 1_500_000, 40_000_000  # bytes/s: 11 and 300 blocks a second
 TIMEOUT_S = 20.0  # the connector's timeout_s: these machines are busy
-VLLM_WORKER_S = 9  # after so long vLLM kills a worker whose engine ends
+VLLM_WORKER_S = 9  # the time after which vLLM kills a worker of an engine that ends
 SAID = re.compile(r"at the end of this engine, (\d+) blocks that waited were sent, and (\d+) are lost")
 
 
 class Fleet:
-    """An engine that registers itself, behind a slow link to its store; and what proxies hear of it."""
+    """An engine that registers itself, behind a slow link to its store, and a follower of the directory that sees what
+    proxies see."""
 
     def __init__(self, folder: Path) -> None:
         self.server = Server(folder / "store.log", "--memory", "512MiB")
@@ -50,11 +51,11 @@ class Fleet:
         self._model = save_served_model(folder / "model")
         self._folder = folder
         self._seeds = iter(range(1000, 2000))
-        self.asked = 0  # blocks, of all engines
+        self.asked = 0  # the number of blocks that all engines have computed
         self.engine: ServedEngine | None = None
 
     def start(self, *arguments: str, timeout_s: float = TIMEOUT_S) -> ServedEngine:
-        """An engine with an empty log. timeout_s: its connector's."""
+        """Start an engine with an empty log. timeout_s: the connector's option."""
         assert self.engine is None or not self.engine.running
         number = len(list(self._folder.glob("engine-*.log")))
         options = {"engines": self.etcd.url("fleet"), "engine_url": "http://127.0.0.1:1", "timeout_s": timeout_s}
@@ -65,7 +66,8 @@ class Fleet:
         return self.engine
 
     def fill(self, prompts: int) -> list[float]:
-        """Have the engine compute, over a slow link. -> when it had computed each prompt."""
+        """Make the engine compute prompts while its link to the store is slow. Returns the time at which each prompt
+        was computed."""
         assert self.engine is not None
         self.link.bytes_per_s = SLOW
         return [self._compute(self.engine) for _ in range(prompts)]
@@ -77,7 +79,7 @@ class Fleet:
 
     @property
     def missing(self) -> int:
-        """Blocks that were computed and are not in the store."""
+        """Return the number of computed blocks that are not in the store."""
         return self.asked - stored_blocks(self.server)
 
     def stop(self) -> None:
@@ -97,7 +99,7 @@ def ask(engine: ServedEngine, tokens: list[int], answer: int = 1) -> None:
 
 
 def ask_in_vain(engine: ServedEngine, tokens: list[int]) -> None:
-    """For an answer that takes longer than the engine lives."""
+    """Request an answer that takes longer than the engine runs."""
     with contextlib.suppress(OSError, http.client.HTTPException):
         post(engine.url, "/v1/completions", {"model": MODEL, "prompt": tokens, "max_tokens": 750, "ignore_eos": True})
 
@@ -118,10 +120,21 @@ def fleet(whole_fleet: Fleet) -> Iterator[Fleet]:
     whole_fleet.asked -= whole_fleet.missing
 
 
-def ends_in_order(fleet: Fleet, engine: ServedEngine, bytes_per_s: float = FAST) -> None:
-    """It was told to end: proxies hear of it while it sends, and what it has computed is in the store."""
+def leaves_first(fleet: Fleet) -> None:
+    """Check that proxies learn of the end while blocks still wait to be sent."""
     wait_until(lambda: not fleet.heard[-1], what="it has left the directory")
     assert fleet.missing > 0, "it left before it had sent all"
+
+
+def ends_in_order(fleet: Fleet, engine: ServedEngine, bytes_per_s: float = FAST) -> None:
+    """Check that proxies learn of the engine's end while blocks are sent, and that all computed blocks reach the
+    store."""
+    leaves_first(fleet)
+    sends_all(fleet, engine, bytes_per_s)
+
+
+def sends_all(fleet: Fleet, engine: ServedEngine, bytes_per_s: float = FAST) -> None:
+    """Check that the engine ends by itself, with all computed blocks in the store."""
     fleet.link.bytes_per_s = bytes_per_s
     wait_until(lambda: not engine.running, TIMEOUT_S + 30, "it ends")
     log = engine.log.read_text(errors="replace")
@@ -132,7 +145,7 @@ def ends_in_order(fleet: Fleet, engine: ServedEngine, bytes_per_s: float = FAST)
 
 
 @pytest.mark.timeout(300)
-def test_what_an_engine_computes_is_sent_while_it_is_busy(fleet: Fleet) -> None:
+def test_computed_blocks_are_sent_while_the_engine_is_busy(fleet: Fleet) -> None:
     engine = fleet.start()
     tokens, answer = prompt(2, TOKENS), 600
     asking = threading.Thread(target=ask, args=(engine, tokens, answer))
@@ -146,8 +159,8 @@ def test_what_an_engine_computes_is_sent_while_it_is_busy(fleet: Fleet) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_with_vllms_defaults_all_that_was_computed_is_sent(fleet: Fleet) -> None:
-    """Also of a request that is aborted, and although that takes longer than vLLM gives its workers to end."""
+def test_with_vllms_defaults_all_computed_blocks_are_sent(fleet: Fleet) -> None:
+    """The blocks of an aborted request are sent, too. Sending takes longer than vLLM gives its workers to end."""
     engine = fleet.start()
     fleet.fill(3)
     aborted = threading.Thread(target=ask_in_vain, args=(engine, prompt(3, TOKENS)))
@@ -162,7 +175,7 @@ def test_with_vllms_defaults_all_that_was_computed_is_sent(fleet: Fleet) -> None
 
 
 @pytest.mark.timeout(300)
-def test_a_store_that_stands_still_holds_an_engine_that_ends_for_a_bounded_time_only(fleet: Fleet) -> None:
+def test_a_frozen_store_delays_an_engines_end_by_a_bounded_time(fleet: Fleet) -> None:
     engine = fleet.start(timeout_s=2.0)
     fleet.fill(1)
     fleet.link.hold()
@@ -177,8 +190,8 @@ def test_a_store_that_stands_still_holds_an_engine_that_ends_for_a_bounded_time_
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
 @pytest.mark.timeout(300)
-def test_a_signal_to_all_processes_of_an_engine_loses_nothing(fleet: Fleet, number: signal.Signals) -> None:
-    """SIGTERM as systemd sends it by default, SIGINT as a terminal does at Ctrl-C."""
+def test_a_signal_to_all_of_an_engines_processes_loses_nothing(fleet: Fleet, number: signal.Signals) -> None:
+    """By default, systemd sends SIGTERM to all processes, and a terminal sends SIGINT to all of them at Ctrl-C."""
     engine = fleet.start()
     fleet.fill(2)
     process = psutil.Process(engine.pid)
@@ -188,7 +201,7 @@ def test_a_signal_to_all_processes_of_an_engine_loses_nothing(fleet: Fleet, numb
 
 
 @pytest.mark.timeout(300)
-def test_with_a_shutdown_timeout_requests_are_finished_and_sent_too(fleet: Fleet) -> None:
+def test_with_a_shutdown_timeout_requests_finish_and_are_sent_too(fleet: Fleet) -> None:
     engine = fleet.start("--shutdown-timeout", "60")
     fleet.fill(2)
     tokens, answer = prompt(1, TOKENS), 400
@@ -196,17 +209,17 @@ def test_with_a_shutdown_timeout_requests_are_finished_and_sent_too(fleet: Fleet
     asking.start()
     wait_until(lambda: engine.metric("vllm:num_requests_running") == 1, what="it computes an answer")
     os.kill(engine.pid, signal.SIGTERM)
-    wait_until(lambda: not fleet.heard[-1], what="it has left the directory")
+    leaves_first(fleet)
     assert asking.is_alive(), "proxies send nothing more while it finishes what it has begun"
     asking.join(60)
     assert not asking.is_alive()
     fleet.asked += (TOKENS + answer - 1) // BLOCK
-    ends_in_order(fleet, engine)
+    sends_all(fleet, engine)
     assert "aborting in-flight requests" not in engine.log.read_text(errors="replace")
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_engine_loses_no_more_than_its_metrics_said(fleet: Fleet) -> None:
+def test_a_killed_engine_loses_no_more_than_its_metrics_showed(fleet: Fleet) -> None:
     engine = fleet.start()
     began, stored = time.monotonic(), stored_blocks(fleet.server)
     computed = fleet.fill(5)
@@ -215,13 +228,13 @@ def test_a_killed_engine_loses_no_more_than_its_metrics_said(fleet: Fleet) -> No
     engine.kill()
     assert 0 < fleet.missing <= waiting <= 5 * BLOCKS
     first_lost = (stored_blocks(fleet.server) - stored) // BLOCKS
-    # Its last step was after it had computed all prompts but one.
+    # The engine's last step, which updated its metrics, came after it had computed all prompts but one.
     assert computed[-2] - computed[first_lost] <= oldest_s <= time.monotonic() - began
     wait_until(lambda: not fleet.heard[-1], what="its lease ends")
 
 
 def program(spec: dict[str, Any], log: Path, pipe: Connection, end: str) -> None:
-    """A user's program with the class `LLM`, in an interpreter that comes to its end as one does."""
+    """Run a user's program that uses the class `LLM`, in an interpreter that ends normally."""
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -234,7 +247,7 @@ def program(spec: dict[str, Any], log: Path, pipe: Connection, end: str) -> None
     ctypes.pythonapi.Py_Exit(0)
 
 
-KEPT: list[Any] = []  # what a program still has at its end
+KEPT: list[Any] = []  # objects that a program still refers to at its end
 
 
 def use_llm(spec: dict[str, Any], pipe: Connection, end: str) -> None:
@@ -256,7 +269,7 @@ def use_llm(spec: dict[str, Any], pipe: Connection, end: str) -> None:
 @pytest.mark.parametrize("end", ["end of program", "sys.exit", "del"])
 @pytest.mark.parametrize("own_process", [True, False], ids=["core in its own process", "core in the program"])
 @pytest.mark.timeout(300)
-def test_what_a_program_has_computed_is_sent_when_it_ends(
+def test_a_programs_computed_blocks_are_sent_when_it_ends(
     server: Server, link: SlowLink, model: Path, tmp_path: Path, own_process: bool, end: str
 ) -> None:
     spec = {

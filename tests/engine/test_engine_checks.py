@@ -1,4 +1,5 @@
-"""Engines whose blocks no other engine could use are refused. On vLLM's real configuration of a real model."""
+"""The connector refuses engines whose blocks no other engine could use. The tests use vLLM's real configuration for a
+real model."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def test_the_probe_follows_algorithm_and_seed(config: VllmConfig, monkeypatch: p
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
 @pytest.mark.parametrize("seed", ["0", "1234"])
-def test_probes_are_equal_exactly_where_the_engines_own_hashes_are(
+def test_probes_are_equal_exactly_when_the_engines_hashes_are(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, algorithm: str, seed: str
 ) -> None:
     def own_hash() -> bytes:
@@ -72,7 +73,7 @@ def test_probes_are_equal_exactly_where_the_engines_own_hashes_are(
     assert (hash_probe(config) == probe) == (own_hash() == block) == (seed == "0")
 
 
-def test_probing_leaves_the_engines_root_hash_alone(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probing_leaves_the_engines_root_hash_unchanged(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"root", raising=False)
     monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", "seed")
     hash_probe(config)
@@ -88,7 +89,7 @@ def test_a_random_seed_is_refused(config: VllmConfig, monkeypatch: pytest.Monkey
     check_engine(config, cache())
 
 
-def test_a_worker_that_hashes_otherwise_is_refused(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_with_other_hashes_is_refused(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     namespace = rank.namespace(heads(4))
     check_same_hash(rank.config, [namespace])
     monkeypatch.setenv("PYTHONHASHSEED", "7")
@@ -119,7 +120,7 @@ def context_parallel(config: VllmConfig) -> None:
 
 
 def diffusion(config: VllmConfig) -> None:
-    config.model_config.__dict__.pop("is_diffusion", None)  # kept since it was first asked
+    config.model_config.__dict__.pop("is_diffusion", None)  # its result is cached at the first use
     config.model_config.hf_config.canvas_length = 32
 
 
@@ -127,7 +128,12 @@ STATE: dict[str, Any] = {"block_size": 32, "shapes": ((1,),), "dtypes": (torch.f
 REFUSED = {
     "decode window": (RSWASpec(**PLAIN, rswa_window=64), {}, None, "RSWASpec"),
     "sink": (SinkFullAttentionSpec(**PLAIN, sink_len=32), {}, None, "SinkFullAttentionSpec"),
-    "state": (MambaSpec(**STATE), {}, None, r"keeps none at the ends of blocks.*--enable-prefix-caching"),
+    "state": (
+        MambaSpec(**STATE),
+        {},
+        None,
+        r"does not keep these states at the ends of blocks.*--enable-prefix-caching",
+    ),
     "compressed": (MLAAttentionSpec(**PLAIN, tokens_per_state=4), {}, None, "one state for 4 tokens"),
     "non-causal": (FullAttentionSpec(**PLAIN, non_causal=True), {}, None, "attend to later tokens"),
     "finer hashes": (None, {"hash_block_size": 16}, None, "one hash covers 16"),
@@ -143,15 +149,15 @@ REFUSED = {
 }
 
 
-def test_waiting_for_others_is_refused_where_only_some_places_have_a_state() -> None:
+def test_waiting_for_others_is_refused_with_states_at_some_positions_only() -> None:
     states = cache(MambaSpec(**STATE, mamba_cache_mode="align"))
     check_single_flight(states, 0.0)
     check_single_flight(cache(), 2.0)
-    with pytest.raises(ValueError, match=r"single_flight_s is 2\.0.*layers with states.*expected 0"):
+    with pytest.raises(ValueError, match=r"single_flight_s is 2\.0; expected 0.*layers with states"):
         check_single_flight(states, 2.0)
 
 
-def test_parts_of_layers_and_microbatches_are_refused_together(config: VllmConfig) -> None:
+def test_layer_slices_with_microbatches_are_refused(config: VllmConfig) -> None:
     check_layer_parts(config, 4)
     config.parallel_config.enable_dbo = True
     check_layer_parts(config, 0)
@@ -161,13 +167,13 @@ def test_parts_of_layers_and_microbatches_are_refused_together(config: VllmConfi
 
 
 @pytest.mark.parametrize("layer_parts", [0, 1, 4])
-def test_graphs_of_a_whole_step_are_not_taken_where_layers_must_tell(layer_parts: int) -> None:
+def test_whole_step_graphs_are_disabled_where_layers_must_report(layer_parts: int) -> None:
     options = {"endpoint": "tcp://127.0.0.1:7070", "layer_parts": layer_parts}
     assert KVStoreConnector.requires_piecewise_for_cudagraph(options) == (layer_parts > 1)
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_engine_whose_blocks_cannot_be_shared_is_refused(config: VllmConfig, case: str) -> None:
+def test_an_engine_with_unshareable_blocks_is_refused(config: VllmConfig, case: str) -> None:
     spec, options, change, said = REFUSED[case]
     if change is not None:
         change(config)
@@ -175,9 +181,9 @@ def test_an_engine_whose_blocks_cannot_be_shared_is_refused(config: VllmConfig, 
         check_engine(config, cache(spec, **options))
 
 
-def test_groups_with_pages_of_two_sizes_are_accepted_where_blocks_have_one_number_of_tokens(config: VllmConfig) -> None:
-    """vLLM gives the smaller pages more tokens. Told to keep all tokens of all layers, it has one group; and where
-    blocks lie outermost it packs pages of both sizes."""
+def test_page_sizes_may_differ_if_blocks_have_equal_token_counts(config: VllmConfig) -> None:
+    """By default, vLLM gives the smaller pages more tokens. Without its hybrid cache manager, it makes one group of all
+    layers. In layouts with blocks outermost, it packs pages of both sizes into each block."""
 
     def of_vllm() -> KVCacheConfig:
         specs = {
@@ -217,19 +223,17 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
     return {flag for action in parser._actions for flag in action.option_strings}
 
 
-def test_every_flag_a_message_names_is_one_of_vllm() -> None:
+def test_every_flag_named_in_a_message_exists_in_vllm() -> None:
     sources = [Path(module.__file__).read_text() for module in (block_hashes, engine_checks, mismatch)]
     named = set(re.findall(r"--[a-z][a-z-]+[a-z]", "".join(sources)))
-    named |= {"--decode-context-parallel-size", "--prefill-context-parallel-size"}  # made from the fields' names
+    named |= {"--decode-context-parallel-size", "--prefill-context-parallel-size"}  # made from names of fields
     assert len(named) > 12
     assert named <= flags_of(AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()))
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_a_wrong_option_stops_the_engine_and_the_valid_ones_are_named(
-    config: VllmConfig, role: KVConnectorRole
-) -> None:
-    """What the engine itself calls while it starts, in the scheduler's process and in each worker's."""
+def test_a_wrong_option_stops_the_engine_with_the_valid_ones(config: VllmConfig, role: KVConnectorRole) -> None:
+    """An engine makes these calls during its start, in the scheduler's process and in each worker's process."""
     config.scheduler_config.disable_hybrid_kv_cache_manager = True  # as vLLM does for connectors without SupportsHMA
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="KVStoreConnector",
@@ -258,7 +262,7 @@ def test_a_wrong_option_stops_the_engine_and_the_valid_ones_are_named(
         (5, 2, "MultiConnector", False),
     ],
 )
-def test_an_engine_warns_where_vllm_would_kill_it_before_it_has_sent_all(
+def test_an_engine_warns_if_vllm_would_kill_it_before_all_is_sent(
     config: VllmConfig,
     monkeypatch: pytest.MonkeyPatch,
     given: int,
@@ -277,7 +281,7 @@ def test_an_engine_warns_where_vllm_would_kill_it_before_it_has_sent_all(
     assert all("Start it with --shutdown-timeout 15 or more" in each for each in said)
 
 
-def test_a_front_end_waits_for_its_engine_unless_it_is_told_for_how_long(config: VllmConfig) -> None:
+def test_a_front_end_waits_for_its_engine_unless_given_a_timeout(config: VllmConfig) -> None:
     ending.allow_time(config, 5.0)
     assert config.shutdown_timeout == 15
     config.shutdown_timeout = 3

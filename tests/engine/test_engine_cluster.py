@@ -1,5 +1,5 @@
-"""The real engine on a cluster of three real nodes, one of which is killed. It costs hits at most: those of its own
-blocks when there is one copy of each, and none when there are two."""
+"""The real engine on a cluster of three real nodes, one of which is killed. The kill costs only hits: with one copy of
+each block, those of the node's own blocks; with two copies, none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.cluster.members import Membership
-from kvstore.wire.asking import Asking
+from kvstore.wire.queries import ShardQueries
 from tests.engine.driver import Answer, Ask
 from tests.engine.engines import BLOCK, BLOCK_BYTES, Expected, StartEngine, full_blocks, prompt, until_it_hits
 from tests.support.cluster import Cluster, owner_nodes
@@ -20,18 +20,18 @@ from tests.support.harness import ANSWER_S, wait_until
 
 NODES = ("n1", "n2", "n3")
 SERVE_S = 20.0
-LENGTHS = (40, 70, 100, 200)  # tokens: chains of 1, 2, 3 and 6 blocks, since the first that is missing cuts one
+LENGTHS = (40, 70, 100, 200)  # tokens: chains of 1, 2, 3 and 6 blocks, because the first missing block cuts a chain
 LONG = 1500
-OPTIONS = {"timeout_s": 10.0, "lookup_timeout_s": 10.0}  # a busy machine is not what is tested
+OPTIONS = {"timeout_s": 10.0, "lookup_timeout_s": 10.0}  # long enough for a busy machine
 LOOKUP_TIMEOUT_S = 0.5
 TIMEOUT_S = 1.5
-SLACK_S = 4.0  # of a busy machine
+SLACK_S = 4.0  # what a busy machine may add
 
 one_and_two_copies = pytest.mark.parametrize("replicas", [1, 2])
 
 
 def mend(cluster: Cluster) -> None:
-    """All nodes run and serve."""
+    """Restart the nodes that were killed, and wait until all nodes serve."""
     for node in cluster.nodes.values():
         if not node.running:
             node.restart()
@@ -39,10 +39,10 @@ def mend(cluster: Cluster) -> None:
 
 
 def kill_one_that_sends(cluster: Cluster, send_bytes: int, load: Callable[[], None]) -> None:
-    """Call `load`, and kill the first node that has sent so much: the rest of it is on its way."""
+    """Call `load`, and kill the first node that has sent more than this, while the rest is still in transit."""
     with ExitStack() as stack:
         asked = {
-            node: stack.enter_context(Asking((server.host, server.port), ANSWER_S))
+            node: stack.enter_context(ShardQueries((server.host, server.port), ANSWER_S))
             for node, server in cluster.nodes.items()
         }
         shards = {node: server.shards()[0] for node, server in cluster.nodes.items()}
@@ -58,7 +58,7 @@ def kill_one_that_sends(cluster: Cluster, send_bytes: int, load: Callable[[], No
 
 
 def kill(cluster: Cluster, node: str) -> None:
-    """Kill a node, until the others know."""
+    """Kill a node, and wait until it is no longer a member."""
     cluster.nodes[node].kill()
     cluster.wait_until(lambda states: node not in states, ANSWER_S, f"{node} is out")
 
@@ -77,7 +77,7 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster) -> Cluster:
-    """All its nodes serve; the test may kill them."""
+    """A cluster whose nodes all serve; the test may kill them."""
     mend(shared_cluster)
     return shared_cluster
 
@@ -87,7 +87,8 @@ def check(expected: Expected, prompts: list[list[int]], answers: list[Answer]) -
 
 
 def tokens_kept(membership: Membership, question: list[int], keys: list[bytes], dead: str) -> int:
-    """Of a prompt, with one copy of each block: what comes before the first block of the dead node."""
+    """With one copy of each block, return how many tokens of a prompt are still found: those before the dead node's
+    first block."""
     blocks = full_blocks(len(question)) // BLOCK
     packed = np.frombuffer(b"".join(keys[:blocks]), dtype=np.uint8).reshape(blocks, -1)
     owners = owner_nodes(membership.members, packed, 1)[:, 0].tolist()
@@ -95,7 +96,7 @@ def tokens_kept(membership: Membership, question: list[int], keys: list[bytes], 
 
 
 @one_and_two_copies
-def test_a_node_killed_between_two_runs_costs_its_own_blocks_at_most(
+def test_a_node_killed_between_runs_costs_at_most_its_blocks(
     cluster: Cluster, start_engine: StartEngine, expected: Expected, replicas: int
 ) -> None:
     questions = [prompt(1000 * replicas + number, LENGTHS[number % len(LENGTHS)]) for number in range(16)]
@@ -123,7 +124,8 @@ def test_a_node_killed_between_two_runs_costs_its_own_blocks_at_most(
     second.settle()
     numbers = second.metrics()
     assert (numbers["failed_loads"], numbers["checksum_errors"], numbers["defects"]) == (0, 0, 0)
-    # What was lost is stored again, with those that are left, and the first engine, too, has seen the node go.
+    # The lost blocks are stored again on the remaining nodes. The first engine knows that the node has gone, and finds
+    # them there.
     assert second.stop() == 0
     first.reset_prefix_cache()
     answers = first.generate(*questions)
@@ -140,7 +142,7 @@ def test_a_node_killed_while_the_engine_serves_fails_no_request(
         cluster.url, options={**options, "tenant": f"serving-{replicas}"}, enable_prefix_caching=False
     )
     questions = [prompt(1000 * replicas + number, LONG) for number in (500, 501, 502)]
-    engine.generate(prompt(1))  # the first takes longer
+    engine.generate(prompt(1))  # the first request takes longer
     answers = [engine.generate(question)[0] for question in questions]
     check(expected, questions, answers)
     compute_s = max(answer.seconds for answer in answers)
@@ -153,10 +155,10 @@ def test_a_node_killed_while_the_engine_serves_fails_no_request(
     answers = engine.result()
     check(expected, questions, answers)
     started = time.monotonic()
-    expected(*(prompt(1000 * replicas + number, LONG) for number in (510, 511, 512)))  # how fast the machine is now
+    expected(*(prompt(1000 * replicas + number, LONG) for number in (510, 511, 512)))  # the machine's speed now
     computed_s = max(len(questions) * compute_s, time.monotonic() - started)
     assert max(answer.seconds for answer in answers) < computed_s + LOOKUP_TIMEOUT_S + TIMEOUT_S + SLACK_S
-    # It is dead for good: nothing waits for it, and what it had is stored with the others again.
+    # The node stays dead: no request waits for it, and its blocks are stored again on the others.
     answers = engine.generate(*questions)
     check(expected, questions, answers)
     assert max(answer.seconds for answer in answers) < computed_s + SLACK_S
@@ -167,7 +169,7 @@ def test_a_node_killed_while_the_engine_serves_fails_no_request(
         assert (gained["failed_loads"], gained["missed_blocks"]) == (0, 0)
     for question in questions:
         until_it_hits(engine, question)
-    # It comes back, empty: the owner of what it had before.
+    # The node returns empty, and owns the same blocks as before.
     mend(cluster)
     check(expected, questions, engine.generate(*questions))
     for question in questions:

@@ -1,6 +1,7 @@
-"""Engines of other shapes: a cache too small for all requests, processes of its own, ranks, roles.
+"""Other kinds of engines: with a cache too small for all requests, with a core in its own process, with several ranks,
+with roles.
 
-The measure is always the same: the token ids of an engine that computed everything itself.
+The expected token ids always come from an engine that computed everything itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.engine.engines import (
 from tests.support.harness import Server, wait_until
 
 SEPARATE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # the engine's core in a process of its own
-TINY_TIER = 8 * BLOCK_BYTES  # the smallest there is
+TINY_TIER = 8 * BLOCK_BYTES  # the smallest CPU tier
 
 
 def blocks(tokens: int) -> int:
@@ -43,8 +44,8 @@ def test_chunks_and_preemption_change_nothing(
         server.endpoint,
         options={"cpu_bytes": cpu_bytes},
         enable_prefix_caching=prefix_caching,
-        max_num_batched_tokens=80,  # a prompt is computed in pieces that do not end at blocks
-        num_gpu_blocks_override=33,  # not enough for all, so some are preempted and come back
+        max_num_batched_tokens=80,  # a prompt is computed in pieces that do not end where blocks end
+        num_gpu_blocks_override=33,  # too few blocks for all requests, so some are preempted and resumed
         max_model_len=512,
     )
     stem = prompt(30, 100)
@@ -61,7 +62,7 @@ def test_chunks_and_preemption_change_nothing(
         check_answers(engine, expected, each, cached=None if cpu_bytes == TINY_TIER else full_blocks(250))
 
 
-def test_an_engine_in_processes_of_its_own(server: Server, start_engine: StartEngine, expected: Expected) -> None:
+def test_an_engine_in_separate_processes_works(server: Server, start_engine: StartEngine, expected: Expected) -> None:
     engine = start_engine(
         server.endpoint,
         options={"cpu_bytes": "32MiB"},
@@ -73,7 +74,7 @@ def test_an_engine_in_processes_of_its_own(server: Server, start_engine: StartEn
     check_answers(engine, expected, *prompts[:2], cached=0)
     wait_until(lambda: stored_blocks(server) == 2 * blocks(400), what="all is saved")
     check_answers(engine, expected, *prompts[:2], cached=full_blocks(400))
-    # Some are given up, after a moment or at once.
+    # Some requests are aborted, after a moment or at once.
     asks = [Ask(each, 20, abort=abort) for each in prompts for abort in (None, 0.0, 0.05, 0.2)]
     played = engine.play(*asks)
     for ask, answer in zip(asks, played, strict=True):
@@ -91,7 +92,7 @@ def test_an_engine_in_processes_of_its_own(server: Server, start_engine: StartEn
     assert engine.stop() == 0
 
 
-def test_what_an_engine_may_save_and_load_is_its_operators_choice(
+def test_an_operator_decides_whether_an_engine_saves_and_loads(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
     producer = start_engine(
@@ -143,7 +144,7 @@ def test_each_rank_stores_its_part(server: Server, start_engine: StartEngine, ex
     assert [each.blocks for each in ranks] == [2 * blocks(519)] * 2
 
 
-def test_engines_of_different_sizes_read_what_the_other_has_saved(
+def test_engines_of_different_sizes_read_each_others_blocks(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
     prompts = [prompt(seed) for seed in (110, 111, 112)]

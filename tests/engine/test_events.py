@@ -1,4 +1,4 @@
-"""A router that listens to a real engine's KV events knows what the connector's tiers have."""
+"""A router that follows a real engine's KV events knows which blocks the connector's tiers have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIER_BLOCKS = 64
 
 
 class Router:
-    """Rebuilds an index from the events, as routers do: it subscribes, and asks for what it has missed."""
+    """Builds an index from the events, as routers do: it subscribes to them, and requests the events that it missed."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], live: str, replay: str) -> None:
         self.blocks: dict[str, dict[bytes, list[int]]] = {}  # medium -> hash -> tokens
@@ -30,7 +30,7 @@ class Router:
         self._replay.connect(replay)
 
     def catch_up(self) -> None:
-        """Ask for all batches from `next` on."""
+        """Request all batches from `next` on."""
         self._replay.send_multipart([b"", self.next.to_bytes(8, "big")])
         while True:
             assert self._replay.poll(5000), "no replay"
@@ -40,7 +40,7 @@ class Router:
             self._take(int.from_bytes(number, "big", signed=True), payload)
 
     def listen(self) -> None:
-        """Take what has come. A gap is filled by `catch_up`."""
+        """Process the events that have arrived. If there is a gap, request the missing ones with `catch_up`."""
         while self._live.poll(200):
             _, number, payload = self._live.recv_multipart()
             if int.from_bytes(number, "big") > self.next:
@@ -75,7 +75,7 @@ class Router:
         self._replay.close(0)
 
 
-def test_an_index_made_of_the_events_is_exact(server: Server, start_engine: StartEngine, tmp_path: Path) -> None:
+def test_an_index_built_from_the_events_is_exact(server: Server, start_engine: StartEngine, tmp_path: Path) -> None:
     live, replay = f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay"
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": live, "replay_endpoint": replay}
     engine = start_engine(
@@ -87,12 +87,12 @@ def test_an_index_made_of_the_events_is_exact(server: Server, start_engine: Star
         environment={"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"},
     )
     questions = [prompt(seed) for seed in range(90, 98)]
-    engine.generate(questions[0])  # before anybody listens
+    engine.generate(questions[0])  # before any listener subscribes
     with zmq.Context() as context:
         router = Router(context, live, replay)
         try:
             router.catch_up()
-            for question in (*questions, *questions[:3]):  # more than the tier holds, and loads of what it has lost
+            for question in (*questions, *questions[:3]):  # too many for the tier: the last ones return
                 engine.generate(question)
                 engine.settle()
             wanted = set(engine.tier_keys())
@@ -110,21 +110,21 @@ def test_an_index_made_of_the_events_is_exact(server: Server, start_engine: Star
             stored = list(router.blocks["STORAGE"])
             with KVStoreClient(server.endpoint, namespace) as client:
                 assert client.contains(stored).all() and described.blocks == len(stored)
-            # Hashes, parents and tokens are those of the engine's own events: a prompt can be followed.
+            # Hashes, parents and tokens are those of the engine's own events, so a router can follow a prompt.
             found = {tuple(tokens): block_hash for block_hash, tokens in router.blocks["STORAGE"].items()}
             followed = 0
             for question in questions:
                 parent = None
                 for start in range(0, len(question) // BLOCK * BLOCK, BLOCK):
                     block_hash = found.get(tuple(question[start : start + BLOCK]))
-                    if block_hash is None:  # dropped on its way
+                    if block_hash is None:  # lost in transit
                         break
                     assert router.parents[block_hash] == parent
                     parent, followed = block_hash, followed + 1
             assert followed > TIER_BLOCKS
-            with Routes() as routes:  # hears all of it from the replay, batch by batch
+            with Routes() as routes:  # `Routes` gets all events from the replay, batch by batch
                 routes.add("engine", live, replay)
-                have = {medium: set(router.blocks[medium]) for medium in ("GPU", "CPU")}  # the store is asked itself
+                have = {medium: set(router.blocks[medium]) for medium in ("GPU", "CPU")}  # routers ask the store itself
                 have["any"] = have["GPU"] | have["CPU"]
 
                 def agrees() -> bool:

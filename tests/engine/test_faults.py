@@ -1,7 +1,7 @@
-"""A store that dies, freezes, fills, lies or crawls: it costs its engine hits, and nothing else.
+"""A store that dies, freezes, fills up, lies or slows down costs its engine only hits.
 
-Every request is answered with the right tokens, and none takes longer than computing it and the deadlines together.
-What happened is in the engine's metrics, and when the store is back, so are the hits.
+Every request is answered with the right tokens, and none takes longer than computing it plus the deadlines. The
+engine's metrics show what happened. When the store is back, the engine has hits again.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from tests.support.slow_link import SlowLink
 MiB = 1 << 20
 LOOKUP_TIMEOUT_S = 0.5
 TIMEOUT_S = 1.5
-SLACK_S = 4.0  # of a busy machine
-BLOCKS = 500 // BLOCK  # of a prompt
-LONG = 1500  # tokens; what comes of it is more than sockets hold
+SLACK_S = 4.0  # what a busy machine may add
+BLOCKS = 500 // BLOCK  # in a prompt
+LONG = 1500  # tokens; the KV of these does not fit into the sockets' buffers
 
 
 class Place(NamedTuple):
-    """An engine without a cache of its own, and a store that may be harmed, as long as it is mended."""
+    """An engine without a cache of its own, and a store. A test may damage the store if it repairs it."""
 
     engine: Engine
     server: Server
     link: SlowLink
-    compute_s: float  # of a long prompt
+    compute_s: float  # the time to compute a long prompt
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,10 @@ def shared_place(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             "endpoint": link.endpoint,
             "timeout_s": TIMEOUT_S,
             "lookup_timeout_s": LOOKUP_TIMEOUT_S,
-            "always_load": True,  # else this small model computes for a while what a store had that was dead
+            "always_load": True,  # a small model could compute faster than it loads
         }
         engine = Engine(model, folder / "engine.log", connector=options, enable_prefix_caching=False)
-        engine.generate(prompt(1))  # the first takes longer
+        engine.generate(prompt(1))  # the first request takes longer
         compute_s = max(engine.generate(prompt(seed, LONG))[0].seconds for seed in (2, 3))
         yield Place(engine, server, link, compute_s)
         engine.stop()
@@ -70,7 +70,8 @@ def shared_place(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def place(shared_place: Place) -> Iterator[Place]:
-    """The engine uses the store. After the test it is idle, and no defect was seen."""
+    """An engine that uses the store. After the test, the fixture checks that the engine is idle and has counted no
+    defect."""
     until_it_hits(shared_place.engine, prompt(1))
     yield shared_place
     if not shared_place.server.running:
@@ -85,19 +86,20 @@ def check(expected: Expected, prompts: list[list[int]], answers: list[Answer]) -
 
 
 def check_time(place: Place, answers: list[Answer], requests: int = 1) -> None:
-    """None took longer than computing them all, at half the speed of before, a lookup and a load."""
+    """Check that no request took longer than computing all of them at half the earlier speed, plus a lookup and a
+    load."""
     longest_s = 2 * requests * place.compute_s + LOOKUP_TIMEOUT_S + TIMEOUT_S + SLACK_S
     assert max(answer.seconds for answer in answers) < longest_s
 
 
 def load_until(place: Place, passing_bytes: int, questions: list[list[int]]) -> None:
-    """Questions whose blocks are on their way when nothing comes through any more."""
+    """Send requests, and stop the link while their blocks are in transit, after this many bytes."""
     place.link.hold(passing_bytes)
     place.engine.order(*questions)
     wait_until(lambda: place.link.held, what="the load is under way")
 
 
-def test_a_server_killed_in_the_middle_of_a_load(place: Place, expected: Expected) -> None:
+def test_a_server_killed_during_a_load_costs_only_hits(place: Place, expected: Expected) -> None:
     questions = [prompt(10, LONG), prompt(11, LONG)]
     check(expected, questions, place.engine.generate(*questions))
     ledger = Ledger(place.engine)
@@ -111,20 +113,20 @@ def test_a_server_killed_in_the_middle_of_a_load(place: Place, expected: Expecte
     assert ledger["missed_blocks"] > 0
     assert ledger["failed_calls"] > 0
     assert ledger["checksum_errors"] == 0
-    # Dead for good: nobody waits for it.
+    # The server stays dead: no request waits for it.
     for question in (questions[0], prompt(12, LONG)):
         answers = place.engine.generate(question)
         check(expected, [question], answers)
         assert answers[0].seconds < place.compute_s + SLACK_S
     assert ledger["failed_loads"] <= 2
-    # It comes back, empty, is filled and used again.
+    # The server returns empty, and the engine fills and uses it again.
     place.server.restart()
     until_it_hits(place.engine, questions[0])
     check(expected, questions, place.engine.generate(*questions))
 
 
-def test_an_engine_tells_what_it_is_doing(place: Place) -> None:
-    """For when a test waits for it in vain."""
+def test_an_engine_reports_what_it_is_doing(place: Place) -> None:
+    """A test that waits too long prints this report."""
     place.engine.order(prompt(15, LONG), prompt(16, LONG), max_tokens=140)
     told = place.engine.witness()
     place.engine.result()
@@ -132,7 +134,7 @@ def test_an_engine_tells_what_it_is_doing(place: Place) -> None:
         assert what in told, told
 
 
-def test_a_server_frozen_in_the_middle_of_a_load(place: Place, expected: Expected) -> None:
+def test_a_server_frozen_during_a_load_costs_only_hits(place: Place, expected: Expected) -> None:
     questions = [prompt(20, LONG), prompt(21, LONG)]
     check(expected, questions, place.engine.generate(*questions))
     ledger = Ledger(place.engine)
@@ -142,7 +144,7 @@ def test_a_server_frozen_in_the_middle_of_a_load(place: Place, expected: Expecte
         answers = place.engine.result()
         check(expected, questions, answers)
         check_time(place, answers, 2)
-        # Still frozen, from the beginning.
+        # The server is still frozen; now it is frozen before the requests begin.
         answers = place.engine.generate(*questions)
         check(expected, questions, answers)
         check_time(place, answers, 2)
@@ -152,7 +154,7 @@ def test_a_server_frozen_in_the_middle_of_a_load(place: Place, expected: Expecte
     check(expected, questions, place.engine.generate(*questions))
 
 
-def test_a_server_that_freezes_before_it_is_asked(place: Place, expected: Expected) -> None:
+def test_a_server_frozen_before_the_lookup_costs_only_hits(place: Place, expected: Expected) -> None:
     questions = [prompt(25), prompt(26)]
     check(expected, questions, place.engine.generate(*questions))
     ledger = Ledger(place.engine)
@@ -160,14 +162,14 @@ def test_a_server_that_freezes_before_it_is_asked(place: Place, expected: Expect
         answers = place.engine.generate(*questions)
         check(expected, questions, answers)
         check_time(place, answers, 2)
-        # The requests did not wait for their lookups as long as those may take.
+        # The requests did not wait for the longest time that lookups may take.
         wait_until(lambda: ledger["failed_calls"] > 0, what="a lookup has failed")
     assert ledger["failed_loads"] == 0
     until_it_hits(place.engine, questions[0])
 
 
-def test_a_server_restarted_empty_between_the_lookup_and_the_load(place: Place, expected: Expected) -> None:
-    """An answer of the store is believed for a moment, also when it is not true any more."""
+def test_a_server_restarted_empty_before_the_load_costs_only_hits(place: Place, expected: Expected) -> None:
+    """The engine uses the answer to a lookup for a moment, even if the store has lost the blocks since."""
     question = prompt(30)
     check(expected, [question], place.engine.generate(question))
     until_it_hits(place.engine, question)
@@ -183,7 +185,7 @@ def test_a_server_restarted_empty_between_the_lookup_and_the_load(place: Place, 
 
 
 def spoil(server: Server, keys: list[bytes], number: int) -> None:
-    """Store other bytes as block ``number``, with the checksum of the right ones."""
+    """Replace block ``number`` in the store by other bytes, with a checksum that does not match them."""
     [described] = [each for each in namespaces(server) if each.blocks]
     namespace = msgspec.json.decode(described.namespace, type=Namespace)
     key = keys[number]
@@ -199,7 +201,7 @@ def spoil(server: Server, keys: list[bytes], number: int) -> None:
 def test_a_corrupted_block_is_computed_and_replaced(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
-    """An engine that loads whatever the store has, however busy the machine is: none of the counts is left to time."""
+    """The engine always loads what the store has, however busy the machine is, so the counts do not depend on time."""
     engine = start_engine(server.endpoint, enable_prefix_caching=False)
     for number in (0, 6, BLOCKS - 1):
         question = prompt(40 + number)
@@ -217,7 +219,7 @@ def test_a_corrupted_block_is_computed_and_replaced(
         assert (ledger["checksum_errors"], ledger["failed_loads"]) == (1, 1)
 
 
-def test_a_slow_store_loses_blocks_and_slows_nobody(
+def test_a_slow_store_loses_blocks_but_delays_no_request(
     server: Server, link: SlowLink, start_engine: StartEngine, expected: Expected
 ) -> None:
     engine = start_engine(
@@ -228,7 +230,8 @@ def test_a_slow_store_loses_blocks_and_slows_nobody(
     )
 
     def ask(first: int) -> float:
-        """-> seconds of the fastest prompt: a store that slows the engine down slows all of them."""
+        """Return the seconds that the fastest prompt took. If the store slowed the engine down, it would slow down all
+        prompts."""
         seconds = []
         for seed in range(first, first + 4):
             started = time.monotonic()
@@ -251,7 +254,7 @@ def test_a_slow_store_loses_blocks_and_slows_nobody(
     assert sent == 4 * BLOCKS, "each is sent or counted"
 
 
-def test_a_store_too_small_for_its_engines(
+def test_a_store_too_small_for_its_engines_costs_only_hits(
     start_server: StartServer, start_engine: StartEngine, expected: Expected
 ) -> None:
     server = start_server(memory="8MiB")
@@ -273,7 +276,7 @@ def test_a_store_too_small_for_its_engines(
         assert engine.metrics()["defects"] == 0
 
 
-def test_the_cpu_tier_keeps_nothing_of_a_load_that_failed(
+def test_the_cpu_tier_keeps_nothing_of_a_failed_load(
     place: Place, start_engine: StartEngine, expected: Expected
 ) -> None:
     questions = [prompt(seed, LONG) for seed in (140, 141)]
@@ -296,7 +299,7 @@ def test_the_cpu_tier_keeps_nothing_of_a_load_that_failed(
     place.link.release()
     check(expected, questions[1:], engine.result())
     assert ledger["failed_loads"] == 2
-    # What did come and what was computed is all here now, and nothing else.
+    # The CPU tier now has all blocks that arrived or were computed, and no others.
     before = ledger["swap_blocks/in"]
     for _ in range(2):
         for question in questions:

@@ -1,6 +1,6 @@
-"""Prompts handed from an engine that computes them to one that goes on, through the store.
+"""Prompts handed over through the store from an engine that computes them to one that decodes.
 
-The measure is always the same: the tokens of an engine that did it all alone.
+The expected tokens always come from an engine that did everything itself.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tests.engine.trace_waits import LATE_S, waited
 from tests.support.harness import Server, wait_until
 
 PREFILL, DECODE = "do_remote_decode", "do_remote_prefill"
-# Its blocks are twice those of the model of the other tests.
+# A model whose blocks are twice as large as those of the other tests' model.
 LARGER = EngineModel("larger", 512, 1024, 8, 8, 4, 4096)
 CHUNKS = {"max_num_batched_tokens": 256, "max_num_seqs": 4}  # a prompt takes several steps
 
-# The option that says in how many parts of layers engines keep blocks.
+# Values of the option for the number of layer slices in a block.
 IN_PARTS = pytest.mark.parametrize("parts", [{}, {"layer_parts": 4}], ids=["whole blocks", "parts"], scope="module")
 
 
 def nothing_left(server: Server) -> None:
-    """No promise, and nobody who waits."""
+    """Wait until no block is promised or waited for."""
     wait_until(
         lambda: all((each.promised, each.awaited) == (0, 0) for each in namespaces(server)),
         what="no block is promised or awaited",
@@ -44,7 +44,8 @@ def shared_site(parts: dict[str, int], model: Path, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def site(shared_site: Site, request: pytest.FixtureRequest) -> Iterator[Site]:
-    """For tests of `IN_PARTS` whose engines have no other options. Engine 0 is `prefiller`, engine 1 is `decoder`."""
+    """The site for tests with `IN_PARTS` whose engines have no other options. Engine 0 is `prefiller`, engine 1 is
+    `decoder`."""
     yield from shared_site.used_by(request)
 
 
@@ -68,18 +69,18 @@ def shared_flights(parts: dict[str, int], model: Path, tmp_path_factory: pytest.
 
 @pytest.fixture
 def flights(shared_flights: Site, request: pytest.FixtureRequest) -> Iterator[Site]:
-    """For tests of `IN_PARTS` whose engines wait half a minute for each other's prompts."""
+    """The site for tests with `IN_PARTS` whose engines wait half a minute for each other's prompts."""
     yield from shared_flights.used_by(request)
 
 
 @IN_PARTS
-def test_the_decode_side_loads_what_the_prefill_side_computes_at_the_same_time(
+def test_the_decode_side_loads_blocks_while_the_prefill_side_computes(
     site: Site, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
     books = Ledger(decoder)
     questions = [prompt(seed, 1500) for seed in (1, 2, 3)]
     for question in questions:
-        decoder.order_play(Ask(question, 12, side=DECODE))  # it comes first: nothing is promised yet
+        decoder.order_play(Ask(question, 12, side=DECODE))  # comes first: no block is promised yet
         [first] = prefiller.play(Ask(question, 1, side=PREFILL))
         [answer] = decoder.result()
         [right] = expected(question, max_tokens=12)
@@ -94,12 +95,13 @@ def test_the_decode_side_loads_what_the_prefill_side_computes_at_the_same_time(
 
 
 @IN_PARTS
-def test_an_engine_takes_either_side_of_each_request(
+def test_an_engine_can_take_either_side_of_each_request(
     site: Site, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
-    """Also of several at once, and beside requests that are handed over to nobody.
+    """Each engine gets several requests at once: some to prefill, some to decode, and one that is not handed over.
 
-    An engine promises a prompt when it begins it, and the other waits 2 s for that: each has two short ones to compute.
+    An engine promises a prompt when it begins to compute it, and the other engine waits 2 s for that promise. So each
+    engine has only two short prompts to compute.
     """
     questions = [prompt(seed, 400) for seed in range(10, 14)]
     alone = prompt(14, 700)
@@ -121,7 +123,7 @@ def test_an_engine_takes_either_side_of_each_request(
 
 
 @IN_PARTS
-def test_a_prompt_that_nobody_promises_is_computed(site: Site, decoder: Engine, expected: Expected) -> None:
+def test_a_prompt_without_a_promise_is_computed(site: Site, decoder: Engine, expected: Expected) -> None:
     question = prompt(20, 600)
     books = Ledger(decoder)
     [answer] = decoder.play(Ask(question, 8, side=DECODE))
@@ -134,8 +136,8 @@ def test_a_prompt_that_nobody_promises_is_computed(site: Site, decoder: Engine, 
 
 
 @IN_PARTS
-def test_of_engines_that_get_one_prompt_at_once_one_computes_it(flights: Site, expected: Expected) -> None:
-    """Of all their requests, one."""
+def test_one_of_several_engines_computes_a_simultaneous_prompt(flights: Site, expected: Expected) -> None:
+    """One of the requests computes the prompt, and all others load its blocks."""
     engines = [flights.engine(number) for number in range(2)]
     question = prompt(40, 2300)
     [right] = expected(question)
@@ -150,7 +152,7 @@ def test_of_engines_that_get_one_prompt_at_once_one_computes_it(flights: Site, e
 
 
 @IN_PARTS
-def test_a_prompt_whose_beginning_is_known_on_a_side_is_handed_over_in_full(
+def test_a_prompt_with_a_known_beginning_is_handed_over_in_full(
     site: Site, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
     for number, known in enumerate(("decode", "prefill", "both")):
@@ -168,7 +170,7 @@ def test_a_prompt_whose_beginning_is_known_on_a_side_is_handed_over_in_full(
 
 
 @IN_PARTS
-def test_a_decode_request_that_is_aborted_while_it_waits_leaves_nothing(
+def test_a_decode_request_aborted_while_waiting_leaves_nothing(
     site: Site, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
     question = prompt(130, 1500)
@@ -185,10 +187,10 @@ def test_a_decode_request_that_is_aborted_while_it_waits_leaves_nothing(
 
 
 @IN_PARTS
-def test_no_request_waits_longer_for_a_frozen_prefill_engine_than_it_may(
+def test_no_request_waits_too_long_for_a_frozen_prefill_engine(
     site: Site, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
-    """Its promise goes on for half a minute; what the decode side waits is its own affair."""
+    """The promise lasts half a minute, but the decode side waits only as long as its request says."""
     question, since = prompt(140, 1500), time.time()
     prefiller.order_play(Ask(question, 1, side=PREFILL))
     wait_until(lambda: any(each.promised for each in namespaces(site.server)), what="the prompt is promised")
@@ -204,10 +206,10 @@ def test_no_request_waits_longer_for_a_frozen_prefill_engine_than_it_may(
 
 
 @IN_PARTS
-def test_one_prefill_engine_serves_three_decode_engines_whose_turns_change(
+def test_one_prefill_engine_serves_three_alternating_decode_engines(
     site: Site, prefiller: Engine, expected: Expected
 ) -> None:
-    """Nothing is paired: each prompt goes to another one, also when the one that waits is killed half-way through."""
+    """Engines are not paired: any decode engine can take a prompt, also when the engine that waits for it is killed."""
     decoders = [site.engine(number) for number in (2, 3, 1)]
     questions = [prompt(50 + number, 400 + 300 * number) for number in range(4)]
     for turn in range(2):
@@ -230,7 +232,7 @@ def test_one_prefill_engine_serves_three_decode_engines_whose_turns_change(
 
 
 @IN_PARTS
-def test_a_prefill_that_is_aborted_or_killed_is_computed_by_the_decode_side(
+def test_the_decode_side_computes_after_an_aborted_or_killed_prefill(
     site: Site, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
     aborted, killed = prompt(30, 1800), prompt(31, 1800)
@@ -249,7 +251,7 @@ def test_a_prefill_that_is_aborted_or_killed_is_computed_by_the_decode_side(
     decoder.settle()
 
 
-def test_an_engine_goes_on_alone_when_the_one_that_computes_takes_longer_than_it_waits(
+def test_an_engine_continues_alone_if_the_other_takes_too_long(
     server: Server, start_engine: StartEngine, expected: Expected, tmp_path: Path
 ) -> None:
     traces = [tmp_path / f"trace{number}.json" for number in range(2)]
@@ -272,7 +274,7 @@ def test_an_engine_goes_on_alone_when_the_one_that_computes_takes_longer_than_it
 
 
 @IN_PARTS
-def test_an_engine_goes_on_alone_when_the_one_that_computes_is_killed(flights: Site, expected: Expected) -> None:
+def test_an_engine_continues_alone_if_the_other_is_killed(flights: Site, expected: Expected) -> None:
     engines = [flights.engine(number) for number in range(2)]
     question = prompt(50, 1900)
     engines[0].order_play(Ask(question, 1))
@@ -289,8 +291,8 @@ def test_an_engine_goes_on_alone_when_the_one_that_computes_is_killed(flights: S
 def test_prompts_of_a_larger_model_are_handed_over(
     server: Server, start_engine: StartEngine, parts: dict[str, int]
 ) -> None:
-    """Unlike the other one in layers, heads, their size and the type of its numbers. What is right, one of the engines
-    says before, without the store."""
+    """The model differs from that of the other tests in its layers, its heads, and the heads' size and dtype. One of
+    the engines first computes the expected answer without the store."""
     how = {"dtype": "bfloat16", "num_gpu_blocks_override": 64, "max_model_len": 1024, **CHUNKS}
     larger = save_model(LARGER)
     prefiller, decoder = (start_engine(server.endpoint, options=parts, model=larger, **how) for _ in range(2))
@@ -333,10 +335,10 @@ def test_prompts_are_handed_over_between_engines_of_different_sizes(
 
 
 @IN_PARTS
-def test_engines_that_take_blocks_back_hand_over_all_the_same(
+def test_engines_that_preempt_still_hand_over(
     server: Server, start_engine: StartEngine, expected: Expected, parts: dict[str, int]
 ) -> None:
-    """Preemption on either side: the two requests that decode beside the hand-overs need more than there is."""
+    """Both sides preempt requests: next to the hand-overs, two requests need more blocks than the cache has."""
     small = {"num_gpu_blocks_override": 48, "max_model_len": 1024, **CHUNKS}
     engines = [start_engine(server.endpoint, options={"cpu_bytes": "8MiB", **parts}, **small) for _ in range(2)]
     for engine in engines:
@@ -364,10 +366,11 @@ def test_engines_that_take_blocks_back_hand_over_all_the_same(
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
-def test_an_engine_that_looks_its_drafts_up_shares_with_one_that_does_not_draft(
+def test_an_engine_with_lookup_drafts_shares_with_one_without_drafts(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
-    """Such drafts have no layers: blocks are the same, also as ranges of heads, and prompts are handed over."""
+    """Drafts that are looked up in the prompt have no layers. So blocks are the same, also in ranges of heads, and
+    prompts are handed over."""
     options = {"head_shards": 2}
     plain = start_engine(server.endpoint, options=options, **CHUNKS)
     drafting = start_engine(server.endpoint, options=options, speculative_config=NGRAM, **CHUNKS)
@@ -384,7 +387,7 @@ def test_an_engine_that_looks_its_drafts_up_shares_with_one_that_does_not_draft(
         assert (answer.token_ids, first.token_ids) == (right, right[:1])
         assert answer.cached_tokens == 700
     assert books["hand_overs/decode"] == 1 and books["unpromised_requests"] == 0
-    repeated = prompt(80, 30) * 10  # there is much to look up
+    repeated = prompt(80, 30) * 10  # in which many drafts are found
     for number, (saver, loader) in enumerate(sides):
         question = [*repeated, number]
         [right] = expected(question, max_tokens=40)

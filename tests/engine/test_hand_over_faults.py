@@ -1,10 +1,10 @@
-"""Hand-overs while an engine, the store or a link fails, at any instant: right tokens, a bounded wait, nothing left.
+"""Hand-overs while an engine, the store or a link fails at any instant: the tokens are right, the wait is bounded, and
+nothing is left behind.
 
-Each round hands one new prompt from one engine to another, and one of them, the store, or the link of one fails on the
-way: it is killed, frozen, cut off, slowed down, or the request is aborted on one side. What the store says tells the
-phase. Half of the rounds are with blocks in parts of layers.
-`make faults` plays KVSTORE_FAULTS=500 rounds and prints how often each fault met each phase; with KVSTORE_FAULTS_FILE
-each round is written there.
+Each round hands one new prompt from one engine to another. Meanwhile an engine, the store or a link is killed, frozen,
+cut off or slowed down, or the request is aborted on one side. The store's counts show the phase of the hand-over. In
+half of the rounds, blocks are divided into layer slices. `make faults` runs KVSTORE_FAULTS=500 rounds and prints how
+often each fault came in each phase. Each round is written to KVSTORE_FAULTS_FILE, if it is set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 
 import pytest
 
-from kvstore_client.engine.transfer_out import PART_TTL_S
+from kvstore_client.engine.transfer_out import SLICE_TTL_S
 from kvstore_client.vllm.connector.hand_over import UNPROMISED_S
 from tests.engine.driver import Ask
 from tests.engine.engines import (
@@ -40,23 +40,24 @@ from tests.support.clock import Clock
 from tests.support.harness import HOTTEST, RawClient, Server, StartServer, pack, wait_until
 from tests.support.slow_link import SlowLink
 
-FAULTS: Final = int(os.environ.get("KVSTORE_FAULTS", "12")) // 2  # with whole blocks, and as many with parts
-ROUND_S: Final = 30.0  # at most, on a busy machine
-WAIT_S: Final = 4.0  # asked of the decode side
-# What an answer takes beside all waits: the prompt computed again, on a busy machine.
+FAULTS: Final = int(os.environ.get("KVSTORE_FAULTS", "12")) // 2  # rounds with whole blocks, as many with slices
+ROUND_S: Final = 30.0  # the most time for a round, on a busy machine
+WAIT_S: Final = 4.0  # the `wait_s` of the decode side's request
+# The time of an answer without all waits, for computing the prompt again on a busy machine.
 COMPUTE_S: Final = 6.0
 TOKENS: Final = 8
 STORE_FAULTS: Final = ("store killed", "store frozen")
 LINK_FAULTS: Final = ("prefill cut off", "decode cut off", "prefill slowed", "decode slowed")
 ABORTS: Final = ("prefill aborted", "decode aborted")
 ENGINE_FAULTS: Final = ("prefill frozen", "decode frozen", "prefill killed", "decode killed")
-PHASES: Final = ("before", "computing", "arriving", "there")  # of the prompt's blocks
+PHASES: Final = ("before", "computing", "arriving", "there")  # phases of the prompt's blocks
 KINDS: Final = (*STORE_FAULTS, *LINK_FAULTS, *ABORTS, *ENGINE_FAULTS)
 
 
 class Pair:
-    """A store, and an engine for each side behind a link of its own. Engines that were killed are started again.
-    `folder`: for the decode engines' traces, and for `aborts`: requests that have it are aborted once it is there."""
+    """A store, and an engine with a link of its own for each side. Engines that were killed are restarted. `folder`:
+    the folder for the decode engines' traces and for the file `aborts`, whose appearance aborts the requests that name
+    it."""
 
     def __init__(
         self,
@@ -86,19 +87,20 @@ class Pair:
         self.engines[side] = engine
 
     def waited(self, since: float) -> list[Waited]:
-        """How long each request waited that came to the decode engine since then, in seconds since 1970."""
+        """Return the waits of each request that reached the decode engine after `since` (in seconds since 1970)."""
         found: list[Waited] = wait_until(lambda: waited(self._trace, since), what="the decode engine tells its times")
         return found
 
     def have_store(self) -> None:
-        """Wait until both engines have the store again: they try now and then."""
+        """Wait until both engines use the store again; they retry it at intervals."""
         for side, engine in self.engines.items():
             wait_until(
                 lambda engine=engine: saves_a_block(engine, self.server), what=f"the {side} engine has the store"
             )
 
     def reach(self, phase: str, prefill: Ask) -> str:
-        """Order the prefill, and wait until the hand-over is in this phase, or in a later one -> that."""
+        """Send the prefill request, and wait until the hand-over reaches this phase or a later one. Returns the
+        phase."""
         created = created_blocks(self.server)
         self.engines["prefill"].order_play(prefill)
         if phase == PHASES[0]:
@@ -113,7 +115,8 @@ class Pair:
         pytest.fail(f"the hand-over is not {phase} after {ROUND_S} s")
 
     def fail(self, kind: str, choose: random.Random) -> set[str]:
-        """Let it happen, and end it after a while if it can end -> the sides that are dead now."""
+        """Cause the fault, and end it after a while if it can be ended. Returns the sides whose engines are dead
+        now."""
         who, _, what = kind.partition(" ")
         wait_s = choose.uniform(0.05, 1.5)
         if what == "killed" and who == "store":
@@ -130,7 +133,7 @@ class Pair:
                 time.sleep(wait_s)
         elif what == "cut off":
             link = self.links[who]
-            choose.choice((link.cut, link.hold, lambda: link.hold(3 * BLOCK_BYTES)))()  # told, and not told
+            choose.choice((link.cut, link.hold, lambda: link.hold(3 * BLOCK_BYTES)))()  # closed, or silently stopped
             time.sleep(wait_s)
             self.links[who].release()
         elif what == "slowed":
@@ -150,13 +153,14 @@ def pair(
 
 
 def kinds(choose: random.Random) -> Iterator[str]:
-    """All of them, in a new order each time."""
+    """Yield all kinds of faults, again and again, each time in a new order."""
     while True:
         yield from choose.sample(KINDS, len(KINDS))
 
 
 def keys_in(server: Server) -> list[bytes]:
-    """Of all blocks of the engines' namespace. A server that was killed in the last round may not have it any more."""
+    """Return the keys of all blocks in the engines' namespace. A server that was killed in the last round may no longer
+    have that namespace."""
     known = namespaces(server)
     if not known:
         return []
@@ -168,7 +172,7 @@ def keys_in(server: Server) -> list[bytes]:
 
 
 def saves_a_block(engine: Engine, server: Server) -> bool:
-    """Whether a new prompt's block is in the store in the end."""
+    """Compute a new prompt of one block. Returns whether the block reaches the store."""
     before = created_blocks(server)
     engine.generate(prompt(random.randrange(1 << 40), BLOCK))
     engine.settle()
@@ -176,7 +180,7 @@ def saves_a_block(engine: Engine, server: Server) -> bool:
 
 
 def no_part_left(server: Server, parts: dict[str, int]) -> None:
-    """Of no block some parts are there and others not."""
+    """Check that no block in the store has only some of its slices."""
     if parts and not sum(each.evicted for each in namespaces(server)):
         there = Counter(key[:-1] for key in keys_in(server))
         assert set(there.values()) <= {parts["layer_parts"]}, "a part is left of a block that is not complete"
@@ -184,11 +188,11 @@ def no_part_left(server: Server, parts: dict[str, int]) -> None:
 
 @IN_PARTS
 @pytest.mark.timeout(400)
-def test_the_decode_side_uses_what_came_before_the_prefill_side_was_gone(
+def test_the_decode_side_uses_blocks_sent_before_the_prefill_side_was_gone(
     start_server: StartServer, start_engine: StartEngine, expected: Expected, clock: Clock, parts: dict[str, int]
 ) -> None:
-    """RFC 10818's partial receives: after the first block, some, and all but one, while the next one is on its way. At
-    first the prefill engine loses the store, in the end it dies."""
+    """The prefill engine loses the store after its first block, after some, and after all but one, while the next block
+    is in transit. In the end it dies. These are the partial receives of vLLM's RFC 10818."""
     server = start_server(memory="256MiB", **clock.environment)
     blocks, of = 12, parts.get("layer_parts", 1)
     with SlowLink(server.port) as link:
@@ -201,7 +205,7 @@ def test_the_decode_side_uses_what_came_before_the_prefill_side_was_gone(
             question = prompt(160 + came, blocks * BLOCK + 7)
             books, before = Ledger(decoder), created_blocks(server)
             prefiller.begin(Ask(question, 1, side=PREFILL))
-            prefiller.compute(BLOCK)  # it has promised the others
+            prefiller.compute(BLOCK)  # the prefill engine has promised the other blocks
             decoder.order_play(Ask(question, 12, side=DECODE))
             assert prefiller.compute(came * BLOCK) == came * BLOCK
             wait_until(lambda now=before + came * of: created_blocks(server) == now, what="the store has these blocks")
@@ -224,13 +228,13 @@ def test_the_decode_side_uses_what_came_before_the_prefill_side_was_gone(
                 assert prefiller.metrics()["defects"] == 0
     wait_until(lambda: not sum(each.writing for each in namespaces(server)), what="nothing is being written")
     assert not sum(each.evicted for each in namespaces(server)), "all that was set is there to be looked at"
-    clock.advance(PART_TTL_S + 1)
+    clock.advance(SLICE_TTL_S + 1)
     no_part_left(server, parts)
 
 
 @IN_PARTS
 @pytest.mark.timeout(400 + FAULTS * ROUND_S)
-def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
+def test_after_any_fault_the_answer_is_right_and_in_time(
     pair: Pair, expected: Expected, clock: Clock, parts: dict[str, int]
 ) -> None:
     seed = int(os.environ.get("KVSTORE_FAULTS_SEED", random.randrange(1 << 32)))
@@ -259,7 +263,7 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
         answers = {side: engine.result()[0] for side, engine in pair.engines.items() if side not in dead}
         for side in dead:
             pair.start(side)
-        if "decode" in dead or answers["decode"].aborted:  # the user's request is tried again
+        if "decode" in dead or answers["decode"].aborted:  # the user sends the request again
             asks["decode"].abort = None
             [answers["decode"]] = pair.engines["decode"].play(asks["decode"])
         told = f"round {number} of KVSTORE_FAULTS_SEED={seed}, {kind} while {phase}"
@@ -284,7 +288,7 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
         print(f"{number + 1} {kind} while {phase}: {waited_s:.2f} s")
     for side, engine in pair.engines.items():
         assert engine.metrics()["defects"] == 0, side
-    clock.advance(PART_TTL_S + 1)
+    clock.advance(SLICE_TTL_S + 1)
     no_part_left(pair.server, parts)
     print(f"{met.total()} faults, the longest answer {longest_s:.2f} s beside the fault itself")
     for kind in KINDS:

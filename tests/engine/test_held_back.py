@@ -1,4 +1,4 @@
-"""How long the connector holds requests back, by a clock that the test moves, with vLLM's real scheduler."""
+"""How long the connector delays requests, measured with vLLM's real scheduler and a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     from tests.engine.scheduled_engine import BLOCK_TOKENS, ScheduledEngine
 
 PROMPT = range(5 * BLOCK_TOKENS + 3)
-PACE = 10.0 * BLOCK_TOKENS  # tokens a second: a block in 0.1 s
+PACE = 10.0 * BLOCK_TOKENS  # tokens computed per second: a block takes 0.1 s
 
 
 def computing(first: int, end: int) -> float:
@@ -29,14 +29,14 @@ Start = Callable[..., ScheduledEngine]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
-    """What the connector takes for the time a request is held back."""
+    """The clock with which the connector measures how long it holds a request back."""
     return StandingClock(monkeypatch, held_back)
 
 
 def engine_of(start: Start, blocks_in_store: int, **arguments: object) -> ScheduledEngine:
     engine = start(**arguments)
     engine.scheduler.connector.get_kv_connector_stats = lambda: None  # `taken` takes them
-    # The steps of this test say nothing of how fast an engine is.
+    # The steps of these tests would give no estimate of an engine's speed.
     engine.half.loads.computing.seconds = computing  # type: ignore[method-assign]
     for rank in engine.ranks:
         rank.held.update(engine.keys(PROMPT)[:blocks_in_store])
@@ -47,13 +47,11 @@ def taken(engine: ScheduledEngine) -> list[float]:
     return [round(seconds, 6) for seconds in engine.half.held_back.take()]
 
 
-def test_a_request_waits_for_the_store_as_long_as_the_engine_asks_in_every_step(
-    start: Start, clock: StandingClock
-) -> None:
+def test_a_requests_wait_is_counted_while_the_engine_asks_every_step(start: Start, clock: StandingClock) -> None:
     engine = engine_of(start, 0)
     engine.lookups.answering = False
     engine.add(PROMPT)
-    clock.now += 5.0  # nobody has asked for it
+    clock.now += 5.0  # the engine has not yet asked for this request
     for _ in range(3):
         engine.step()
         clock.now += 0.25
@@ -63,22 +61,20 @@ def test_a_request_waits_for_the_store_as_long_as_the_engine_asks_in_every_step(
     assert taken(engine) == [0.75]
 
 
-def test_while_the_engine_has_no_room_it_is_not_the_store_that_holds_a_request_back(
-    start: Start, clock: StandingClock
-) -> None:
+def test_waiting_for_engine_room_is_not_counted_as_the_stores_delay(start: Start, clock: StandingClock) -> None:
     times = HeldBackTimes()
     times.asked("a", 0, again=True)
     times.step()
     clock.now += 0.5
     times.asked("a", 0, again=True)
     times.step()
-    times.step()  # it was not asked for
+    times.step()  # the engine did not ask for the request in this step
     clock.now += 7.0
     times.asked("a", 0, again=True)
     times.step()
     clock.now += 0.25
     times.asked("a", 0, again=False)
-    clock.now += 3.0  # there are no blocks for it
+    clock.now += 3.0  # the engine has no blocks for the request
     times.step()
     times.asked("a", 0, again=False)
     times.allocated("a", 0, computing)
@@ -88,7 +84,7 @@ def test_while_the_engine_has_no_room_it_is_not_the_store_that_holds_a_request_b
 
 
 @pytest.mark.parametrize(("load_s", "held_back_s"), [(0.4, 0.0), (0.9, 0.4)])
-def test_of_a_load_only_what_computing_would_not_have_taken_counts(
+def test_only_a_loads_excess_over_computing_counts(
     start: Start, clock: StandingClock, load_s: float, held_back_s: float
 ) -> None:
     engine = engine_of(start, 5)
@@ -100,7 +96,7 @@ def test_of_a_load_only_what_computing_would_not_have_taken_counts(
     assert taken(engine) == [held_back_s]
 
 
-def test_a_load_that_fails_ends_as_one_that_does_not(start: Start, clock: StandingClock) -> None:
+def test_a_failed_load_is_timed_like_a_successful_one(start: Start, clock: StandingClock) -> None:
     engine = engine_of(start, 5)
     request = engine.add(PROMPT)
     engine.step()
@@ -113,9 +109,7 @@ def test_a_load_that_fails_ends_as_one_that_does_not(start: Start, clock: Standi
     assert request.num_computed_tokens
 
 
-def test_a_request_that_waits_for_anothers_load_would_have_computed_what_that_brings(
-    start: Start, clock: StandingClock
-) -> None:
+def test_waiting_for_anothers_load_is_compared_with_computing_its_blocks(start: Start, clock: StandingClock) -> None:
     engine = engine_of(start, 5)
     engine.add(PROMPT)
     engine.add([*PROMPT, *range(1000, 1000 + 7)])
@@ -127,14 +121,14 @@ def test_a_request_that_waits_for_anothers_load_would_have_computed_what_that_br
     assert taken(engine) == [0.0, 0.0]
 
 
-def test_prompts_that_others_compute_have_times_of_their_own(start: Start, clock: StandingClock) -> None:
+def test_prompts_computed_by_others_have_separate_times(start: Start, clock: StandingClock) -> None:
     engine = engine_of(start, 5)
     engine.add(PROMPT, side="do_remote_decode")
     engine.run()
     assert taken(engine) == []
 
 
-def test_times_that_nobody_takes_are_not_kept_for_ever(clock: StandingClock) -> None:
+def test_times_that_are_never_taken_are_bounded(clock: StandingClock) -> None:
     times = HeldBackTimes()
     for number in range(MOST_UNTAKEN + 10):
         times.asked(str(number), 0, again=False)
@@ -144,7 +138,7 @@ def test_times_that_nobody_takes_are_not_kept_for_ever(clock: StandingClock) -> 
     assert not times.take() and not len(times)
 
 
-def test_a_request_that_is_aborted_leaves_nothing(start: Start, clock: StandingClock) -> None:
+def test_an_aborted_request_leaves_nothing(start: Start, clock: StandingClock) -> None:
     engine = engine_of(start, 5)
     engine.lookups.answering = False
     request = engine.add(PROMPT)

@@ -1,6 +1,6 @@
-"""Which fields of vLLM's classes for requests decide what is in a request's blocks. A field that is not listed here may
-decide, too, so it fails the test: look up what vLLM does with it, see to it that the keys cover it if it decides
-(`kvstore_client/vllm/connector/block_keys.py`), and add it here."""
+"""Which fields of vLLM's request classes decide what is in a request's blocks. A field that is not listed here fails
+the test, because it may decide, too. Then look up what vLLM does with the field. If it decides, make sure that the keys
+cover it (`kvstore_client/vllm/connector/block_keys.py`). Add the field here."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ with warnings.catch_warnings():
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.request import Request, StreamingUpdate
 
-# What decides, and where the keys have it.
+# For fields that decide: how the keys cover them.
 HASH = "in vLLM's hash of the block"
 ADDED = "added to the hash"
 PART = "is, or is made of, what other fields have"
-# What does not decide, and why.
+# For fields that do not decide: why.
 ANSWER = "chooses tokens, or what is answered, from what the model made"
 WHEN = "says when, where or for whom a request is computed"
 NAME = "a name of the request, or of its client"
@@ -161,7 +161,7 @@ def names(kind: type) -> Iterable[str]:
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_of_every_field_of_a_request_it_is_known_whether_it_decides(kind: type, known: Mapping[str, str]) -> None:
+def test_every_request_field_is_classified_as_deciding_or_not(kind: type, known: Mapping[str, str]) -> None:
     found = set(names(kind))
     assert not found - set(known), f"{kind.__name__} has fields that may decide what is in blocks; see this file's head"
     assert not set(known) - found, f"{kind.__name__} has these fields no more"

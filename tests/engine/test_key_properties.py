@@ -1,6 +1,8 @@
-"""Thousands of random requests, each compared with each: blocks have one key exactly if they mean the same.
+"""Thousands of random requests, each compared with every other: two blocks have the same key exactly if the same things
+decide their bytes.
 
-Requests are vLLM's own, hashed by its own hasher. Most differ from another one in a single thing.
+The requests are objects of vLLM's own class, hashed by its own hasher. Most of them differ from another one in a single
+property.
 """
 
 from __future__ import annotations
@@ -48,20 +50,20 @@ class Picture:
     name: str = "img-1"
     content: int = 0
     kind: str = "image"
-    hole: int = -1  # a place of its own that it does not take
+    hole: int = -1  # a position in its range that belongs to a token
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, and the engine's settings that count."""
+    """A request, and the engine's relevant settings."""
 
     tokens: tuple[int, ...] = (1,) * 14
     salt: str = ""
     adapter: int = 0  # 0: none; else the content of its files
     fused: bool = False
     pictures: tuple[Picture, ...] = ()
-    rows: tuple[int, ...] | None = None  # a prompt embedding for each place
-    mask: tuple[bool, ...] = ()  # which places are tokens; empty: none
+    rows: tuple[int, ...] | None = None  # a prompt embedding for each position
+    mask: tuple[bool, ...] = ()  # which positions are tokens; empty: none
     arguments: int = 0  # for the model of a pooling request; 0: none
     weights: str = ""
     trusts: bool = False
@@ -76,7 +78,7 @@ class Asked:
         return self.mask or (False,) * len(self.tokens)
 
     def meaning(self, end: int) -> Any:
-        """All that decides what is in a block that ends here."""
+        """Return everything that decides what is in a block that ends here."""
         pictures = tuple(
             (self.trusts, dataclasses.replace(each, content=0 if self.trusts else each.content))
             for each in sorted(self.pictures, key=lambda each: each.offset)
@@ -88,7 +90,7 @@ class Asked:
 
 
 def changed(asked: Asked, chooser: random.Random) -> Asked:
-    """The request with one more thing changed, perhaps to what it was."""
+    """Return the request with one property changed, which may be the value of an earlier request."""
     size = len(asked.tokens)
     place = chooser.randrange(size)
 
@@ -148,7 +150,7 @@ def changed(asked: Asked, chooser: random.Random) -> Asked:
 
 
 def _zeroed(asked: Asked) -> Asked:
-    """A row that is not used says nothing."""
+    """Set the rows of positions with tokens to zero, because they are not used."""
     if asked.rows is None:
         return asked
     rows = (0 if kept else row for row, kept in zip(asked.rows, asked.is_token, strict=True))
@@ -164,7 +166,7 @@ def requests(chooser: random.Random) -> Iterator[Asked]:
 
 
 class Engines:
-    """What makes requests of what was asked, and their keys."""
+    """Makes vLLM's requests and their keys from descriptions."""
 
     def __init__(self, folder: Path) -> None:
         init_none_hash(sha256)
@@ -172,7 +174,7 @@ class Engines:
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
 
     def engine(self, asked: Asked) -> BlockKeys:
-        """One that has computed nothing yet."""
+        """Return an engine that has computed nothing yet."""
         keys = BlockKeys(BLOCK_TOKENS, trust_media_ids=asked.trusts)
         keys.name_weights(asked.weights)
         return keys
@@ -210,7 +212,8 @@ class Engines:
         )
 
     def _adapter(self, asked: Asked) -> LoRARequest:
-        """On each machine other files may lie at the path, here in a folder of their own that has that name."""
+        """Return the adapter. Adapters with different files have the same path here, as they may have on different
+        machines."""
         folder = self._folder / "sql"
         content = str(asked.adapter).encode()
         file = folder / "adapter_model.safetensors"
@@ -221,7 +224,7 @@ class Engines:
 
 
 def keys_of(keys: BlockKeys, request: Request) -> list[tuple[int, bytes]]:
-    """The end of each block that can be shared, and its key."""
+    """Return the end of each block that can be shared, and its key."""
     found = [((index + 1) * BLOCK_TOKENS, key) for index, key in enumerate(keys.of(request))]
     tail = keys.tail(request)
     return [*found, *([(request.num_prompt_tokens, tail)] if tail is not None else [])]
@@ -245,7 +248,7 @@ def test_blocks_have_one_key_exactly_if_they_mean_the_same(tmp_path: Path) -> No
     assert len(meanings) > 5000
 
 
-def test_an_engine_with_a_past_has_the_same_keys_up_to_what_it_may_have_mixed_up(tmp_path: Path) -> None:
+def test_a_used_engines_keys_are_the_same_unless_it_mixed_contents(tmp_path: Path) -> None:
     engines = Engines(tmp_path)
     past: dict[tuple[str, bool], BlockKeys] = {}
     contents: dict[tuple[str, bool], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -253,7 +256,7 @@ def test_an_engine_with_a_past_has_the_same_keys_up_to_what_it_may_have_mixed_up
     for number, each_asked in enumerate(requests(random.Random(SEED + 1))):
         if number >= FAMILIES * MEMBERS // 2:
             break
-        family = number // MEMBERS  # its ids are its own
+        family = number // MEMBERS  # the ids of its media are unique
         pictures = tuple(dataclasses.replace(each, name=f"{each.name}-{family}") for each in each_asked.pictures)
         asked = dataclasses.replace(each_asked, adapter=0, pictures=pictures)
         which = asked.weights, asked.trusts

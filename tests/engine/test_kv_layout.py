@@ -1,7 +1,7 @@
-"""Blocks of bytes out of KV cache tensors of every memory order vLLM has, and back, on the CPU.
+"""Copies blocks out of KV cache tensors, in every memory order of vLLM, and back, on the CPU.
 
-On a device the bytes are moved by the driver, given the runs that ``BlockLayout.runs`` finds, which are tested here
-without a device. ``tests/gpu`` has the tests that need one.
+On a device, the driver copies the runs that ``BlockLayout.runs`` finds; these runs are tested here without a device.
+The tests that need a device are in ``tests/gpu``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 12, 6, 2, 4, 8
 AXES = dict(zip("LBHNC", (LAYERS, BLOCKS, HEADS, TOKENS, CONTENT), strict=True))
-# How many dense runs one block has, by the order in memory of layers, blocks, heads, tokens and content.
+# The number of dense runs in one block, for each order in memory of layers, blocks, heads, tokens and content.
 RUNS = {"LBHNC": LAYERS, "LBNHC": LAYERS, "LHBNC": LAYERS * HEADS, "BLHNC": 1, "BLNHC": 1, "BHLNC": LAYERS * HEADS}
 ORDERS = pytest.mark.parametrize("order", list(RUNS))
 
 
 def caches(order: str, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Layers of logical shape (B, H, N, C) in one buffer of this physical order, every element different."""
+    """Return layers of logical shape (B, H, N, C) in one buffer with this physical order. All elements differ."""
     import torch
 
     buffer = torch.arange(math.prod(AXES.values()), dtype=torch.int16).view(torch.bfloat16).to(device)
@@ -38,15 +38,15 @@ def caches(order: str, device: str = "cpu") -> dict[str, torch.Tensor]:
 
 
 def block_layout(
-    tensors: dict[str, torch.Tensor], num_blocks: int = BLOCKS, ranges: int = 1, parts: int = 1
+    tensors: dict[str, torch.Tensor], num_blocks: int = BLOCKS, ranges: int = 1, slices: int = 1
 ) -> BlockLayout:
-    from kvstore_client.engine.paged.layout import BlockLayout  # with torch: only when these tests run
+    from kvstore_client.engine.paged.layout import BlockLayout  # imports torch, so only in these tests
 
-    return BlockLayout(tensors, num_blocks, ranges, parts=parts)
+    return BlockLayout(tensors, num_blocks, ranges, slices=slices)
 
 
 def swapped_out(layout: BlockLayout, *block_ids: int) -> Rows:
-    """These blocks, a row each."""
+    """Copy these blocks out, and return a row for each."""
     rows = layout.pool(len(block_ids))
     layout.swap_out(block_ids, rows, range(len(block_ids))).wait()
     return rows
@@ -59,12 +59,12 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit by bit: some patterns are not numbers."""
+    """Compare bit by bit, because some bit patterns are NaN."""
     return to_bytes(one) == to_bytes(other)
 
 
 def swap_around(layout: BlockLayout, tensors: dict[str, torch.Tensor]) -> None:
-    """Blocks 4 and 0 go through scattered slots of a pool to blocks 1 and 3; nothing else changes."""
+    """Move blocks 4 and 0 through scattered slots of a pool to blocks 1 and 3; nothing else may change."""
     assert layout.block_bytes == LAYERS * HEADS * TOKENS * CONTENT * 2
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     pool = layout.pool(5)
@@ -80,13 +80,13 @@ def swap_around(layout: BlockLayout, tensors: dict[str, torch.Tensor]) -> None:
 
 
 @ORDERS
-def test_a_block_comes_back_where_it_is_put(order: str) -> None:
+def test_a_block_read_back_equals_what_was_written(order: str) -> None:
     tensors = caches(order)
     swap_around(block_layout(tensors), tensors)
 
 
 @ORDERS
-def test_a_large_copy_out_is_made_by_a_thread_and_the_same(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_copy_out_by_a_thread_gives_the_same_bytes(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvstore_client.engine.paged import layout as module
 
     monkeypatch.setattr(module, "AT_ONCE_BYTES", 0)
@@ -94,7 +94,7 @@ def test_a_large_copy_out_is_made_by_a_thread_and_the_same(order: str, monkeypat
     swap_around(block_layout(tensors), tensors)
 
 
-def test_a_copy_by_the_thread_is_not_done_before_its_bytes_are_there_and_who_computes_waits_for_it(
+def test_a_threads_copy_is_done_only_when_complete_and_computing_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from kvstore_client.engine.paged import layout as module
@@ -132,7 +132,7 @@ def test_a_small_copy_of_host_tensors_is_done_at_once(order: str) -> None:
 
 
 @ORDERS
-def test_the_runs_given_to_a_device_are_the_bytes_the_host_copies(order: str) -> None:
+def test_a_devices_runs_are_the_bytes_the_host_copies(order: str) -> None:
     tensors = caches(order)
     layout = block_layout(tensors)
     pool, by_runs = layout.pool(4), layout.pool(4)
@@ -159,7 +159,7 @@ def test_runs_are_as_long_as_the_memory_order_allows(order: str) -> None:
 
 @ORDERS
 @pytest.mark.parametrize("copies", ["host", "runs"])
-def test_ranges_of_heads_are_blocks_as_engines_with_fewer_heads_have_them(order: str, copies: str) -> None:
+def test_ranges_of_heads_equal_blocks_of_engines_with_fewer_heads(order: str, copies: str) -> None:
     tensors = caches(order)
     layout = block_layout(tensors, ranges=HEADS)
     narrow = [{name: tensor[:, head : head + 1].clone() for name, tensor in tensors.items()} for head in range(HEADS)]
@@ -178,7 +178,7 @@ def test_ranges_of_heads_are_blocks_as_engines_with_fewer_heads_have_them(order:
         assert equal(tensor[[0, 3]], before[name][[4, 1]])
 
 
-def test_the_order_of_a_range_is_described_as_that_of_an_engine_with_fewer_heads() -> None:
+def test_a_ranges_order_is_described_like_that_of_fewer_heads() -> None:
     for order in ("LBHNC", "LBNHC", "BLHNC"):
         tensors = caches(order)
         dense = {name: tensor[:, :1].clone() for name, tensor in tensors.items()}
@@ -186,7 +186,7 @@ def test_the_order_of_a_range_is_described_as_that_of_an_engine_with_fewer_heads
 
 
 def overlaid(state_bytes: int = 40) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Two groups of two layers each: pages of attention, and of states that are smaller, over each other."""
+    """Return two groups of two layers each: pages of attention, and of states that are smaller, in the same memory."""
     import torch
 
     page = HEADS * TOKENS * CONTENT * 2
@@ -198,7 +198,7 @@ def overlaid(state_bytes: int = 40) -> tuple[torch.Tensor, dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("copies", ["host", "runs"])
-def test_of_pages_that_lie_over_each_other_a_block_has_every_byte_once(copies: str) -> None:
+def test_overlapping_pages_give_a_block_every_byte_once(copies: str) -> None:
     memory, views = overlaid()
     layout = block_layout(views)
     page = HEADS * TOKENS * CONTENT * 2
@@ -218,16 +218,17 @@ def test_of_pages_that_lie_over_each_other_a_block_has_every_byte_once(copies: s
     assert to_bytes(views["layers.2.attn"][3]) == to_bytes(views["layers.2.attn"][4])
 
 
-def test_layers_that_lie_over_each_other_are_in_one_part() -> None:
+def test_overlapping_layers_are_in_one_slice() -> None:
     _, views = overlaid()
-    layout = block_layout(views, parts=2)
+    layout = block_layout(views, slices=2)
     assert layout.layers == [{"layers.0.attn", "layers.1.mixer"}, {"layers.2.attn", "layers.3.mixer"}]
     assert layout.description == block_layout(views).description == "2xbhnc(2x4x8)+2xbhnc(1x1x40)@2"
     assert layout.dtype == "bfloat16/int8"
 
 
-def test_pages_that_a_block_has_side_by_side_are_one_run() -> None:
-    """A block-outermost layout: one group has a wide page and a narrow one, the other two in between."""
+def test_a_blocks_adjacent_pages_are_one_run() -> None:
+    """With blocks outermost, pages of two groups have the same memory: a wide page and a narrow one in one group, and
+    two others in the other."""
     import torch
 
     memory = torch.arange(BLOCKS * 96, dtype=torch.int64).to(torch.uint8).reshape(BLOCKS, 96)
@@ -244,11 +245,11 @@ def test_caches_that_share_memory_but_no_blocks_are_refused() -> None:
 
     memory = torch.zeros(BLOCKS * 64, dtype=torch.uint8)
     wide, narrow = memory.reshape(BLOCKS, 64), memory[: BLOCKS * 32].reshape(BLOCKS, 32)
-    with pytest.raises(ValueError, match=r"blocks are .* bytes apart; expected one distance"):
+    with pytest.raises(ValueError, match=r"blocks are .* bytes apart; expected the same distance"):
         block_layout({"0": wide, "1": narrow})
 
 
-def test_pages_of_a_block_that_do_not_lie_together_are_refused() -> None:
+def test_blocks_with_scattered_pages_are_refused() -> None:
     import torch
 
     memory = torch.zeros(2, BLOCKS, 64, dtype=torch.uint8)
@@ -256,7 +257,7 @@ def test_pages_of_a_block_that_do_not_lie_together_are_refused() -> None:
         block_layout({"0": memory.permute(1, 0, 2), "1": memory[0, :, :32], "2": memory[1, :, 32:]})
 
 
-def test_caches_without_heads_to_cut_are_refused() -> None:
+def test_caches_without_heads_to_split_are_refused() -> None:
     import torch
 
     for shape in ((BLOCKS, TOKENS, CONTENT), (BLOCKS, 3, TOKENS, CONTENT)):
@@ -264,7 +265,7 @@ def test_caches_without_heads_to_cut_are_refused() -> None:
             block_layout({"0": torch.zeros(shape)}, ranges=2)
 
 
-def test_runs_of_pages_with_gaps_leave_the_gaps_out() -> None:
+def test_runs_of_pages_with_gaps_skip_the_gaps() -> None:
     import torch
 
     buffer = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * (CONTENT + 1), dtype=torch.int16)
@@ -277,7 +278,7 @@ def test_runs_of_pages_with_gaps_leave_the_gaps_out() -> None:
 
 
 @pytest.mark.parametrize("block_id", [-1, BLOCKS])
-def test_a_block_or_a_slot_that_is_not_there_is_refused_before_any_byte_moves(block_id: int) -> None:
+def test_a_missing_block_or_slot_is_refused_before_any_byte_moves(block_id: int) -> None:
     tensors = caches("LBHNC")
     layout = block_layout(tensors)
     before = swapped_out(layout, *range(BLOCKS))
@@ -295,7 +296,7 @@ def test_a_block_or_a_slot_that_is_not_there_is_refused_before_any_byte_moves(bl
     assert np.array_equal(swapped_out(layout, *range(BLOCKS)), before)
 
 
-def test_a_pool_of_other_rows_is_refused() -> None:
+def test_a_pool_with_other_rows_is_refused() -> None:
     layout = block_layout(caches("LBHNC"))
     wide = np.zeros((2, layout.block_bytes + 1), np.uint8)
     for pool in (wide, np.zeros((2, 2 * layout.block_bytes), np.uint8)[:, ::2]):
@@ -307,7 +308,7 @@ def test_a_pool_of_other_rows_is_refused() -> None:
             call([0, 1], layout.pool(2), [0])
 
 
-def test_nothing_to_copy_is_no_error() -> None:
+def test_an_empty_copy_is_no_error() -> None:
     layout = block_layout(caches("LBHNC"))
     pool = layout.pool(0)
     assert pool.shape == (0, layout.block_bytes)
@@ -316,7 +317,7 @@ def test_nothing_to_copy_is_no_error() -> None:
     assert all(len(array) == 0 for array in layout.runs([], pool, []))
 
 
-def test_the_pages_of_a_host_pool_are_not_touched_until_they_are_used() -> None:
+def test_a_host_pools_pages_are_untouched_until_used() -> None:
     layout = block_layout(caches("LBHNC"))
     before = resident_bytes()
     pool = layout.pool((1 << 30) // layout.block_bytes)
@@ -324,7 +325,7 @@ def test_the_pages_of_a_host_pool_are_not_touched_until_they_are_used() -> None:
     assert pool.nbytes > 1 << 29
 
 
-def test_a_shared_pool_is_memory_that_a_server_on_this_host_copies_from() -> None:
+def test_a_server_on_this_host_copies_from_a_shared_pool() -> None:
     from kvstore_client.memory import region_of
 
     tensors = caches("LBHNC")
@@ -340,7 +341,7 @@ def test_a_shared_pool_is_memory_that_a_server_on_this_host_copies_from() -> Non
         assert equal(tensor[[1, 3]], before[name][[4, 0]])
 
 
-def test_where_the_system_has_no_memory_to_share_the_pool_is_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sharable_memory_the_pool_is_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     import kvstore_client.memory
 
     def refused(*arguments: object) -> int:
@@ -364,7 +365,7 @@ def test_caches_on_other_devices_are_refused() -> None:
         block_layout(tensors)
 
 
-def test_the_installed_vllm_has_the_parts_that_a_device_needs() -> None:
+def test_the_installed_vllm_has_the_functions_for_devices() -> None:
     from kvstore_client.vllm.connector.vllm_parts import batched_copy, host_register
 
     def needed(function: object) -> list[str]:
@@ -387,37 +388,37 @@ def test_layers_are_stored_by_number_and_shared_caches_once() -> None:
 
 
 @ORDERS
-@pytest.mark.parametrize("parts", [2, 4, 12])
-def test_parts_are_those_layers_of_a_block(order: str, parts: int) -> None:
+@pytest.mark.parametrize("slices", [2, 4, 12])
+def test_slices_are_a_blocks_layer_groups(order: str, slices: int) -> None:
     tensors = caches(order)
-    layout, whole = block_layout(tensors, parts=parts), block_layout(tensors)
-    assert layout.block_bytes == whole.block_bytes == parts * layout.part_bytes
+    layout, whole = block_layout(tensors, slices=slices), block_layout(tensors)
+    assert layout.block_bytes == whole.block_bytes == slices * layout.slice_bytes
     assert layout.description == whole.description
-    rows, by_runs = layout.pool(2 * parts), layout.pool(2 * parts)
-    for part in reversed(range(parts)):
-        layout.swap_out([5, 1], rows, [part, parts + part], part)
-        runs = layout.runs([5, 1], by_runs, [part, parts + part], part)
+    rows, by_runs = layout.pool(2 * slices), layout.pool(2 * slices)
+    for part in reversed(range(slices)):
+        layout.swap_out([5, 1], rows, [part, slices + part], part)
+        runs = layout.runs([5, 1], by_runs, [part, slices + part], part)
         for source, target, size in zip(runs.cache, runs.rows, runs.sizes, strict=True):
             ctypes.memmove(int(target), int(source), int(size))
     assert np.array_equal(rows.reshape(2, -1), swapped_out(whole, 5, 1))
     assert np.array_equal(rows, by_runs)
-    layers = LAYERS // parts
+    layers = LAYERS // slices
     assert layout.layers == [
-        {f"model.layers.{part * layers + index}.attn" for index in range(layers)} for part in range(parts)
+        {f"model.layers.{part * layers + index}.attn" for index in range(layers)} for part in range(slices)
     ]
-    layout.swap_in(rows, [parts - 1], [0], part=parts - 1)
+    layout.swap_in(rows, [slices - 1], [0], slice_index=slices - 1)
     changed = [name for name, tensor in tensors.items() if equal(tensor[0], tensor[5])]
     assert set(changed) == layout.layers[-1]
 
 
-def test_a_part_waits_for_all_layers_that_share_one_of_its_caches() -> None:
+def test_a_slice_waits_for_all_layers_that_share_its_caches() -> None:
     tensors = caches("LBHNC")
     tensors["model.layers.12.attn"] = tensors["model.layers.1.attn"]
-    layout = block_layout(tensors, parts=6)
+    layout = block_layout(tensors, slices=6)
     assert layout.layers[0] == {"model.layers.0.attn", "model.layers.1.attn", "model.layers.12.attn"}
 
 
-def test_kernel_blocks_smaller_than_blocks_are_put_together() -> None:
+def test_kernel_blocks_smaller_than_blocks_are_combined() -> None:
     tensors = caches("LBHNC")
     whole = block_layout(tensors)
     halves = block_layout(tensors, BLOCKS // 2)
@@ -427,15 +428,15 @@ def test_kernel_blocks_smaller_than_blocks_are_put_together() -> None:
     assert np.array_equal(one.reshape(LAYERS, 2, page), two.reshape(2, LAYERS, page).swapaxes(0, 1))
 
 
-def test_the_description_tells_memory_orders_apart() -> None:
+def test_the_description_distinguishes_memory_orders() -> None:
     descriptions = {block_layout(caches(order)).description for order in ("LBHNC", "LBNHC")}
     assert len(descriptions) == 2
 
 
 @ORDERS
 @pytest.mark.parametrize("copies", ["host", "runs"])
-def test_pages_of_different_sizes_are_copied_one_after_the_other(order: str, copies: str) -> None:
-    """As a draft's layers have, or those with another dtype."""
+def test_pages_of_different_sizes_are_copied_in_sequence(order: str, copies: str) -> None:
+    """The layers of a draft model, or layers with another dtype, may have pages of another size."""
     import torch
 
     tensors = caches(order)
@@ -456,7 +457,7 @@ def test_pages_of_different_sizes_are_copied_one_after_the_other(order: str, cop
     assert all(equal(tensor[0], before[name][4]) for name, tensor in tensors.items())
     assert layout.dtype == "bfloat16/int16"
     with pytest.raises(ValueError, match=r"layer_parts is 2, but the layers of this model differ in their pages"):
-        block_layout(tensors, parts=2)
+        block_layout(tensors, slices=2)
 
 
 def test_rows_for_pages_of_different_sizes_are_checked() -> None:

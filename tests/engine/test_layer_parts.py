@@ -1,4 +1,5 @@
-"""Blocks that are kept in parts of layers: sent as they are computed, and read as they come, by real engines."""
+"""Blocks that are divided into layer slices: real engines send each slice when it is computed, and read it when it
+arrives."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import pytest
 
 from kvstore_client import KVStoreClient
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.parts import part_keys
-from kvstore_client.engine.transfer_out import PART_TTL_S
+from kvstore_client.engine.slices import slice_keys
+from kvstore_client.engine.transfer_out import SLICE_TTL_S
 from tests.engine.engines import (
     BLOCK,
     BLOCK_BYTES,
@@ -42,30 +43,30 @@ KEYS = make_keys(3)
 
 
 class Rank:
-    """A rank without an engine: its tensors, and the store."""
+    """A rank without an engine: its tensors, its worker half and a store."""
 
-    def __init__(self, server: Server, parts: int = OF) -> None:
+    def __init__(self, server: Server, slices: int = OF) -> None:
         self.tensors = caches("LBHNC")
         self.counters = Counters()
-        layout = BlockLayout(self.tensors, BLOCKS, parts=parts)
-        self.namespace = make_namespace(layout.part_bytes, "layer-parts")
+        layout = BlockLayout(self.tensors, BLOCKS, slices=slices)
+        self.namespace = make_namespace(layout.slice_bytes, "layer-parts")
         self.guard = StoreGuard(server.endpoint, self.namespace, timeout_s=5, counters=self.counters)
         self.worker = WorkerHalf(
             self.guard,
             layout,
-            store=RankStore(self.namespace, 16, None, parts),
+            store=RankStore(self.namespace, 16, None, slices),
             timeout_s=5,
             replica=(0, 1),
             counters=self.counters,
         )
 
     def begin_step(self, job: int = 0) -> None:
-        """A step that fills the cache's first blocks."""
+        """Begin a step that computes and saves the cache's first blocks."""
         saves = Saves(job, list(map(SavedBlock, KEYS, [4, 9, 2], [0, 1, 2], [None, *KEYS[:2]])))
         self.worker.begin_step(StepPlan(saves=saves))
 
     def end_step(self) -> WorkerReport:
-        """-> what became of it, once all is sent."""
+        """End the step, wait until everything is sent, and return the worker's report."""
         self.worker.saves.save()
         self.worker.saves.take_saved()
         assert self.worker.saves._out.drain(10)
@@ -79,7 +80,7 @@ class Rank:
         assert self.worker.saves._out.drain(10)
 
     def load(self, **how: float | bool) -> set[int]:
-        """Load all into blocks 3, 4, 5. -> those that are missing."""
+        """Load all blocks into cache blocks 3, 4 and 5. Returns those that could not be loaded."""
         self.worker.loads.load(Load("it", keys=KEYS, block_ids=[3, 4, 5], within_s=5.0, **how))  # type: ignore[arg-type]
         wait_until(self.worker.loads.take_loaded)
         return self.worker.loads.take_failed_block_ids()
@@ -108,17 +109,17 @@ def client(timed: Server, rank: Rank) -> Iterator[KVStoreClient]:
 
 
 def there(client: KVStoreClient) -> list[list[bool]]:
-    """Which parts the store has of each block."""
-    return client.contains(part_keys(KEYS, range(OF))).reshape(-1, OF).tolist()  # type: ignore[no-any-return]
+    """Return, for each block, which of its slices the store has."""
+    return client.contains(slice_keys(KEYS, range(OF))).reshape(-1, OF).tolist()  # type: ignore[no-any-return]
 
 
-def test_a_part_is_sent_when_its_last_layer_is_computed(rank: Rank, client: KVStoreClient) -> None:
+def test_a_slice_is_sent_when_its_last_layer_is_computed(rank: Rank, client: KVStoreClient) -> None:
     rank.begin_step()
     rank.compute(0, 1)
     assert not any(map(any, there(client)))
     rank.compute(2)
     assert there(client) == [[True, False, False, False]] * 3
-    rank.compute(6, 7, 8)  # in whatever order
+    rank.compute(6, 7, 8)  # in any order
     assert there(client) == [[True, False, True, False]] * 3
     report = rank.end_step()
     assert there(client) == [[True] * 4] * 3, "at the end of a step all layers are computed, whoever told of them"
@@ -128,32 +129,32 @@ def test_a_part_is_sent_when_its_last_layer_is_computed(rank: Rank, client: KVSt
     assert counted["transfer_out_blocks"] == counted["swap_out_blocks"] == 3
 
 
-def test_a_part_that_never_comes_leaves_nothing_behind(rank: Rank, client: KVStoreClient, clock: Clock) -> None:
+def test_a_slice_that_never_comes_leaves_nothing_behind(rank: Rank, client: KVStoreClient, clock: Clock) -> None:
     rank.begin_step()
     rank.compute(*range(LAYERS - 1))
     assert there(client) == [[True, True, True, False]] * 3
-    clock.advance(PART_TTL_S - 1)
+    clock.advance(SLICE_TTL_S - 1)
     assert there(client) == [[True, True, True, False]] * 3
     clock.advance(1.5)
     wait_until(lambda: not client.info().shards[0].namespaces, what="the store is empty")
 
 
-def test_a_whole_block_stays(rank: Rank, client: KVStoreClient, clock: Clock) -> None:
+def test_a_complete_block_outlives_the_ttl_of_its_slices(rank: Rank, client: KVStoreClient, clock: Clock) -> None:
     rank.begin_step()
     rank.compute(*range(LAYERS))
-    clock.advance(10 * PART_TTL_S)
+    clock.advance(10 * SLICE_TTL_S)
     assert there(client) == [[True] * 4] * 3
     assert not rank.load()
     for tensor in rank.tensors.values():
         assert all(equal(tensor[new], tensor[old]) for old, new in enumerate((3, 4, 5)))
 
 
-def test_a_block_that_lost_a_part_before_it_was_whole_does_not_count_as_stored(
+def test_a_block_that_lost_a_slice_early_does_not_count_as_stored(
     rank: Rank, client: KVStoreClient, clock: Clock
 ) -> None:
     rank.begin_step()
     rank.compute(0, 1, 2)
-    clock.advance(PART_TTL_S + 1)
+    clock.advance(SLICE_TTL_S + 1)
     rank.compute(*range(3, LAYERS))
     report = rank.end_step()
     assert report.released.total() == 3 and not report.stored
@@ -163,14 +164,14 @@ def test_a_block_that_lost_a_part_before_it_was_whole_does_not_count_as_stored(
     assert not rank.load()
 
 
-def test_parts_that_another_engine_has_set_are_kept_with_those_of_this_one(
+def test_slices_of_another_engine_combine_with_this_ones(
     timed: Server, rank: Rank, client: KVStoreClient, clock: Clock
 ) -> None:
-    """The other one dies half-way: what it has set would be lost with it."""
+    """Another engine has set half of the slices and then died, so its slices alone would expire."""
     other = Rank(timed)
     other.begin_step()
     other.compute(*range(6))
-    clock.advance(PART_TTL_S - 5)
+    clock.advance(SLICE_TTL_S - 5)
     rank.begin_step()
     rank.compute(*range(LAYERS))
     other.close()
@@ -178,11 +179,11 @@ def test_parts_that_another_engine_has_set_are_kept_with_those_of_this_one(
     assert there(client) == [[True] * 4] * 3 and namespace_info(client).created == 12
 
 
-def test_parts_are_loaded_as_they_come_and_a_block_counts_when_all_have(rank: Rank, client: KVStoreClient) -> None:
+def test_slices_are_loaded_on_arrival_and_blocks_count_when_complete(rank: Rank, client: KVStoreClient) -> None:
     wanted = [tensor[:3].clone() for tensor in rank.tensors.values()]
     rank.begin_step()
     rank.compute(*range(6))
-    with client.promise(part_keys(KEYS, range(OF))):
+    with client.promise(slice_keys(KEYS, range(OF))):
         rank.worker.loads.load(Load("it", keys=KEYS, block_ids=[3, 4, 5], within_s=30.0, waits=True))
         tensors = list(rank.tensors.values())
         wait_until(lambda: equal(tensors[5][3:6], wanted[5]), what="the first parts are there")
@@ -194,7 +195,7 @@ def test_parts_are_loaded_as_they_come_and_a_block_counts_when_all_have(rank: Ra
     assert rank.counters.take()["transfer_in_blocks"] == 3
 
 
-def test_blocks_with_a_part_that_does_not_come_are_missing(rank: Rank, client: KVStoreClient) -> None:
+def test_blocks_that_lack_a_slice_are_missing(rank: Rank, client: KVStoreClient) -> None:
     rank.begin_step()
     rank.compute(*range(LAYERS))
     client.delete([KEYS[1] + bytes([2])])
@@ -202,23 +203,23 @@ def test_blocks_with_a_part_that_does_not_come_are_missing(rank: Rank, client: K
     assert rank.load(waits=True) == {4, 5}
 
 
-def test_layers_must_fall_into_as_many_for_each_part() -> None:
+def test_layers_must_divide_evenly_into_slices() -> None:
     with pytest.raises(ValueError, match=f"layer_parts is 5.* {LAYERS} layers"):
-        BlockLayout(caches("LBHNC"), BLOCKS, parts=5)
+        BlockLayout(caches("LBHNC"), BLOCKS, slices=5)
 
 
 # ---- engines; `test_hand_over.py` hands over prompts in parts, too ------------------------------------------------
 
 
 @pytest.mark.parametrize("cpu_bytes", [0, "8MiB"])
-def test_what_was_kept_in_parts_is_loaded_by_every_other_engine(
+def test_blocks_kept_in_slices_are_loaded_by_every_other_engine(
     server: Server, start_engine: StartEngine, expected: Expected, cpu_bytes: int | str
 ) -> None:
-    """In chunks, with and without a CPU tier, through which a part of each prompt comes."""
+    """The prompts are computed in chunks. With a CPU tier, the next loads take a part of each prompt from that tier."""
     options = {**PARTS, "cpu_bytes": cpu_bytes, "always_load": True}
     first, second = (start_engine(server.endpoint, options=options, **CHUNKS) for _ in range(2))
     questions = [prompt(seed, 900) for seed in (1, 2, 3)]
-    for question in questions:  # one after the other: what waits to be sent fits the CPU tier, so nothing is dropped
+    for question in questions:  # one at a time, so that the CPU tier has room for waiting blocks
         check_answers(first, expected, question, cached=0)
         first.settle()
     (namespace,) = namespaces(server)
@@ -230,7 +231,7 @@ def test_what_was_kept_in_parts_is_loaded_by_every_other_engine(
     assert second.metrics()["failed_loads"] == first.metrics()["failed_loads"] == 0
 
 
-def test_engines_with_other_parts_do_not_see_each_others_blocks(
+def test_engines_with_other_slices_do_not_see_each_others_blocks(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
     for options in ({}, PARTS, {"layer_parts": 2}):

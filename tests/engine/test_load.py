@@ -1,4 +1,5 @@
-"""`kvstore load` against a real `vllm serve`: exact lengths, shared prefixes, and the times of vLLM's own benchmark.
+"""`kvstore load` against a real `vllm serve`: exact lengths, shared prefixes, and the times that vLLM's own benchmark
+measures.
 
 vLLM's benchmark replays the same trace with token ids of its own: `vllm bench serve --dataset-name timed_trace`.
 """
@@ -23,7 +24,7 @@ from tests.support.harness import environment
 
 REQUESTS = 16
 SPACING_MS = 300
-# Two runs of one benchmark on a machine that does other things mostly differ by less than this.
+# On a busy machine, the results of two runs of one benchmark mostly differ by less than this factor.
 FACTOR = 3.0
 ATTEMPTS = 4
 POISSON = ["--rate", "4", "--requests", "4", "--input-tokens", "40"]
@@ -38,7 +39,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
-    """An engine with a tokenizer, a chat template and tools."""
+    """An engine with a tokenizer, a chat template and tool calls."""
     folder = tmp_path_factory.mktemp("talking")
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     with ServedEngine(save_served_model(folder / "model"), folder / "server.log", None, *tools) as server:
@@ -52,7 +53,7 @@ def write_trace(file: Path, rows: list[tuple[int, int, int, list[int]]]) -> Path
 
 
 def load(server: ServedEngine, folder: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """-> the report, and the lines of all requests."""
+    """Run `kvstore load`. Returns its report, and the record of each request."""
     output = folder / "requests.jsonl"
     given = ["load", "--url", server.url, "--model", MODEL, "--slo-ttft", "30", "--slo-tpot", "10"]
     given += ["--json", "--output", str(output), *arguments]
@@ -62,8 +63,8 @@ def load(server: ServedEngine, folder: Path, *arguments: str) -> tuple[dict[str,
 
 
 def vllm_benchmark(server: ServedEngine, folder: Path, trace: Path, requests: int) -> dict[str, Any]:
-    """-> the result file of vLLM's benchmark for the same trace."""
-    # It draws token ids from the vocabulary of a tokenizer, which the model does not have.
+    """Run vLLM's benchmark with the same trace, and return its result file."""
+    # The benchmark draws token ids from a tokenizer's vocabulary; the model has no tokenizer.
     save_tokenizer(folder / "tokenizer", 4096)
     result = folder / "vllm.json"
     arguments = bench_arguments(server.url, MODEL, folder / "tokenizer", trace, requests, result)
@@ -77,7 +78,7 @@ def vllm_benchmark(server: ServedEngine, folder: Path, trace: Path, requests: in
 
 
 def bench_serve(arguments: list[str], log: Path) -> None:
-    """`vllm bench serve`, in a process forked from the nursery; what it says goes to the file `log`."""
+    """Run `vllm bench serve` in this process, with its output in the file `log`."""
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -85,7 +86,8 @@ def bench_serve(arguments: list[str], log: Path) -> None:
 
 
 def compared(engine: ServedEngine, folder: Path, attempt: int) -> dict[str, float]:
-    """Replay one trace with both, check all that does not depend on the machine. -> our median times, of vLLM's."""
+    """Replay one trace with `kvstore load` and with vLLM's benchmark, and check everything that does not depend on the
+    machine's speed. Returns the ratios of our median times to vLLM's."""
     chooser = random.Random(1)
     rows = []
     for number in range(REQUESTS):
@@ -101,16 +103,16 @@ def compared(engine: ServedEngine, folder: Path, attempt: int) -> dict[str, floa
     for (at_ms, input_length, output_length, _), line in zip(rows, lines, strict=True):
         assert line["scheduled_s"] == pytest.approx(at_ms / 1000)
         assert (line["prompt_tokens"], line["tokens"]) == (input_length, output_length)
-        assert line["cached_tokens"] == 0  # prompts of another seed are new
+        assert line["cached_tokens"] == 0  # another seed makes new prompts
     return {name: ours[f"{name}_s"]["p50"] * 1000 / theirs[f"median_{name}_ms"] for name in ("ttft", "tpot")}
 
 
 @pytest.mark.timeout(900)
-def test_times_agree_with_vllms_own_benchmark(engine: ServedEngine, tmp_path: Path) -> None:
+def test_measured_times_agree_with_vllms_own_benchmark(engine: ServedEngine, tmp_path: Path) -> None:
     warm = write_trace(tmp_path / "warm.jsonl", [(number * SPACING_MS, 500, 8, [1000 + number]) for number in range(4)])
-    load(engine, tmp_path, "--trace", str(warm), "--seed", "1")  # the first requests of all are slow
+    load(engine, tmp_path, "--trace", str(warm), "--seed", "1")  # the engine's first requests are slow
     found = []
-    for attempt in range(ATTEMPTS):  # what the machine does beside one run is over by the next; a wrong clock is not
+    for attempt in range(ATTEMPTS):  # other load on the machine may end before the next attempt
         found.append(compared(engine, tmp_path, attempt))
         if all(1 / FACTOR < ratio < FACTOR for ratio in found[-1].values()):
             return
@@ -125,14 +127,14 @@ def test_prompts_share_exactly_the_prefixes_of_the_trace(engine: ServedEngine, t
     rows = [(0, 1500, 2, [1, 2, 3]), (10, 700, 2, [1, 9]), (20, 1024, 2, [8, 2]), (30, 300, 2, [1])]
     second = write_trace(tmp_path / "second.jsonl", rows)
     made, lines = load(engine, tmp_path, "--trace", str(second), "--seed", "5")
-    # Whole blocks of 32 tokens, of which an engine computes the last one anew.
+    # Whole blocks of 32 tokens are cached; the engine always computes a prompt's last token itself.
     assert [line["cached_tokens"] for line in lines] == [1024, 512, 0, 288]
     assert made["tokens"]["cached"] == 1024 + 512 + 288
 
 
 @pytest.mark.timeout(300)
-def test_what_does_not_fit_the_model_fails_and_is_clipped_if_asked(engine: ServedEngine, tmp_path: Path) -> None:
-    """vLLM refuses a prompt that is too long, and cuts an answer for which there is no room."""
+def test_requests_beyond_the_models_length_fail_or_are_clipped(engine: ServedEngine, tmp_path: Path) -> None:
+    """vLLM refuses a prompt that is too long, and cuts off an answer that exceeds the model's length."""
     rows = [(0, 2500, 8, list(range(5))), (10, 2042, 8, list(range(20, 24))), (20, 100, 3, [9])]
     trace = write_trace(tmp_path / "long.jsonl", rows)
     made, lines = load(engine, tmp_path, "--trace", str(trace), "--seed", "6")
@@ -183,7 +185,8 @@ def test_every_form_of_answer_is_complete_and_begins_with_its_first_token(
     made, lines = load(talking, tmp_path, *given, "--seed", "91")
     assert (made["completed"], made["failed"], made["whole"]) == (4, 0, 0), made["errors"]
     for line in lines:
-        # Without usage chunks are counted, and an engine that is faster than its reader puts two tokens into one.
+        # Without reported usage, chunks count as tokens, and an engine that is faster than its reader puts two tokens
+        # into one chunk.
         assert line["tokens"] == tokens * answers or ("stream_options" in extra and not line["tokens_reported"])
         assert 0 < line["ttft_s"] < line["latency_s"]
         if tokens > 1:
@@ -193,7 +196,7 @@ def test_every_form_of_answer_is_complete_and_begins_with_its_first_token(
 
 @pytest.mark.timeout(300)
 def test_an_answer_that_ends_with_its_first_token_is_complete(talking: ServedEngine, tmp_path: Path) -> None:
-    """The only token that is allowed ends the text."""
+    """Only the token that ends the text is allowed."""
     for api in ("chat", "completions"):
         given = [*POISSON, "--output-tokens", "9", "--api", api, "--extra-body", '{"allowed_token_ids": [4095]}']
         made, lines = load(talking, tmp_path, *given, "--no-extensions")

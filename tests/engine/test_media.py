@@ -1,4 +1,4 @@
-"""Pictures in prompts, in real engines that share a store, under ids that requests choose and without."""
+"""Pictures in prompts, in real engines that share a store. Some requests choose the ids of their pictures."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.harness import Server
 
 PREFILL, DECODE = "do_remote_decode", "do_remote_prefill"
 WORDS = 5 * BLOCK
-TOKENS = 16 + WORDS  # with what is seen in the picture
+TOKENS = 16 + WORDS  # the words and the positions of the picture
 Start: TypeAlias = "Callable[..., Engine]"
 
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.engine.models import save_picture_model  # with torch: only when a test needs it
+    from tests.engine.models import save_picture_model  # imports torch, so only when a test needs it
 
     return save_picture_model(tmp_path_factory.mktemp("seeing") / "tiny")
 
@@ -35,7 +35,7 @@ def start_seeing(server: Server, start_engine: StartEngine, seeing: Path) -> Sta
 
 
 def about(colour: str, name: str | None = None, *, side: str = "", max_tokens: int = 8) -> Ask:
-    """The same question about a picture of this colour, under an id."""
+    """Return a request about a picture of this colour; the text is always the same. name: the id of the picture."""
     from PIL import Image
 
     more: dict[str, Any] = {"multi_modal_data": {"image": Image.new("RGB", (32, 32), colour)}}
@@ -45,7 +45,7 @@ def about(colour: str, name: str | None = None, *, side: str = "", max_tokens: i
 
 
 def answer(engine: Engine, ask: Ask) -> tuple[list[int], int]:
-    """What it says, and how much of the prompt it had."""
+    """Return the answer, and the number of cached tokens."""
     [found] = engine.play(ask)
     engine.settle()
     return found.token_ids, found.cached_tokens
@@ -53,14 +53,14 @@ def answer(engine: Engine, ask: Ask) -> tuple[list[int], int]:
 
 @pytest.fixture
 def right(start_seeing: Start) -> dict[str, list[int]]:
-    """What an engine without a store says of each colour."""
+    """The answer for each colour, from an engine without a store."""
     alone = start_seeing("tcp://127.0.0.1:1")
     found = {colour: alone.play(about(colour))[0].token_ids for colour in ("red", "blue", "green")}
     assert len(set(map(tuple, found.values()))) == 3
     return found
 
 
-def test_nobody_gets_the_answer_about_another_picture_of_the_same_id(
+def test_no_user_gets_the_answer_about_another_picture_with_that_id(
     start_seeing: Start, right: dict[str, list[int]]
 ) -> None:
     first, other, third = (start_seeing() for _ in range(3))
@@ -69,7 +69,7 @@ def test_nobody_gets_the_answer_about_another_picture_of_the_same_id(
     assert answer(first, about("red", "img-1")) == (right["red"], 0)
     assert answer(other, about("blue", "img-1")) == (right["blue"], 0)
     assert answer(third, about("red", "img-1")) == (right["red"], WORDS), "five whole blocks, with the picture's"
-    # Within one engine vLLM takes the first picture for the second, and what comes of that stays there.
+    # Within one engine, vLLM mistakes one picture for another with the same id; the results of that are not shared.
     assert answer(first, about("green", "img-1"))[0] == right["red"]
     first.reset_prefix_cache()
     answer(first, about("green", "img-1"))
@@ -77,7 +77,7 @@ def test_nobody_gets_the_answer_about_another_picture_of_the_same_id(
     fourth = start_seeing()
     fourth.generate(prompt(99, 40))
     assert answer(fourth, about("green", "img-1")) == (right["green"], 0)
-    # With the picture a prompt is handed over to its last token.
+    # A prompt with a picture is also handed over up to its last token.
     books = Ledger(other)
     other.order_play(about("green", side=DECODE))
     first.play(about("green", side=PREFILL, max_tokens=1))
@@ -86,7 +86,7 @@ def test_nobody_gets_the_answer_about_another_picture_of_the_same_id(
     assert books["hand_overs/decode"] == 1 and books["unpromised_requests"] == 0
 
 
-def test_who_trusts_ids_gets_what_was_computed_under_the_id(start_seeing: Start, right: dict[str, list[int]]) -> None:
+def test_trusted_ids_share_what_was_computed_under_them(start_seeing: Start, right: dict[str, list[int]]) -> None:
     first, other = (start_seeing(options={"trust_media_ids": True}) for _ in range(2))
     for engine in (first, other):
         engine.generate(prompt(99, 40))
@@ -95,9 +95,9 @@ def test_who_trusts_ids_gets_what_was_computed_under_the_id(start_seeing: Start,
     assert answer(other, about("blue", "img-2")) == (right["blue"], 0)
 
 
-def test_what_an_engine_has_mixed_up_itself_reaches_no_other(start_seeing: Start, right: dict[str, list[int]]) -> None:
-    """Without its processor's cache an engine gets the second picture's data, and computes with what it has seen in the
-    first one of that id."""
+def test_contents_mixed_up_within_one_engine_reach_no_other(start_seeing: Start, right: dict[str, list[int]]) -> None:
+    """Without its processor's cache, an engine gets the data of the second picture, but still computes with the
+    features of the first picture with that id."""
     mixing, other = start_seeing(mm_processor_cache_gb=0), start_seeing()
     for engine in (mixing, other):
         engine.generate(prompt(99, 40))

@@ -1,4 +1,5 @@
-"""An engine that finds nothing says why, if another engine stores the same model under another namespace."""
+"""An engine that finds no blocks logs the reason if another engine stores blocks of the same model in another
+namespace."""
 
 from __future__ import annotations
 
@@ -24,21 +25,21 @@ def mine(rank: Rank) -> Namespace:
 
 
 def other(namespace: Namespace, **changes: Any) -> str:
-    """The canonical JSON of a namespace that differs; ``extra_…`` changes what is extra."""
+    """Return the canonical JSON of a namespace with these changes; names with ``extra_`` change the extra fields."""
     extra = {name.removeprefix("extra_"): value for name, value in changes.items() if name.startswith("extra_")}
     fields = {name: value for name, value in changes.items() if not name.startswith("extra_")}
     changed = msgspec.structs.replace(namespace, extra={**namespace.extra, **extra}, **fields)
     return changed.canonical().decode()
 
 
-def test_another_hash_seed_is_explained_even_beside_a_namespace_of_ours(mine: Namespace) -> None:
+def test_another_hash_seed_is_explained_even_next_to_our_namespace(mine: Namespace) -> None:
     text = explain_mismatch(mine, [other(mine), other(mine, extra_hash="sha256-00")])
     assert text is not None
     assert "hash=sha256-00, this one uses sha256-" in text
     assert "same PYTHONHASHSEED" in text and "--prefix-caching-hash-algo" in text
 
 
-def test_another_block_size_is_explained_without_what_follows_from_it(mine: Namespace) -> None:
+def test_another_block_size_is_explained_without_its_consequences(mine: Namespace) -> None:
     theirs = other(mine, block_tokens=16, block_bytes=mine.block_bytes // 2, layout="elsewise")
     text = explain_mismatch(mine, [theirs])
     assert text == (
@@ -47,14 +48,14 @@ def test_another_block_size_is_explained_without_what_follows_from_it(mine: Name
     )
 
 
-def test_other_parts_are_explained(mine: Namespace) -> None:
+def test_other_layer_slices_are_explained(mine: Namespace) -> None:
     text = explain_mismatch(mine, [other(mine, block_bytes=mine.block_bytes // 4, extra_layer_parts="4")])
     assert text is not None and text.endswith(
         "with layer_parts=4, this one uses 1: the two do not share blocks. If they should, give the same layer_parts"
     )
 
 
-def test_the_nearest_stranger_is_the_one_explained(mine: Namespace) -> None:
+def test_the_most_similar_namespace_is_explained(mine: Namespace) -> None:
     far = other(mine, extra_pages="page-1", dtype="float16", extra_config="0")
     text = explain_mismatch(mine, [far, other(mine, layout="elsewise"), far])
     assert text is not None and "layout=elsewise" in text and "dtype" not in text
@@ -75,10 +76,10 @@ def strangers_on_purpose(mine: Namespace) -> Iterator[str]:
     yield from ("", "[]", "{", '{"extra": 1}')
 
 
-def test_others_are_not_explained(mine: Namespace) -> None:
+def test_namespaces_of_other_models_are_not_explained(mine: Namespace) -> None:
     assert explain_mismatch(mine, strangers_on_purpose(mine)) is None
     assert explain_mismatch(mine, []) is None
 
 
-def test_nothing_is_said_while_the_store_has_blocks_of_ours(mine: Namespace) -> None:
+def test_nothing_is_logged_while_the_store_has_our_blocks(mine: Namespace) -> None:
     assert explain_mismatch(mine, [other(mine), other(mine, block_tokens=16)]) is None

@@ -1,4 +1,4 @@
-"""Beside other connectors, in real engines: vLLM's own MultiConnector, with NIXL."""
+"""The connector next to vLLM's NIXL connector, inside vLLM's own MultiConnector, in real engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KVSTORE: tuple[str, dict[str, Any]] = ("kvstore", {})
 
 
 @pytest.mark.parametrize("beside", [(KVSTORE, NIXL), (NIXL, KVSTORE)], ids=["kvstore first", "NIXL first"])
-def test_blocks_are_saved_and_loaded_beside_nixl(
+def test_blocks_are_saved_and_loaded_together_with_nixl(
     beside: list[tuple[str, dict[str, Any]]], server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
     questions = [prompt(70), prompt(71)]
@@ -39,7 +39,7 @@ def test_blocks_are_saved_and_loaded_beside_nixl(
     reader.settle()
 
 
-def test_the_engine_refuses_to_start_where_failed_loads_would_fail_requests(start_engine: StartEngine) -> None:
+def test_the_engine_refuses_to_start_if_failed_loads_would_fail_requests(start_engine: StartEngine) -> None:
     engine = start_engine("tcp://127.0.0.1:7070", beside=(KVSTORE, NIXL), wait=False)
     assert not engine.ready()
     assert engine.stop() == 1

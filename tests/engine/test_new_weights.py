@@ -1,5 +1,5 @@
-"""Weights that change while the engine runs: only blocks of the weights that are loaded now are used, and none of
-others gets their name, whatever vLLM is told to reset."""
+"""Weights that change while the engine runs. Only blocks of the current weights are used, and no other blocks
+get the name of these weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOPPED = "from now on nothing is loaded or saved"
 
 @pytest.fixture(scope="module")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine without any cache, whose weights may be changed."""
+    """An engine without any cache, whose weights tests may change."""
     log = tmp_path_factory.mktemp("alone") / "engine.log"
     engine = Engine(model, log, connector=None, enable_prefix_caching=False, max_model_len=LONGEST)
     yield engine
@@ -29,7 +29,7 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
 
 
 def trained(alone: Engine, seed: int, question: list[int]) -> list[int]:
-    """The answer of an engine with these weights."""
+    """Return the answer of an engine with the weights of this seed."""
     alone.change_weights(seed)
     [answer] = alone.generate(question)
     return answer.token_ids
@@ -43,7 +43,7 @@ def check(engine: Engine, question: list[int], expected: list[int], cached: int)
 
 
 @TIERS
-def test_weights_that_change_in_place_are_noticed_without_a_reset_of_the_connector(
+def test_weights_changed_in_place_are_noticed_without_a_reset(
     server: Server, start_engine: StartEngine, expected: Expected, alone: Engine, options: dict[str, Any]
 ) -> None:
     question, other = prompt(70), prompt(71)
@@ -51,7 +51,7 @@ def test_weights_that_change_in_place_are_noticed_without_a_reset_of_the_connect
     assert old != new
     engine = start_engine(server.endpoint, options=options)
     check(engine, question, old, 0)
-    # On a busy machine the check that the blocks wait for may need another step.
+    # The blocks wait for a check of the weights, which may need another step on a busy machine.
     wait_until(lambda: stored_blocks(server) or engine.generate(question) is None, what="the blocks are stored")
     before = stored_blocks(server)
     engine.change_weights(1)
@@ -62,16 +62,16 @@ def test_weights_that_change_in_place_are_noticed_without_a_reset_of_the_connect
     assert STOPPED in engine.log_text()
     check(engine, other, other_new, 0)
     assert stored_blocks(server) == before, "blocks of the new weights went to the store"
-    # A fresh engine of the original weights finds the blocks of those, and no others.
+    # A new engine with the original weights finds the blocks of these weights, and no others.
     fresh = start_engine(server.endpoint)
     check(fresh, question, old, CACHED)
     check(fresh, other, expected(other)[0], 0)
 
 
-def test_blocks_that_changed_weights_compute_are_not_sent_before_that_is_noticed(
+def test_blocks_of_changed_weights_are_not_sent_before_the_change_is_noticed(
     server: Server, start_engine: StartEngine, expected: Expected, alone: Engine
 ) -> None:
-    """No reset at all, and nothing to load."""
+    """vLLM resets nothing after the change, and the engine loads no block."""
     question = prompt(72)
     engine = start_engine(server.endpoint)
     engine.change_weights(2)
@@ -85,17 +85,18 @@ def test_blocks_that_changed_weights_compute_are_not_sent_before_that_is_noticed
 
 
 @TIERS
-def test_an_engine_that_was_told_of_sleep_loads_nothing_until_its_cache_is_back(
+def test_a_sleeping_engine_loads_nothing_until_it_wakes(
     server: Server, start_engine: StartEngine, expected: Expected, options: dict[str, Any]
 ) -> None:
-    """As vLLM 0.33 tells it. On a CPU the cache stays where it is, so that the engine can be asked meanwhile."""
+    """The test calls the connector as vLLM 0.33 does. On a CPU the engine's cache stays in place, so the engine can
+    answer in the meantime."""
     question = prompt(78)
     [right] = expected(question)
     engine = start_engine(server.endpoint, options=options)
     check(engine, question, right, 0)
     for away, cached in ((True, 0), (False, CACHED)):
         engine.take_cache_away(away)
-        engine.take_cache_away(away)  # it may be told twice
+        engine.take_cache_away(away)  # vLLM may make the call twice
         engine.reset_prefix_cache()
         check(engine, question, right, cached)
         assert engine.metrics()["failed_loads"] == 1
@@ -103,7 +104,7 @@ def test_an_engine_that_was_told_of_sleep_loads_nothing_until_its_cache_is_back(
 
 
 @TIERS
-def test_after_a_reset_sharing_goes_on_by_itself_if_the_weights_are_the_same(
+def test_after_a_reset_with_the_same_weights_sharing_resumes_by_itself(
     server: Server, start_engine: StartEngine, expected: Expected, options: dict[str, Any]
 ) -> None:
     question, other = prompt(73), prompt(74)
@@ -111,7 +112,7 @@ def test_after_a_reset_sharing_goes_on_by_itself_if_the_weights_are_the_same(
     check(engine, question, expected(question)[0], 0)
     engine.reset_prefix_cache(connector=True)
     held = engine.metrics()
-    check(engine, question, expected(question)[0], CACHED)  # under the keys of before
+    check(engine, question, expected(question)[0], CACHED)  # under the same keys as before
     after = engine.metrics()
     assert after["hit_tokens/cpu"] == held["hit_tokens/cpu"], "a reset drops what the engine holds"
     check(engine, other, expected(other)[0], 0)
@@ -121,7 +122,7 @@ def test_after_a_reset_sharing_goes_on_by_itself_if_the_weights_are_the_same(
 
 
 @TIERS
-def test_engines_whose_weights_got_one_name_share_with_each_other(
+def test_engines_with_weights_of_one_name_share_with_each_other(
     server: Server, start_engine: StartEngine, expected: Expected, alone: Engine, options: dict[str, Any]
 ) -> None:
     question, other = prompt(75), prompt(76)
@@ -138,7 +139,7 @@ def test_engines_whose_weights_got_one_name_share_with_each_other(
     check(second, question, new, CACHED)
     check(second, other, other_new, 0)
     check(first, other, other_new, CACHED)
-    # Back to the weights of the start, as noticed by the engine itself.
+    # The engine gets its initial weights again, and notices that by itself.
     first.change_weights(0)
     first.reset_prefix_cache()
     [answer] = first.generate(question)
@@ -150,7 +151,7 @@ def test_engines_whose_weights_got_one_name_share_with_each_other(
     check(fresh, other, expected(other)[0], 0)
 
 
-def test_all_ranks_must_have_been_told_a_name_and_must_agree(
+def test_all_ranks_must_get_and_agree_on_a_name(
     server: Server, start_engine: StartEngine, expected: Expected, alone: Engine
 ) -> None:
     question, other = prompt(80), prompt(81)
@@ -188,10 +189,11 @@ def test_all_ranks_must_have_been_told_a_name_and_must_agree(
     wait_until(lambda: ask([4]) and stored_blocks(server) >= before + parts, what="saved under the new name")
 
 
-def test_a_reset_that_vllm_calls_failed_ends_no_sharing(
+def test_a_reset_that_vllm_reports_as_failed_ends_no_sharing(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
-    """A request runs meanwhile. Its blocks are neither saved nor found by others."""
+    """The reset fails because a request is running. The blocks of that request are neither saved nor found by other
+    requests."""
     question, other = prompt(77), prompt(78)
     engine = start_engine(server.endpoint, max_num_batched_tokens=64, max_num_seqs=4)
     check(engine, other, expected(other)[0], 0)
@@ -204,16 +206,16 @@ def test_a_reset_that_vllm_calls_failed_ends_no_sharing(
     assert [twin.token_ids] == expected(question)
     assert twin.cached_tokens == 0, "it found blocks that are older than the reset"
     check(engine, other, expected(other)[0], CACHED)
-    assert "Their blocks are not used for other requests" in engine.log_text()
+    assert "Their blocks are neither saved nor used for other requests" in engine.log_text()
     assert stored_blocks(server) >= before
     second = start_engine(server.endpoint)
     check(second, other, expected(other)[0], CACHED)
 
 
-def test_an_operator_names_the_weights_over_http(
+def test_an_operator_can_name_the_weights_over_http(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an installed kvstore has it vLLM load the endpoint."""
+    """The entry point is that of an installed kvstore: it makes vLLM load the HTTP endpoint."""
     folder = tmp_path / "site" / "llm_kvstore-0.1.0.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-kvstore\nVersion: 0.1.0\n")

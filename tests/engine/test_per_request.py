@@ -1,4 +1,4 @@
-"""What a request may ask of the connector, in a real engine on a real server."""
+"""The connector's options that a single request sets, in a real engine with a real server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.engine.engines import BLOCK, Expected, Ledger, StartEngine, full_bloc
 from tests.support.harness import Server
 
 
-def test_requests_say_what_is_loaded_and_saved_for_them(
+def test_requests_choose_what_is_loaded_and_saved(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
     question, other = prompt(75), prompt(76)
@@ -24,7 +24,7 @@ def test_requests_say_what_is_loaded_and_saved_for_them(
     assert (answer.cached_tokens, [answer.token_ids]) == (0, expected(question))
     assert ledger["refused_requests"] == 0
 
-    # A wrong one is computed, and nobody else is concerned.
+    # A request with a wrong option is computed, and other requests are not affected.
     answers = engine.play(Ask(question, options={"skip_save": True}), Ask(other))
     assert [answer.token_ids for answer in answers] == expected(question, other)
     assert ledger["refused_requests"] == 1

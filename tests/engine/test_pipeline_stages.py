@@ -1,4 +1,4 @@
-"""Two stages of a pipeline, each with layers of its own, in one store: workers' halves without a model."""
+"""Two pipeline stages store their layers in one store. The connector's worker halves are real; there is no model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ with warnings.catch_warnings():
     from tests.engine.engine_config import PLAIN, Layer, Rank
 
 BLOCKS = 8
-STAGES = (range(5), range(5, 8))  # their layers: vLLM may give stages different numbers
+STAGES = (range(5), range(5, 8))  # the layers of each stage; vLLM may give stages different numbers of layers
 
 
 class Stage:
-    """The worker of one stage, of an engine that has just started."""
+    """The worker half of one stage, as in an engine that has just started."""
 
     def __init__(self, server: Server, place: Rank, number: int) -> None:
         place.be(pp_rank=number, pp=len(STAGES))
@@ -65,7 +65,7 @@ class Stage:
         assert self.worker.saves._out.drain(10)
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> set[int]:
-        """-> the blocks that are missing."""
+        """Load these blocks, and return those that could not be loaded."""
         self.worker.loads.load(Load("it", keys=list(keys), block_ids=list(block_ids), within_s=10.0))
         wait_until(self.worker.loads.take_loaded)
         return self.worker.loads.take_failed_block_ids()
@@ -75,7 +75,7 @@ class Stage:
         self.guard.close()
 
 
-def test_a_block_is_there_when_all_stages_have_their_layers_of_it(server: Server, rank: Rank) -> None:
+def test_a_block_exists_once_all_stages_have_stored_their_layers(server: Server, rank: Rank) -> None:
     keys = make_keys(4)
     before = [Stage(server, rank, number) for number in range(2)]
     assert [each.layout.block_bytes for each in before] == [5 * 2048, 3 * 2048]

@@ -32,8 +32,8 @@ def plan(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(600)
 def test_an_engine_is_profiled_planned_and_verified(engine: ServedEngine, server: Server, tmp_path: Path) -> None:
-    """A machine that does other things makes times long, so what is held is what a profile must have whatever they are:
-    all of the engine, times that grow with the work, and a comparison with what the engine does."""
+    """Other work on the machine makes measured times longer. So the test checks only what holds at any speed: the
+    profile is complete, its times grow with the work, and `plan verify` compares the plan with the engine."""
     output = tmp_path / "profile.json"
     sweep = ["--lengths", "64,256,768", "--prefill-batches", "1,2", "--decode-batches", "1,4", "--rounds", "2"]
     what = ["--url", engine.url, "--model", MODEL, "--kv-bytes-per-token", str(KV_BYTES), "--output", str(output)]

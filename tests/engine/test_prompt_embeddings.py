@@ -1,4 +1,4 @@
-"""Prompts of embeddings, beside tokens or alone, in real engines that share a store."""
+"""Prompts that contain embeddings, alone or with tokens, in real engines that share a store."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from tests.engine.engines import BLOCK, Engine, StartEngine, prompt
 from tests.support.harness import Server
 
 PREFILL, DECODE = "do_remote_decode", "do_remote_prefill"
-HIDDEN = 256  # of the model of `save_model`
+HIDDEN = 256  # the width of the model of `save_model`
 TOKENS = 5 * BLOCK + 12
 Rows = npt.NDArray[np.float32]
 
 
 def rows(user: int, first: int, last: int = TOKENS) -> Rows:
-    """One user's embeddings at these places, and nothing at the others."""
+    """Return a prompt's embeddings: those of one user at these positions, and zeros elsewhere."""
     found = np.zeros((TOKENS, HIDDEN), dtype=np.float32)
     found[first:last] = np.random.default_rng(user).normal(0.0, 1.0, (last - first, HIDDEN))
     return found
 
 
 def ask(user: int, first: int, side: str = "", max_tokens: int = 8) -> Ask:
-    """A prompt whose tokens before `first` are everybody's, and which goes on with the user's embeddings."""
+    """Return a request whose tokens before `first` are the same for all users, and which continues with the user's
+    embeddings."""
     mask = [place < first for place in range(TOKENS)]
     more = {"prompt_embeds": rows(user, first), "prompt_is_token_ids": mask}
     return Ask(prompt(7, TOKENS), max_tokens, side=side, more=more)
 
 
 @pytest.mark.parametrize("first", [5 * BLOCK, 4 * BLOCK - 8], ids=["behind the last whole block", "over several"])
-def test_nobody_gets_the_answer_to_another_users_embeddings(
+def test_no_user_gets_the_answer_to_another_users_embeddings(
     first: int, server: Server, start_engine: StartEngine
 ) -> None:
-    """Both prompts have the same token ids, and are handed over one soon after the other."""
+    """The prompts of both users have the same token ids, and are handed over in quick succession."""
     options = {"enable_prompt_embeds": True}
     prefiller, decoder = (start_engine(server.endpoint, **options) for _ in range(2))
     alone: Engine = start_engine("tcp://127.0.0.1:1", **options)
@@ -44,13 +45,14 @@ def test_nobody_gets_the_answer_to_another_users_embeddings(
         engine.generate(prompt(99, 40))
     cached: list[int] = []
     for user in (1, 2):
-        decoder.reset_prefix_cache()  # as in another decode engine
+        decoder.reset_prefix_cache()  # so that it starts empty, like another decode engine
         decoder.order_play(ask(user, first, DECODE))
         prefiller.play(ask(user, first, PREFILL, max_tokens=1))
         [answer] = decoder.result()
         assert answer.token_ids == right[user - 1]
         cached.append(answer.cached_tokens)
-    # The end of a prompt is not waited for if it is promised later than the rest, as on a busy machine.
+    # On a busy machine, the promise of a prompt's end may come later than the rest; then the decode side does not wait
+    # for that end.
     assert min(cached) >= TOKENS // BLOCK * BLOCK and max(cached) == TOKENS, "everything is handed over, by content"
     decoder.reset_prefix_cache()
     [again] = decoder.play(ask(1, first))

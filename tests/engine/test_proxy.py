@@ -1,4 +1,4 @@
-"""The proxy before two real vLLM servers and a real store: what users get is what one engine alone would say."""
+"""The proxy in front of two real vLLM servers and a real store: users get the same answers as from a single engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.test_purge import purge
 from tests.support.harness import wait_until
 from tests.support.proxies import Asking, ProxyProcess, Reading, answer_of, chunks_of, text_of
 
-Stream: TypeAlias = "tuple[str, dict[str, Any], Reading]"  # where it was asked for, what was asked, the answer
+Stream: TypeAlias = "tuple[str, dict[str, Any], Reading]"  # the path of the request, its body, and the answer
 
 
 @pytest.mark.timeout(400)
@@ -24,7 +24,7 @@ Stream: TypeAlias = "tuple[str, dict[str, Any], Reading]"  # where it was asked 
     [(1, COMPLETIONS, GREEDY), (1, CHAT, SEEDED), (4, COMPLETIONS, SEEDED), (4, CHAT, GREEDY)],
     ids=["whole, greedy", "whole, chat, seeded", "parts, seeded", "parts, chat, greedy"],
 )
-def test_answers_through_the_proxy_are_those_of_one_engine(
+def test_answers_through_the_proxy_equal_one_engines(
     fleet: Fleet, parts: int, path: str, sampling: dict[str, Any]
 ) -> None:
     fleet.keep_parts(parts)
@@ -40,7 +40,7 @@ def test_answers_through_the_proxy_are_those_of_one_engine(
 
 
 @pytest.mark.timeout(400)
-def test_decode_finds_in_the_store_what_prefill_has_saved(fleet: Fleet) -> None:
+def test_decode_finds_in_the_store_what_prefill_saved(fleet: Fleet) -> None:
     body = ask(COMPLETIONS, 50, **GREEDY)
     post(fleet.p.url, COMPLETIONS, {**body, "max_tokens": 1})
 
@@ -56,7 +56,7 @@ def test_decode_finds_in_the_store_what_prefill_has_saved(fleet: Fleet) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_new_prompt_that_is_split_counts_as_not_cached(fleet: Fleet, stream: bool) -> None:
+def test_a_new_split_prompt_counts_as_not_cached(fleet: Fleet, stream: bool) -> None:
     body = ask(COMPLETIONS, 51 + stream, **GREEDY)
     if stream:
         with Reading(fleet.proxy.url, COMPLETIONS, body, **{"x-request-id": f"new {stream}"}) as reading:
@@ -95,7 +95,7 @@ def test_short_and_known_prompts_stay_on_the_decode_engine(fleet: Fleet, tmp_pat
 
 
 @pytest.mark.timeout(400)
-def test_what_an_engine_has_computed_for_others_is_known_by_its_events(fleet: Fleet, tmp_path: Path) -> None:
+def test_an_engines_events_show_what_it_computed_for_others(fleet: Fleet, tmp_path: Path) -> None:
     body = ask(COMPLETIONS, 63, **GREEDY)
     assert post(fleet.d.url, COMPLETIONS, body)[0] == 200
     for number, (more, why) in enumerate(
@@ -117,7 +117,7 @@ def test_what_an_engine_has_computed_for_others_is_known_by_its_events(fleet: Fl
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_user_who_leaves_frees_both_engines(fleet: Fleet, stream: bool) -> None:
+def test_a_user_who_disconnects_frees_both_engines(fleet: Fleet, stream: bool) -> None:
     body = ask(COMPLETIONS, 70 + stream, max_tokens=1800, ignore_eos=True, **GREEDY)
     with (Reading if stream else Asking)(fleet.proxy.url, COMPLETIONS, body):
         wait_until(lambda: fleet.d.metric("vllm:num_requests_running"), what="the decode engine answers")
@@ -163,7 +163,7 @@ def test_engines_are_paired_while_they_find_each_others_blocks(fleet: Fleet, tmp
 
 
 @pytest.mark.timeout(400)
-def test_sigterm_lets_streams_finish_and_takes_no_new_requests(fleet: Fleet, tmp_path: Path) -> None:
+def test_sigterm_lets_streams_finish_and_refuses_new_requests(fleet: Fleet, tmp_path: Path) -> None:
     proxy = ProxyProcess(tmp_path, *fleet.options, "--policy=split")
     body = ask(COMPLETIONS, 80, max_tokens=200, ignore_eos=True, **GREEDY)
     with Reading(proxy.url, COMPLETIONS, body) as reading:
@@ -178,8 +178,9 @@ def test_sigterm_lets_streams_finish_and_takes_no_new_requests(fleet: Fleet, tmp
 
 
 @pytest.mark.timeout(400)
-def test_engines_exchange_their_roles_while_streams_run(fleet: Fleet, tmp_path: Path) -> None:
-    """There and back. No answer changes, and later prompts are handed over the other way round."""
+def test_engines_exchange_roles_while_streams_run(fleet: Fleet, tmp_path: Path) -> None:
+    """Two engines exchange their roles and change back. No answer changes, and later prompts are handed over in the
+    other direction."""
 
     def write(prefill: ServedEngine, decode: ServedEngine) -> None:
         roles = ((prefill, "prefill"), (decode, "decode"))
@@ -188,13 +189,13 @@ def test_engines_exchange_their_roles_while_streams_run(fleet: Fleet, tmp_path: 
         os.replace(tmp_path / "new.toml", tmp_path / "pools.toml")
 
     def handed_over() -> list[float]:
-        """By `p` and by `d`: to the other one, and from it."""
+        """Return the numbers of hand-overs of `p` and of `d`, on each side."""
         name = "vllm:kvstore_hand_overs_total"
         return [engine.metric(name, side=side) for engine in (fleet.p, fleet.d) for side in ("prefill", "decode")]
 
     def begin(group: int) -> Stream:
         path, how = (CHAT, SEEDED) if group % 2 else (COMPLETIONS, GREEDY)
-        body = ask(path, 200 + group, max_tokens=600, ignore_eos=True, **how)
+        body = ask(path, 200 + group, max_tokens=400, ignore_eos=True, **how)
         return path, body, Reading(proxy.url, path, body)
 
     def exchanged(proxy: ProxyProcess, prefill: ServedEngine, decode: ServedEngine) -> bool:

@@ -1,9 +1,10 @@
-"""Requests through the proxy while the proxy, an engine or the store fails, at any instant: right tokens, nothing left.
+"""Requests through the proxy while the proxy, an engine or the store fails at any instant: the tokens are right, and
+nothing is left behind.
 
-Each round sends one new prompt to a fleet of real engines, and one process of it is killed, frozen, or cut off from the
-proxy, or the user leaves, or is cut off. The answer is compared with that of an engine that has no store. Engines that
-were killed take half a minute to start again, so only `make faults` kills them, KVSTORE_FAULTS=500 rounds divided by
-ten; there the other faults last longer, too.
+Each round sends one new prompt to a fleet of real engines. Meanwhile one of the fleet's processes is killed, frozen or
+cut off from the proxy, or the user disconnects or is cut off. The answer is compared with that of an engine that has no
+store. Killed engines take half a minute to restart, so only `make faults` kills them. It runs a tenth of its
+KVSTORE_FAULTS=500 rounds here, and its other faults also last longer.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ KILLED: Final = ("prefill killed", "decode killed")
 KINDS: Final = ("proxy killed", "user left", "store killed", *FROZEN, *CUT_OFF, *(KILLED if FULL else ()))
 LONGEST_FAULT_S: Final = 5.0 if FULL else 1.5
 PHASES: Final = ("before a token", "in the stream", "afterwards")
-ROUND_S: Final = 60.0  # at most, on a busy machine
-WAIT_S: Final = 2.0  # asked of the decode side
-# What an answer takes beside the fault: its waits, and the prompt computed again on a busy machine.
+ROUND_S: Final = 60.0  # the most time for a round, on a busy machine
+WAIT_S: Final = 2.0  # the `wait_s` of the decode side's request
+# The time of an answer without the fault's duration: the waits, and computing the prompt again on a busy machine.
 ANSWER_S: Final = 20.0
 TOKENS: Final = 200 if FULL else 100
 
 
 class Round:
-    """One request, and what befalls the fleet meanwhile."""
+    """One request, and a fault of the fleet while it is served."""
 
     def __init__(self, fleet: Fleet, links: dict[str, SlowLink], proxy: ProxyProcess, choose: random.Random) -> None:
-        """links: from the proxy to the engines and to the store, and from the user to the proxy."""
+        """links: the links from the proxy to the engines and to the store, and from the user to the proxy."""
         self.fleet, self._links, self.proxy, self._choose = fleet, links, proxy, choose
         self.prompt = [choose.randrange(300, 4000) for _ in range(choose.randrange(200, 1800))]
         self.chunks: list[dict[str, Any]] = []
         self.done = False
-        self.meanwhile: Round | None = None  # a second request, of a round in which the proxy has no store
+        self.meanwhile: Round | None = None  # a second request, if the proxy is cut off from the store
         self._reading: Reading | None = None
 
     @property
@@ -65,14 +66,15 @@ class Round:
         return bool(self.proxy.status()["store"]["answers"])
 
     def again(self) -> Round:
-        """-> another request with the same prompt, on its own way to the proxy, once it was read to its end."""
+        """Send the same prompt again, on another connection to the proxy, and return that request after its answer has
+        ended."""
         again = Round(self.fleet, self._links, self.proxy, self._choose)
         again.prompt = self.prompt
         again.read(self.proxy.url)
         return again
 
     def read(self, url: str) -> None:
-        """Ask there, and read the answer to its end, whatever that is."""
+        """Send the request to this URL, and read the answer until it ends or breaks off."""
         asked = {"model": MODEL, "prompt": self.prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         asked["kv_transfer_params"] = {"kvstore": {"wait_s": WAIT_S}}
         try:
@@ -80,7 +82,7 @@ class Round:
             for chunk in self._reading:
                 self.chunks.append(chunk)
             self.done = self._reading.done
-        except (OSError, ValueError, AttributeError, HTTPException):  # it was cut, or ended by `leave`
+        except (OSError, ValueError, AttributeError, HTTPException):  # the connection was cut, or closed by `leave`
             self.done = False
         finally:
             if self._reading is not None:
@@ -96,8 +98,8 @@ class Round:
         return "afterwards" if self.done else "in the stream" if self.tokens else "before a token"
 
     def fail(self, kind: str) -> tuple[str, float]:
-        """Let it happen after a moment, and end it after a while if it can end. -> the phase in which it began, and its
-        seconds."""
+        """Cause the fault after a moment, and end it after a while if it can be ended. Returns the request's phase at
+        its beginning, and its duration in seconds."""
         who, _, what = kind.partition(" ")
         time.sleep(self._choose.uniform(0, 1) ** 2)
         phase, began = self.phase, time.monotonic()
@@ -118,7 +120,7 @@ class Round:
             self.proxy.process.kill()
         elif what == "cut off":
             link = self._links[who]
-            self._choose.choice((link.cut, link.hold))()  # told, and not told
+            self._choose.choice((link.cut, link.hold))()  # connections are closed, or stop silently
             if who == "store":
                 wait_until(lambda: not self._store_answers, what="the proxy misses the store")
                 self.meanwhile = self.again()
@@ -135,7 +137,7 @@ class Round:
 
 @contextlib.contextmanager
 def frozen(pid: int) -> Iterator[None]:
-    """A process and its children are stopped (SIGSTOP) while the body runs."""
+    """Stop a process and its descendants (SIGSTOP) while the body runs."""
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     for each in family:
         each.suspend()
@@ -148,7 +150,7 @@ def frozen(pid: int) -> Iterator[None]:
 
 @pytest.fixture
 def links(fleet: Fleet) -> Iterator[dict[str, SlowLink]]:
-    """From the proxy to the engines and to the store."""
+    """Links through which the proxy reaches the engines and the store."""
     ports = {"prefill": fleet.p.port, "decode": fleet.d.port, "store": fleet.store.port}
     with contextlib.ExitStack() as stack:
         yield {name: stack.enter_context(SlowLink(port)) for name, port in ports.items()}
@@ -156,7 +158,7 @@ def links(fleet: Fleet) -> Iterator[dict[str, SlowLink]]:
 
 @pytest.fixture
 def alone(fleet: Fleet, tmp_path: Path) -> Iterator[Engine]:
-    """An engine of the same model that computes everything."""
+    """An engine with the same model that computes everything itself."""
     model, log = fleet.folder / "model", tmp_path / "alone.log"
     engine = Engine(model, log, connector=None, enable_prefix_caching=False, max_model_len=2048)
     yield engine
@@ -164,7 +166,7 @@ def alone(fleet: Fleet, tmp_path: Path) -> Iterator[Engine]:
 
 
 @pytest.mark.timeout(400 + ROUNDS * ROUND_S)
-def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
+def test_after_any_fault_tokens_are_right_and_engines_free(
     fleet: Fleet, links: dict[str, SlowLink], alone: Engine, tmp_path: Path
 ) -> None:
     seed = int(os.environ.get("KVSTORE_FAULTS_SEED", random.randrange(1 << 32)))
@@ -197,7 +199,7 @@ def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
             proxy = ProxyProcess(tmp_path / "proxy", *options)
         if kind in ("proxy killed", "user left") or (kind == "user cut off" and not this.done):
             this.proxy = proxy
-            again = this.again()  # as a user does
+            again = this.again()  # a retry, as users do
             assert again.done and again.tokens == right, told
         else:
             assert this.done and this.tokens == right, told

@@ -1,6 +1,6 @@
 """A decode engine that is killed in the middle of streams through the proxy.
 
-In a file of its own, which runs after those that use the same fleet: starting the engine again takes long.
+This file runs after the others that use the same fleet, because it takes long to restart the engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.proxies import Reading, chunks_of, text_of
 
 
 @pytest.mark.timeout(400)
-def test_a_decode_engine_that_is_killed_does_not_change_the_answers(fleet: Fleet) -> None:
+def test_killing_a_decode_engine_does_not_change_the_answers(fleet: Fleet) -> None:
     asks = [
         (path, ask(path, 90, ignore_eos=True, **sampling))
         for path in (COMPLETIONS, CHAT)

@@ -1,4 +1,5 @@
-"""`kvstore purge` beside real engines: what they hold of before is neither used nor sent again, wherever it is."""
+"""`kvstore purge` with real engines: blocks from before the purge are neither used nor sent again, wherever engines
+hold them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ EVERY_OPTION = pytest.mark.parametrize(
 
 
 def purge(server: Server) -> dict[str, Any]:
-    """The runbook's command. -> its report."""
+    """Run the command that the runbook names for a purge. Returns its report."""
     done = subprocess.run(
         [
             sys.executable,
@@ -56,7 +57,7 @@ def blocks_in(*servers: Server) -> int:
 
 
 @EVERY_OPTION
-def test_after_a_purge_engines_use_and_send_nothing_of_before(
+def test_after_a_purge_engines_use_and_send_no_older_block(
     server: Server,
     start_server: StartServer,
     start_engine: StartEngine,
@@ -75,7 +76,8 @@ def test_after_a_purge_engines_use_and_send_nothing_of_before(
         engine.settle()
     report = purge(server)
     assert report["blocks"] >= CACHED // BLOCK and report["clients"]["told"] >= 4 and report["clients"]["silent"] == []
-    # A part of the prompt: what is behind it would come back if an engine sent what it held.
+    # Only a part of the prompt is requested. Blocks behind that part would be stored again if an engine sent the blocks
+    # that it holds.
     for engine in engines:
         [answer] = engine.generate(question[:100])
         engine.settle()
@@ -92,7 +94,7 @@ def test_after_a_purge_engines_use_and_send_nothing_of_before(
 
 
 @pytest.mark.parametrize("options", [{}, {"cpu_bytes": "64MiB"}], ids=["store", "CPU tier"])
-def test_a_request_that_runs_during_a_purge_leaves_nothing_behind(
+def test_a_request_running_during_a_purge_leaves_nothing_behind(
     server: Server, start_engine: StartEngine, expected: Expected, options: dict[str, Any]
 ) -> None:
     engine = start_engine(server.endpoint, options=options, max_num_batched_tokens=128, max_num_seqs=4)
@@ -109,7 +111,7 @@ def test_a_request_that_runs_during_a_purge_leaves_nothing_behind(
     assert stored_blocks(server) >= CACHED // BLOCK
 
 
-def test_an_engine_that_was_cut_off_during_a_purge_drops_what_it_holds_when_it_is_back(
+def test_an_engine_cut_off_during_a_purge_drops_its_blocks_on_return(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
     engine = start_engine(server.endpoint, options={"cpu_bytes": "64MiB"})
@@ -131,7 +133,7 @@ def test_an_engine_that_was_cut_off_during_a_purge_drops_what_it_holds_when_it_i
     assert ([answer.token_ids], answer.cached_tokens) == (expected(question), 0)
 
 
-def test_engines_of_other_models_keep_theirs(
+def test_engines_of_other_models_keep_their_blocks(
     server: Server, start_engine: StartEngine, expected: Expected, other_model: Any
 ) -> None:
     question = prompt(93)

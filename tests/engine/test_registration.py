@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_client.engine.block_names import NOT_SHARED
-from kvstore_client.engine.directory import TTL_S, EngineList, EngineRecord, Registered
+from kvstore_client.engine.directory import ENGINE_TTL_S, EngineList, EngineRecord, Registered
 from tests.engine.engines import StartEngine
 from tests.support.etcd import Etcd
 from tests.support.harness import Server, wait_until
@@ -67,10 +67,11 @@ def stand_ins(tmp_path: Path) -> Iterator[list[StandInEngine]]:
 
 
 @pytest.mark.timeout(400)
-def test_an_engine_that_is_killed_leaves_the_proxy_by_its_lease_and_the_others_go_on(
+def test_a_killed_engine_leaves_the_proxy_with_its_lease(
     server: Server, start_engine: StartEngine, stand_ins: list[StandInEngine], tmp_path: Path
 ) -> None:
-    """A real engine registers itself; what answers for it at its URL, and the others, are stand-ins."""
+    """A real engine registers itself with the URL of a stand-in, which answers its requests. The other engines are
+    stand-ins, too."""
     api, prefill, decode = stand_ins
     for each in stand_ins:
         each.behave(gap_s=0.02)
@@ -91,7 +92,7 @@ def test_an_engine_that_is_killed_leaves_the_proxy_by_its_lease_and_the_others_g
         over = threading.Event()
 
         def use(user: int) -> int:
-            """Ask one prompt after the other. -> how many answers there were."""
+            """Send one prompt after another until the test is over. Returns the number of answers."""
             answers = 0
             while not over.is_set():
                 prompt = [user, answers, 7]
@@ -106,7 +107,7 @@ def test_an_engine_that_is_killed_leaves_the_proxy_by_its_lease_and_the_others_g
                 wait_until(lambda: api.seen()["running"], what="the engine answers")
                 engine.kill()
                 api.kill()
-                wait_until(lambda: api.url not in str(proxy.status()["pools"]), TTL_S + 10, "it has left")
+                wait_until(lambda: api.url not in str(proxy.status()["pools"]), ENGINE_TTL_S + 10, "it has left")
             finally:
                 over.set()
             assert all(user.result() for user in users)
@@ -122,7 +123,7 @@ def test_an_engine_that_is_killed_leaves_the_proxy_by_its_lease_and_the_others_g
         {"engines": "etcd://127.0.0.1:2379/fleet", "engine_url": "gpu-7"},
     ],
 )
-def test_what_cannot_be_registered_stops_the_engine(
+def test_an_engine_that_cannot_register_does_not_start(
     server: Server, start_engine: StartEngine, options: dict[str, str]
 ) -> None:
     engine = start_engine(server.endpoint, options=options, wait=False)

@@ -1,8 +1,8 @@
-"""Reinforcement learning, as engines see it: weights change, caches are reset with any flags, engines sleep, they and
-the store are restarted, somebody purges. Whatever the order, every answer is that of the weights that are loaded then.
+"""The events of reinforcement learning, in any order: weights change, caches are reset with any flags, engines sleep,
+engines and the store restart, and an operator purges. Every answer is that of the current weights.
 
-KVSTORE_RL_LOOPS: how many random sequences, over all kinds of engines (``make rl-loop``: 200). KVSTORE_RL_SEED: of the
-first one. A failure names both, with which the same operations come again.
+KVSTORE_RL_LOOPS: the number of random sequences, for all kinds of engines together (``make rl-loop``: 200).
+KVSTORE_RL_SEED: the seed of the first sequence. A failure names the values of both that repeat its operations.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.support.harness import Server, StartServer, make_keys, make_namespace
 
 LOOPS: Final = int(os.environ.get("KVSTORE_RL_LOOPS", "4"))
 SEED: Final = int(os.environ.get("KVSTORE_RL_SEED", str(random.randrange(1 << 30))))
-STEPS: Final = 8  # of a sequence
-SEEDS: Final = 3  # kinds of weights; 0: those that engines start with
+STEPS: Final = 8  # operations in a sequence
+SEEDS: Final = 3  # kinds of weights; 0: the initial ones
 QUESTIONS: Final = [prompt(800 + number, 300) for number in range(3)]
 CACHED: Final = full_blocks(300)
-FILLING: Final = 1 << 20  # bytes of a block that makes room of others
+FILLING: Final = 1 << 20  # the size of the blocks that displace others, in bytes
 MEMORY: Final = "64MiB"
 
 KINDS: Final[dict[str, dict[str, Any]]] = {
@@ -41,7 +41,7 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def right(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[list[int]]]]:
-    """By weights and question, what an engine without any cache answers."""
+    """The answers of an engine without any cache, for each kind of weights and each question."""
     log = tmp_path_factory.mktemp("alone") / "engine.log"
     engine = Engine(model, log, connector=None, enable_prefix_caching=False, max_model_len=LONGEST)
     answers = []
@@ -54,7 +54,7 @@ def right(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
 
 
 class Loop:
-    """Two engines and a store."""
+    """Two engines with a store, and the operations on them."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class Loop:
         self._start = start
         self._right = right
         self.engines = [start(), start()]
-        self.seeds = [0, 0]  # of the weights that each engine has
+        self.seeds = [0, 0]  # the weights that each engine has
         self.said: list[str] = []
         self.answers = self.wrong = 0
 
     def play(self, random: random.Random) -> None:
-        """One sequence."""
+        """Run one sequence."""
         for _ in range(STEPS):
             number = random.randrange(2)
             operations: list[Callable[[], None]] = [
@@ -90,12 +90,12 @@ class Loop:
             for engine in random.sample(range(2), random.randint(1, 2)):
                 self.ask(engine, random.randrange(len(QUESTIONS)))
 
-    # What may happen.
+    # Operations.
 
     def train(self, number: int, seed: int, random: random.Random) -> None:
-        """Other weights in place, as trainers do it: the engine's own cache is reset, with any flags, or vLLM would use
-        it, with a connector or without. Often the weights get a name, before or after. One kind of weights always
-        gets the same name, and those of the start get none."""
+        """Change the weights in place, as trainers do. Then reset the engine's own cache, with any flags: otherwise
+        vLLM would use it, also without a connector. Often the weights get a name, before the reset or after it. The
+        same weights always get the same name; the initial ones get none."""
         self._say(f"engine {number} has weights {seed}")
         self.engines[number].change_weights(seed)
         self.seeds[number] = seed
@@ -112,7 +112,8 @@ class Loop:
         self.engines[number].name_weights(name)
 
     def reset(self, number: int, random: random.Random) -> None:
-        """vLLM cannot always reset its cache, such as when blocks are being copied, and then it can a little later."""
+        """Reset the engine's own cache. vLLM cannot always do that at once, for example while blocks are being
+        copied."""
         running, connector = random.random() < 0.5, random.random() < 0.5
         self._say(f"engine {number} is reset, running {running}, connector {connector}")
         wait_until(lambda: self.engines[number].reset(running, connector), what="vLLM can reset its cache")
@@ -127,7 +128,7 @@ class Loop:
             operator.purge(all_namespaces=True)
 
     def evict(self) -> None:
-        """Other blocks take the room, in all stores."""
+        """Fill all stores with other blocks."""
         self._say("eviction")
         keys = make_keys(64)
         for server in self._servers:
@@ -145,10 +146,10 @@ class Loop:
         self.server.stop()
         self.server.restart()
 
-    # What must hold.
+    # Invariants.
 
     def ask(self, number: int, question: int) -> int:
-        """-> how many tokens were cached."""
+        """Send a question. Returns the number of cached tokens."""
         [answer] = self.engines[number].generate(QUESTIONS[question])
         self.answers += 1
         if answer.token_ids != self._right[self.seeds[number]][question]:
@@ -157,7 +158,7 @@ class Loop:
         return answer.cached_tokens
 
     def shares(self) -> None:
-        """Engines whose weights have one name share, whatever was before."""
+        """Check that two engines share blocks if their weights have the same name, whatever happened before."""
         for number in range(2):
             self.engines[number].change_weights(1)
             self.seeds[number] = 1
@@ -179,7 +180,7 @@ class Loop:
 
 @pytest.mark.timeout(300 + 20 * LOOPS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_answer_is_that_of_the_weights_that_are_loaded(
+def test_every_answer_is_that_of_the_current_weights(
     start_server: StartServer, start_engine: StartEngine, right: list[list[list[int]]], kind: str
 ) -> None:
     options = dict(KINDS[kind])
@@ -201,7 +202,7 @@ def test_every_answer_is_that_of_the_weights_that_are_loaded(
                 f"{time.monotonic() - began:.0f} s",
                 flush=True,
             )
-    loop.restart(0)  # a fresh engine of the weights of the start
+    loop.restart(0)  # a new engine with the initial weights
     for question in range(len(QUESTIONS)):
         loop.ask(0, question)
     assert not loop.wrong, f"a fresh engine after KVSTORE_RL_SEED={SEED} KVSTORE_RL_LOOPS={LOOPS}: {loop.said}"

@@ -1,5 +1,5 @@
-"""The real engine against the real server. The measure is always the same: the token ids of an engine that computed
-everything itself; ``cached_tokens`` says that this one did not."""
+"""The real engine with the real server. The expected token ids always come from an engine that computed everything
+itself; ``cached_tokens`` shows what the tested engine loaded."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ def test_a_second_engine_loads_what_the_first_saved(
     [computed] = first.generate(question, max_tokens=70)
     assert [computed.token_ids] == expected(question, max_tokens=70)
     assert computed.cached_tokens == 0
-    assert first.stop() == 0  # which sends what was not sent yet
+    assert first.stop() == 0  # the end sends the remaining blocks
 
-    # The same weights in another place are the same model.
+    # The same weights in another folder are the same model.
     second = start_engine(server.endpoint, model=shutil.copytree(model, tmp_path / "elsewhere"))
-    # A prefix in common with the first engine's prompt is loaded as far as it goes.
+    # The common prefix with the first engine's prompt is loaded.
     branch = question[:300] + prompt(2, 200)
     [answer] = second.generate(branch)
     assert answer.cached_tokens == full_blocks(300)
     assert [answer.token_ids] == expected(branch)
-    # The rest of it joins what is now in the engine's own cache; two requests want it at once.
+    # The first prompt's other blocks are loaded, in addition to those in the engine's own cache. Two requests need them
+    # at once.
     twins = [question, question]
     answers = second.generate(*twins)
     assert [answer.cached_tokens for answer in answers] == [full_blocks(500)] * 2
@@ -38,7 +39,7 @@ def test_a_second_engine_loads_what_the_first_saved(
     [answer] = second.generate(turn)
     assert answer.cached_tokens >= full_blocks(500 + 70 - 1)
     assert [answer.token_ids] == expected(turn)
-    # A prompt of whole blocks leaves its last one to compute.
+    # If a prompt consists of whole blocks, the last block is computed.
     aligned = question[: 10 * BLOCK]
     [answer] = second.generate(aligned)
     assert answer.cached_tokens == 9 * BLOCK
@@ -54,10 +55,10 @@ def test_blocks_that_do_not_arrive_are_computed(server: Server, start_engine: St
     engine = start_engine(server.endpoint)
     engine.deliver(4)
     assert [answer.token_ids for answer in engine.generate(question, other)] == expected(question, other)
-    # What was computed in their place went into the engine's own cache, and only right blocks into the store.
+    # The engine computed these blocks instead, into its own cache. Only right blocks went to the store.
     assert [answer.token_ids for answer in engine.generate(question, other)] == expected(question, other)
     assert "Recovered from KV load failure" in engine.log_text()
-    # Nothing at all arrives.
+    # Now no block arrives at all.
     engine.settle()
     engine.reset_prefix_cache()
     engine.deliver(0)
@@ -94,15 +95,15 @@ def test_another_model_with_the_same_name_shares_nothing(
     assert theirs.token_ids != mine.token_ids
 
 
-def test_block_hashes_that_no_other_process_has_stop_the_engine(start_engine: StartEngine) -> None:
-    """The one real engine that fails to start; what else stops one is in `test_engine_checks`."""
+def test_block_hashes_unknown_to_other_processes_stop_the_engine(start_engine: StartEngine) -> None:
+    """Here a real engine fails to start. `test_engine_checks` tests the other reasons without an engine."""
     engine = start_engine("tcp://127.0.0.1:7070", prefix_caching_hash_algo="xxhash", wait=False)
     assert not engine.ready()
     assert engine.stop() == 1
     assert "Set --prefix-caching-hash-algo sha256" in engine.log_text()
 
 
-def test_blocks_of_bfloat16_come_back_as_they_were(server: Server, start_engine: StartEngine) -> None:
+def test_blocks_of_bfloat16_are_read_back_unchanged(server: Server, start_engine: StartEngine) -> None:
     engine = start_engine(server.endpoint, dtype="bfloat16", enable_prefix_caching=False)
     question = prompt(60)
     [computed] = engine.generate(question, max_tokens=20)
@@ -112,10 +113,10 @@ def test_blocks_of_bfloat16_come_back_as_they_were(server: Server, start_engine:
     assert computed.token_ids == loaded.token_ids
 
 
-def test_after_a_reset_an_engine_of_the_same_weights_goes_on_to_share(
+def test_after_a_reset_an_engine_of_the_same_weights_shares_again(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
-    """vLLM resets the connector for new weights, and also for sleep."""
+    """vLLM resets the connector for new weights and for sleep. Here the weights stay the same."""
     question = prompt(61)
     cached = full_blocks(500)
     for options in ({}, {"weights_version": "2026-11"}):

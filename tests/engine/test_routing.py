@@ -1,4 +1,4 @@
-"""What `Routes` says of engines whose events it hears, through vLLM's own publisher."""
+"""What `Routes` concludes from the events of engines, which vLLM's own publisher sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvstore_client import KVStoreClient
-from kvstore_client.engine.block_index import BlockKeys
+from kvstore_client.engine.block_index import PromptExtras
 from kvstore_client.engine.routing import Routes
 from tests.support.harness import MakeNamespace, Server, blocks_of, wait_until
 
@@ -39,7 +39,7 @@ _names = itertools.count()
 
 
 def hashes_of(tokens: list[int]) -> list[bytes]:
-    """Of the whole blocks of these tokens: each names all before it."""
+    """Return the hashes of the whole blocks of these tokens. Each hash covers all tokens up to its block's end."""
     ends = range(SIZE, len(tokens) + 1, SIZE)
     return [hashlib.sha256(repr(tokens[:end]).encode()).digest() for end in ends]
 
@@ -59,7 +59,7 @@ def stored(tokens: list[int], medium: str = "GPU", first: int = 0, salt: str = "
 
 
 class Engine:
-    """An engine's publisher."""
+    """An engine's publisher of events."""
 
     def __init__(self, folder: Path, buffer_steps: int = 1000) -> None:
         name = f"e{next(_names)}"
@@ -81,7 +81,7 @@ class Engine:
 
     @property
     def newest(self) -> int:
-        """The number of the newest batch that is kept; -1: none is."""
+        """The number of the newest batch that the publisher keeps; -1 without any."""
         buffer = self._publisher._buffer
         return int(buffer[-1][0]) if buffer else -1
 
@@ -112,7 +112,7 @@ def until(routes: Routes, expected: dict[str, dict[str, int]], prompt: list[int]
     wait_until(lambda: routes.find(prompt).engines == expected, what=f"{expected}, not {routes.find(prompt)}")
 
 
-def test_the_engine_with_the_longest_run_in_its_own_tiers_is_the_best(engines: list[Engine], routes: Routes) -> None:
+def test_the_engine_with_the_longest_run_in_its_tiers_is_best(engines: list[Engine], routes: Routes) -> None:
     a, b = engines
     a.say(stored(PROMPT[:8]))
     b.say(stored(PROMPT[:4]), stored(PROMPT[:16], "CPU", first=1), stored(PROMPT, "STORAGE"))
@@ -123,7 +123,7 @@ def test_the_engine_with_the_longest_run_in_its_own_tiers_is_the_best(engines: l
     assert routes.find(PROMPT[:9]).engines["b"]["any"] == 8, "whole blocks only"
 
 
-def test_what_is_removed_or_cleared_is_not_there(engines: list[Engine], routes: Routes) -> None:
+def test_removed_or_cleared_blocks_are_not_found(engines: list[Engine], routes: Routes) -> None:
     a, b = engines
     a.say(stored(PROMPT), stored(PROMPT, "CPU"))
     b.say(stored(PROMPT[:8]))
@@ -137,8 +137,9 @@ def test_what_is_removed_or_cleared_is_not_there(engines: list[Engine], routes: 
     wait_until(lambda: routes.index.blocks == 0)
 
 
-def test_a_prompt_with_another_salt_adapter_or_picture_is_another_prompt(engines: list[Engine], routes: Routes) -> None:
-    """As vLLM publishes them: the salt with the first block only, the adapter with all, a picture where it is."""
+def test_another_salt_adapter_or_picture_makes_another_prompt(engines: list[Engine], routes: Routes) -> None:
+    """vLLM publishes a salt with the first block only, an adapter with all blocks, and a picture with the blocks that
+    contain it."""
     salted = stored(PROMPT, salt="tenant")
     adapted = msgspec.structs.replace(stored(PROMPT, salt="adapter"), lora_name="adapter")
     pictured = stored(PROMPT, salt="picture")
@@ -171,7 +172,7 @@ def test_a_prompt_with_another_salt_adapter_or_picture_is_another_prompt(engines
 @pytest.mark.parametrize(
     "media", [[], [("one", 3, 2)], [("one", 0, 9), ("two", 9, 3)], [("one", 4, 4), ("one", 11, 9)]]
 )
-def test_blocks_are_named_beside_their_tokens_as_vllm_does_it(
+def test_blocks_are_identified_beyond_tokens_as_in_vllm(
     salt: str, lora_name: str, media: list[tuple[str, int, int]]
 ) -> None:
     features = [
@@ -182,14 +183,14 @@ def test_blocks_are_named_beside_their_tokens_as_vllm_does_it(
     request: Any = SimpleNamespace(
         mm_features=features, lora_request=adapter, cache_salt=salt or None, prompt_embeds=None
     )
-    keys, at = BlockKeys(lora_name, salt, media), 0
+    keys, at = PromptExtras(lora_name, salt, media), 0
     for start in range(0, 24, SIZE):
         extra, at = generate_block_hash_extra_keys(request, start, start + SIZE, at)
         told = to_event_extra_keys([extra])
         assert told is not None and (told[0] or ()) == keys.of_block(start, SIZE)
 
 
-def test_engines_of_another_model_are_not_asked(engines: list[Engine]) -> None:
+def test_engines_of_another_model_are_not_considered(engines: list[Engine]) -> None:
     a, b = engines
     with Routes() as routes:
         routes.add("a", a.live, a.replay, model="one")
@@ -202,7 +203,7 @@ def test_engines_of_another_model_are_not_asked(engines: list[Engine]) -> None:
         assert routes.find(PROMPT, model="three").engines == {}
 
 
-def test_what_engines_put_into_the_store_takes_no_room_where_nobody_asks_the_store(tmp_path: Path) -> None:
+def test_store_blocks_take_no_room_unless_the_store_is_queried(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     with Routes() as routes:
         routes.add("a", engine.live, engine.replay)
@@ -217,11 +218,11 @@ def test_what_engines_put_into_the_store_takes_no_room_where_nobody_asks_the_sto
     engine.stop()
 
 
-def test_who_listens_late_hears_what_was_said_before(tmp_path: Path) -> None:
+def test_a_late_listener_receives_earlier_events(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     engine.say(stored(PROMPT[:8]))
     engine.say(stored(PROMPT, first=2))
-    wait_until(lambda: engine.newest == 1)  # it is published, and nobody hears it
+    wait_until(lambda: engine.newest == 1)  # everything is published before a listener exists
     with Routes() as routes:
         routes.add("a", engine.live, engine.replay)
         until(routes, {"a": {"GPU": 20, "any": 20}})
@@ -230,9 +231,9 @@ def test_who_listens_late_hears_what_was_said_before(tmp_path: Path) -> None:
     engine.stop()
 
 
-def test_what_nobody_has_any_more_makes_the_rest_uncertain_so_it_is_forgotten(tmp_path: Path) -> None:
+def test_events_that_are_lost_for_good_make_older_ones_forgotten(tmp_path: Path) -> None:
     engine = Engine(tmp_path, buffer_steps=2)
-    for step in range(6):  # of which the engine keeps two
+    for step in range(6):  # the engine keeps the last two
         engine.say(stored([step] * 8))
     wait_until(lambda: engine.newest == 5)
     with Routes() as routes:
@@ -242,7 +243,7 @@ def test_what_nobody_has_any_more_makes_the_rest_uncertain_so_it_is_forgotten(tm
     engine.stop()
 
 
-def test_an_engine_that_was_restarted_has_nothing_of_before(engines: list[Engine], routes: Routes) -> None:
+def test_a_restarted_engine_has_nothing_from_before(engines: list[Engine], routes: Routes) -> None:
     engine = engines[0]
     for _ in range(3):
         engine.say(stored(PROMPT))
@@ -252,22 +253,21 @@ def test_an_engine_that_was_restarted_has_nothing_of_before(engines: list[Engine
     other = [50 + token for token in PROMPT]
 
     def is_heard() -> bool:
-        engine.say(stored(other))  # said again until the connection is there anew
+        engine.say(stored(other))  # repeated until the new connection exists
         return routes.find(other).tokens == 20
 
     wait_until(is_heard, what="the new process is heard")
     assert routes.find(PROMPT).tokens == 0
 
 
-def test_an_engine_that_was_restarted_while_nobody_heard_it_has_nothing_of_before(
-    engines: list[Engine], routes: Routes
-) -> None:
-    """Also if it has published more by now than its process before had: what it said first is not the same."""
+def test_an_unobserved_restart_also_empties_an_engine(engines: list[Engine], routes: Routes) -> None:
+    """The restart is noticed even if the new process has published more batches than the old one, because their first
+    events differ."""
     engine, other = engines[0], [50 + token for token in PROMPT]
     engine.say(stored(PROMPT))
     until(routes, {"a": {"GPU": 20, "any": 20}})
     live = routes._engines["a"].live
-    with routes._lock:  # it does not listen meanwhile
+    with routes._lock:  # the listener cannot run meanwhile
         live.unsubscribe(b"")
         engine.stop()
         engine.start()
@@ -284,19 +284,20 @@ def test_an_engine_that_was_restarted_while_nobody_heard_it_has_nothing_of_befor
     assert routes.find(PROMPT).tokens == 0
 
 
-def test_batches_that_come_again_after_a_gap_are_not_taken_for_a_restart(tmp_path: Path) -> None:
-    """Of an engine that keeps three batches to replay: who begins anew has lost what it said before."""
+def test_batches_repeated_after_a_gap_are_not_mistaken_for_a_restart(tmp_path: Path) -> None:
+    """The engine keeps only three batches for replays. A listener that took the gap for a restart would forget the
+    earlier batches."""
     engine = Engine(tmp_path, buffer_steps=3)
     with Routes() as routes:
         routes.add("a", engine.live, engine.replay)
         engine.say(stored(PROMPT))
         until(routes, {"a": {"GPU": 20, "any": 20}})
         live = routes._engines["a"].live
-        with routes._lock:  # it does not listen meanwhile
+        with routes._lock:  # the listener cannot run meanwhile
             engine.say(stored([7] * SIZE))
             assert live.poll(5000)
-            live.recv_multipart()  # is lost on its way
-            for token in (8, 9):  # come twice: by themselves, and when it asks for what was lost
+            live.recv_multipart()  # this batch is lost in transit
+            for token in (8, 9):  # these arrive twice: live, and in the replay of the lost batch
                 engine.say(stored([token] * SIZE))
             wait_until(lambda: engine.newest == 3)
             assert live.poll(5000)
@@ -307,7 +308,7 @@ def test_batches_that_come_again_after_a_gap_are_not_taken_for_a_restart(tmp_pat
     engine.stop()
 
 
-def test_who_knows_of_a_restart_says_so(engines: list[Engine], routes: Routes) -> None:
+def test_a_known_restart_can_be_reported(engines: list[Engine], routes: Routes) -> None:
     engines[0].say(stored(PROMPT))
     until(routes, {"a": {"GPU": 20, "any": 20}})
     engines[0]._publisher._buffer.clear()  # as in a new process
@@ -320,20 +321,18 @@ def in_group(event: Any, group: int, **described: Any) -> Any:
     return msgspec.structs.replace(event, group_idx=group, **described)
 
 
-def test_of_a_model_with_sliding_windows_the_groups_that_keep_all_tokens_count(
-    engines: list[Engine], routes: Routes
-) -> None:
+def test_with_sliding_windows_only_groups_that_keep_all_tokens_count(engines: list[Engine], routes: Routes) -> None:
     engine, hashes = engines[0], hashes_of(PROMPT)
     window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 2 * SIZE}
     engine.say(*(in_group(stored(PROMPT), group, kv_cache_spec_kind="full_attention") for group in (0, 1)))
     engine.say(in_group(stored(PROMPT), 2, **window))
     until(routes, {"a": {"GPU": 20, "any": 20}})
-    engine.say(in_group(BlockRemoved(hashes[:4], "GPU"), 2))  # the window has moved on
+    engine.say(in_group(BlockRemoved(hashes[:4], "GPU"), 2))  # the window has moved past these blocks
     engine.say(in_group(BlockRemoved(hashes[3:], "GPU"), 1))
     until(routes, {"a": {"GPU": 12, "any": 12}})
 
 
-def test_the_store_is_asked_for_what_it_has_now(
+def test_the_store_is_asked_for_its_current_blocks(
     engines: list[Engine], server: Server, new_namespace: MakeNamespace
 ) -> None:
     def tokenize(text: str) -> list[int]:

@@ -1,6 +1,6 @@
-"""Both halves of the connector behind vLLM's second model runner and its asynchronous scheduler, on a real store.
+"""Both halves of the connector with vLLM's second model runner, its asynchronous scheduler and a real store.
 
-`Pages` fails a test as soon as a request attends to bytes that its own tokens did not make.
+`Pages` fails a test if a request attends to KV that was not computed from its own tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ StartRunner = Callable[..., SecondRunnerEngine]
 
 @pytest.fixture
 def start_runner(model: Path, rank: object, device: str) -> Iterator[StartRunner]:
-    """``start_runner(endpoint, blocks=...)``: the engine of a process. The next one ends it."""
+    """``start_runner(endpoint, blocks=...)`` starts the only engine of this process; the next call ends it first."""
     engines: list[SecondRunnerEngine] = []
 
     def end() -> None:
@@ -58,7 +58,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [numbers.randrange(VOCABULARY) for _ in range(tokens)]
 
 
-def test_what_one_engine_saved_another_loads_and_goes_on_with(server: Server, start_runner: StartRunner) -> None:
+def test_one_engine_loads_and_continues_what_another_saved(server: Server, start_runner: StartRunner) -> None:
     first = start_runner(server.endpoint, budget=96)  # prompts are computed in chunks
     prompts = [prompt(seed, 300 + seed) for seed in range(4)]
     expected = [answer(each, 20) for each in prompts]
@@ -69,17 +69,15 @@ def test_what_one_engine_saved_another_loads_and_goes_on_with(server: Server, st
     asked = [second.add(each) for each in longer]
     assert second.finish(*asked) == [answer(each, 8) for each in longer]
     for request, each in zip(asked, longer, strict=True):
-        # The last token of the first answer was not computed there.
+        # The KV of the first answer's last token was not computed.
         assert second.loaded[request.request_id] == (len(each) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     second.settle()
 
 
-def test_requests_that_are_preempted_while_their_blocks_are_copied_are_right(
-    server: Server, start_runner: StartRunner
-) -> None:
+def test_requests_preempted_during_copies_are_right(server: Server, start_runner: StartRunner) -> None:
     prompts = [prompt(seed, 190) for seed in range(4)]
     expected = [answer(each, 40) for each in prompts]
-    engine = start_runner(server.endpoint, blocks=27)  # too few for all answers
+    engine = start_runner(server.endpoint, blocks=27)  # too few blocks for all answers
     assert engine.finish(*[engine.add(each, 40) for each in prompts]) == expected
     assert engine.preemptions
     engine.settle()
@@ -109,7 +107,7 @@ def test_aborted_loads_leave_nothing_behind(
     assert engine.scheduler.kv_cache_manager.usage == 0
 
 
-def test_a_load_that_fails_is_computed(server: Server, start_runner: StartRunner) -> None:
+def test_a_failed_load_is_computed(server: Server, start_runner: StartRunner) -> None:
     asked = prompt(3, 400)
     first = start_runner(server.endpoint)
     first.finish(first.add(asked))
@@ -117,13 +115,13 @@ def test_a_load_that_fails_is_computed(server: Server, start_runner: StartRunner
     engine = start_runner(server.endpoint, options={"timeout_s": 1.0, "lookup_timeout_s": 1.0})
     request = engine.add(asked)
     half = engine.scheduler.connector._scheduler
-    wait_until(lambda: half.loads._waiting[request.request_id].lookup.stored or half.books.lookups._answers)
+    wait_until(lambda: half.loads._waiting[request.request_id].lookup.stored or half.state.lookups._answers)
     with server.stopped():
         assert engine.finish(request) == [answer(asked, 8)]
     engine.settle()
 
 
-def test_a_runner_that_is_warmed_up_does_not_call_the_connector(server: Server, start_runner: StartRunner) -> None:
+def test_a_warm_up_run_does_not_call_the_connector(server: Server, start_runner: StartRunner) -> None:
     engine = start_runner(server.endpoint)
     engine.runner.set_disabled(True)
     calls: list[str] = []

@@ -1,4 +1,4 @@
-"""The example with two `vllm serve` processes on one store: what a user of the documents does first."""
+"""The example with two `vllm serve` processes and one store, which readers of the documents run first."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def test_two_vllm_servers_continue_each_others_conversation_and_a_router_finds_i
     turns = result["turns"]
     assert turns[0]["cached_tokens"] == 0
     for before, turn in pairwise(turns):
-        # All of the turn before, its answer's last block perhaps excepted, was saved by the other engine.
+        # The other engine saved the blocks of the previous turn, except perhaps the answer's last block.
         assert turn["cached_tokens"] >= before["prompt_tokens"] // 32 * 32
-    # The router sends a conversation where it is.
+    # The router sends a conversation to the engine that has its blocks.
     routed = result["routed"]
     assert len({turn["engine"] for turn in routed}) == 1
     for before, turn in pairwise(routed):

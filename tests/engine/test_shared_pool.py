@@ -1,4 +1,4 @@
-"""The host pool of an engine whose server is on its host: the server copies blocks out of it by itself."""
+"""The host pool of an engine whose server is on the same host: the server itself copies blocks out of that pool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from kvstore_client.vllm.shared.store_options import StoreOptions
 
 
-def test_saved_blocks_are_copied_once_from_the_pool_to_the_server(start_server: StartServer, tmp_path: Path) -> None:
+def test_the_server_copies_saved_blocks_once_from_the_pool(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server("--unix-socket", str(tmp_path / "s"))
     counters = Counters()
     layout = BlockLayout(caches("LBHNC"), BLOCKS)
@@ -44,7 +44,7 @@ def test_saved_blocks_are_copied_once_from_the_pool_to_the_server(start_server: 
     assert worker.saves._out.drain(10)
     blocks = guard.call(lambda client: client.get(keys).blocks, None)
     assert blocks is not None and b"".join(map(bytes, blocks)) == swapped_out(layout, 0, 1, 2, 3).tobytes()
-    staging = guard.call(lambda client: client._core.links[0].staging, None)
+    staging = guard.call(lambda client: client._pool.links[0].staging, None)
     assert staging is not None and staging.ring is None and len(staging.shared) == 1
     worker.close()
 
@@ -61,5 +61,5 @@ def test_saved_blocks_are_copied_once_from_the_pool_to_the_server(start_server: 
         ("etcd://10.0.0.1:2379/fleet", "localhost:7070", True),
     ],
 )
-def test_a_store_is_on_the_host_if_its_address_says_so(endpoint: str | list[str], local: str, on_host: bool) -> None:
+def test_a_store_with_a_local_address_is_on_the_host(endpoint: str | list[str], local: str, on_host: bool) -> None:
     assert StoreOptions(endpoint=endpoint, local=local).store_on_host == on_host

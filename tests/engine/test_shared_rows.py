@@ -1,5 +1,5 @@
-"""Ranks of one host that read a load together, into one pool: who reads what, and what a rank that is slow, dead or
-late does to the others. Every rank is a process."""
+"""Ranks on one host that read a load's blocks together, into one pool. The tests check which rank reads which blocks,
+and how a slow, dead or late rank affects the others. Every rank is a process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start_ranks(server: Server) -> Iterator[StartRanks]:
     started: list[Ranks] = []
 
     def start(ranks: int = 2, **fields: Any) -> Ranks:
-        started.append(Ranks(Spec(server.endpoint, namespace(fields.get("parts", 1)), ranks, **fields)))
+        started.append(Ranks(Spec(server.endpoint, namespace(fields.get("slices", 1)), ranks, **fields)))
         return started[-1]
 
     yield start
@@ -43,12 +43,12 @@ def start_ranks(server: Server) -> Iterator[StartRanks]:
         each.close()
 
 
-def namespace(parts: int = 1) -> Any:
-    return make_namespace(BLOCK_BYTES // parts, f"shared-rows-{parts}")
+def namespace(slices: int = 1) -> Any:
+    return make_namespace(BLOCK_BYTES // slices, f"shared-rows-{slices}")
 
 
 def check(ranks: Ranks, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-    """Every rank has these blocks in its cache."""
+    """Check that each rank has these blocks in its cache."""
     for found in ranks.all("read", block_ids):
         assert found == blocks_of(keys, BLOCK_BYTES)
 
@@ -58,7 +58,7 @@ def load(number: int, keys: Sequence[bytes], **fields: Any) -> Load:
     return Load(f"load {number}", keys=list(keys), **{"within_s": 300.0, "number": number, **fields})
 
 
-def test_each_rank_reads_its_share_and_gets_all(server: Server, start_ranks: StartRanks) -> None:
+def test_each_rank_reads_its_share_and_gets_all_blocks(server: Server, start_ranks: StartRanks) -> None:
     keys = make_keys(24)
     put_into(server, namespace(), keys)
     ranks = start_ranks(3)
@@ -69,24 +69,24 @@ def test_each_rank_reads_its_share_and_gets_all(server: Server, start_ranks: Sta
     assert [each["transfer_in_blocks"] for each in counted] == [8] * 3
     assert [each["swap_in_blocks"] for each in counted] == [24] * 3
 
-    # The blocks are in the slots of all.
+    # All ranks have the blocks in their slots.
     again = Load("again", host_slots=[3, 23], host_block_ids=[100, 101], number=2)
     ranks.all("load", again)
     assert ranks.loaded("again") == [set()] * 3
     check(ranks, [keys[3], keys[23]], [100, 101])
 
 
-def test_parts_of_layers_are_read_together_too(server: Server, start_ranks: StartRanks) -> None:
+def test_layer_slices_are_read_together_too(server: Server, start_ranks: StartRanks) -> None:
     keys = make_keys(12)
-    parts = [key + bytes([part]) for key in keys for part in range(2)]
-    put_into(server, namespace(2), parts)
-    ranks = start_ranks(2, parts=2)
+    slices = [key + bytes([part]) for key in keys for part in range(2)]
+    put_into(server, namespace(2), slices)
+    ranks = start_ranks(2, slices=2)
     ranks.all("load", load(1, keys, slots=list(range(12))))
     assert ranks.loaded("load 1") == [set()] * 2
     assert ranks.count("transfer_in_blocks") == [6] * 2
     half = BLOCK_BYTES // 2
     for found in ranks.all("read", range(12)):
-        assert b"".join(found) == b"".join(block_of(part, half) for part in parts)
+        assert b"".join(found) == b"".join(block_of(part, half) for part in slices)
 
 
 def test_the_rank_that_sends_a_block_copies_it_for_all(server: Server, start_ranks: StartRanks) -> None:
@@ -144,7 +144,7 @@ def test_more_blocks_than_rows_pass_through(server: Server, start_ranks: StartRa
 
 
 @pytest.mark.parametrize("width", [24, 6])
-def test_a_block_that_the_store_lacks_is_missing_at_once_in_all_ranks(
+def test_a_block_missing_in_the_store_is_missing_at_once_everywhere(
     server: Server, start_ranks: StartRanks, width: int
 ) -> None:
     keys = make_keys(24)
@@ -158,14 +158,15 @@ def test_a_block_that_the_store_lacks_is_missing_at_once_in_all_ranks(
 
 
 @pytest.mark.parametrize("width", [16, 4])
-def test_what_a_stopped_rank_does_not_read_is_missing_by_the_deadline(
+def test_a_stopped_ranks_unread_blocks_are_missing_by_the_deadline(
     server: Server, start_ranks: StartRanks, width: int
 ) -> None:
-    """The rank goes on when the others have given up, and the slots become another load's only then."""
+    """A rank is stopped until the others have given up the load. Another load gets the slots only after the stopped
+    rank has continued and ended, too."""
     keys, others = make_keys(16), make_keys(16, first=100)
     put_into(server, namespace(), [*keys, *others])
     ranks = start_ranks(2, chunk_blocks=2)
-    ranks.all("load", load(1, keys, slots=list(range(width))))  # now a store is known to be fast
+    ranks.all("load", load(1, keys, slots=list(range(width))))  # shows the ranks that the store is fast
     assert ranks.loaded("load 1") == [set()] * 2
     ranks.all("fill", range(16), [bytes(BLOCK_BYTES)] * 16)
     with ranks.stopped(1):
@@ -184,25 +185,25 @@ def test_what_a_stopped_rank_does_not_read_is_missing_by_the_deadline(
     check(ranks, others, range(16))
 
 
-def test_a_killed_rank_leaves_nothing_and_holds_nobody_up(server: Server, start_ranks: StartRanks) -> None:
+def test_a_killed_rank_leaves_nothing_and_delays_no_other(server: Server, start_ranks: StartRanks) -> None:
     keys = make_keys(16)
     put_into(server, namespace(), keys)
     ranks = start_ranks(3)
     ranks.all("load", load(1, keys, slots=list(range(16))))
     assert ranks.loaded("load 1") == [set()] * 3
-    for pid in ranks.pids:  # tests of other processes have files there
+    for pid in ranks.pids:  # only these processes' files count: other tests have files in /dev/shm, too
         mapped = Path(f"/proc/{pid}/maps").read_text().splitlines()
         left = [line for line in mapped if "/dev/shm/" in line and not line.endswith("(deleted)")]
         assert not left, "a file there outlives who made it"
-    ranks.kill(0)  # which made the memory
+    ranks.kill(0)  # the rank that made the memory
     ranks.all("load", load(2, keys, slots=list(range(16)), within_s=1.0, block_ids=list(range(16, 32))), ranks=[1, 2])
     for missing in ranks.loaded("load 2", ranks=[1, 2], within_s=10):
         assert missing == set(range(16, 32))
 
 
-def test_no_rank_ever_takes_the_bytes_of_another_load(server: Server, start_ranks: StartRanks) -> None:
-    """Loads of all kinds in the slots that others just left, with blocks that the store lacks, deadlines that pass and
-    ranks that are stopped in the middle: what is not reported as missing is right."""
+def test_no_rank_ever_uses_another_loads_bytes(server: Server, start_ranks: StartRanks) -> None:
+    """Loads of all kinds use slots that other loads have just released. Some blocks are not in the store, some
+    deadlines pass, and ranks are stopped in the middle. Every block that is not reported as missing must be right."""
     chooser = random.Random(7)
     count, slots = 3, 24
     known, lacking = make_keys(160), set(make_keys(160)[5::23])
@@ -227,7 +228,7 @@ def test_no_rank_ever_takes_the_bytes_of_another_load(server: Server, start_rank
         for each in loads:
             ranks.order("load", each)
         if victim is not None:
-            time.sleep(chooser.random() * 0.01)  # whenever it is: the moment is to be any
+            time.sleep(chooser.random() * 0.01)  # at a random moment
             with ranks.stopped(victim):
                 time.sleep(chooser.random() * 0.1)
         for _ in loads:
@@ -245,8 +246,8 @@ def test_no_rank_ever_takes_the_bytes_of_another_load(server: Server, start_rank
 
 
 @pytest.mark.parametrize("spoil", ["token", "process", "descriptor"])
-def test_ranks_that_cannot_open_the_memory_all_do_without(spoil: str) -> None:
-    """As on another host, where the process has the number of another one."""
+def test_if_one_rank_cannot_open_the_memory_none_uses_it(spoil: str) -> None:
+    """A rank on another host cannot open the memory: there, another process has the process id."""
     barrier, given = Barrier(2), [None, None]
 
     def share(rank: int) -> object:
@@ -267,7 +268,7 @@ def test_ranks_that_cannot_open_the_memory_all_do_without(spoil: str) -> None:
         assert list(threads.map(share, range(2))) == [None, None]
 
 
-def test_loads_wait_for_a_passage_and_their_time_runs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_wait_for_a_passage_while_their_time_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = StandingClock(monkeypatch, shared_pool)
     passages = Passages(there=True)
     loads = [Load(f"{at}", keys=[b"k"], block_ids=[1], within_s=0.2) for at in range(PASSAGES + 2)]
@@ -292,7 +293,7 @@ def test_loads_wait_for_a_passage_and_their_time_runs_meanwhile(monkeypatch: pyt
     assert passages.under_way == 0
 
 
-def test_loads_of_an_engine_without_a_shared_pool_go_on_at_once() -> None:
+def test_without_a_shared_pool_loads_start_at_once() -> None:
     loads = [Load(f"{at}", keys=[b"k"], within_s=1.0) for at in range(20)]
     going, waiting = Passages(there=False).admit(loads)
     assert going == loads and not waiting and all(load.passage is None for load in loads)

@@ -1,4 +1,4 @@
-"""A store that is slower than computing slows nobody, and is used again when it is fast again."""
+"""A store that is slower than computing delays no request. The engine uses it again when it has become fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLOW_BYTES_PER_S = 200_000  # a block in 1.3 s
 
 
 @pytest.mark.timeout(240)
-def test_behind_a_slow_link_prompts_are_computed_until_it_is_fast_again(
+def test_with_a_slow_link_prompts_are_computed_until_it_is_fast(
     server: Server, link: SlowLink, start_engine: StartEngine, expected: Expected
 ) -> None:
     questions = [prompt(seed, TOKENS) for seed in range(80, 84)]
@@ -23,7 +23,7 @@ def test_behind_a_slow_link_prompts_are_computed_until_it_is_fast_again(
     filler.stop()
 
     engine = start_engine(link.endpoint, options={"always_load": False}, enable_prefix_caching=False)
-    engine.generate(prompt(90, TOKENS))  # how fast it computes
+    engine.generate(prompt(90, TOKENS))  # measures how fast the engine computes
     engine.settle()
     link.bytes_per_s = SLOW_BYTES_PER_S
     for question in questions:
@@ -37,7 +37,7 @@ def test_behind_a_slow_link_prompts_are_computed_until_it_is_fast_again(
     assert numbers["defects"] == 0
 
     link.bytes_per_s = None
-    engine.set_hope_s(0.05)  # a prompt that is computed tells nothing of the store: only time makes it try again
+    engine.set_hope_s(0.05)  # computing shows nothing about the store, so it retries
 
     def is_used() -> bool:
         [answer] = engine.generate(questions[0])

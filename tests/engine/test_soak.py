@@ -1,8 +1,9 @@
-"""Busy engines and a store that keeps failing, as long as one lets them: right tokens, bounded memory, nothing left,
-and no request is held back longer than is promised.
+"""Busy engines with a store that fails again and again: tokens are right, memory is bounded, nothing is left behind,
+and no request is delayed longer than promised.
 
-The engines have too little of everything: cache, CPU tier and store all evict, requests are preempted and given up, and
-most rounds something happens to the store. `soak_scenes.py` has the kinds, `soak_watch.py` what is watched.
+The engines have too little of everything: the cache, the CPU tier and the store evict blocks, and requests are
+preempted and aborted. In most rounds the store has a fault. `soak_scenes.py` has the kinds of engines and faults, and
+`soak_watch.py` has the checks.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ MiB = 1 << 20
 AT_LENGTH = "KVSTORE_SOAK_S" in os.environ
 SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "8"))
 WARM_UP_S = max(SOAK_S / 4, 4.0)
-WARM_UP_ROUNDS = 3  # at least: on a busy machine a round takes seconds
-MOST_ROUNDS = 30  # until requests were preempted and given up
-PREPARED_SHAPES = 32  # multiplications of so many lengths of a step that vLLM keeps prepared, of every layer
-GROWTH_BYTES = CPU_BYTES + 16 * MiB  # after the warm-up: rows not used before, and what the allocator keeps
+WARM_UP_ROUNDS = 3  # the fewest rounds of the warm-up: on a busy machine a round takes seconds
+MOST_ROUNDS = 30  # the most rounds to wait until requests were preempted and aborted
+PREPARED_SHAPES = 32  # vLLM keeps prepared multiplications for this many lengths of a step, for every layer
+GROWTH_BYTES = CPU_BYTES + 16 * MiB  # after the warm-up: rows used for the first time, and memory kept by the allocator
 
 
 @pytest.mark.soak
@@ -45,9 +46,9 @@ def test_busy_engines_with_a_failing_store_stay_right_quick_and_small(
         scene = Stage(tmp_path, choose, start_server, start_engine, expected, stack).scene(kind)
         engines = scene.engines
         stack.enter_context(explained(engines))
-        for engine in engines:  # how fast it is
+        for engine in engines:  # measures how fast the engine is
             engine.generate(prompt(2, 300))
-            for tokens in range(1, PREPARED_SHAPES + 1):  # or it grows by 30 MiB as they come
+            for tokens in range(1, PREPARED_SHAPES + 1):  # otherwise memory would grow by 30 MiB later
                 engine.generate(prompt(2, tokens), max_tokens=1)
         watch = Watch(engines, scene.servers, SERVER_BYTES, GROWTH_BYTES)
         turn = requests = preemptions = aborted = 0

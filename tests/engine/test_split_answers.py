@@ -1,8 +1,9 @@
-"""Answers that the proxy makes with two engines are those of one: header by header and event by event.
+"""The proxy's answers from two engines equal the answers of one engine, header by header and event by event.
 
-P computes the prompt, D the answer, and the blocks go through the store. What may differ is in docs/proxy.md: where a
-stream is cut between P's first token and D's, so a stream of other events is compared by what they say together; and
-what usage tells of caches, which for a new prompt is that nothing was cached.
+P computes the prompt and D the answer; the blocks pass through the store. docs/reference/proxy.md lists the permitted
+differences. A stream may be divided into other events around the change from P to D, so streams with different events
+are compared by their joined content. The cache counts in the usage may differ; for a new prompt they say that nothing
+was cached.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     "with usage": {"stream": True, "stream_options": {"include_usage": True}},
     "with all usage": {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
 }
-BYTES = list(range(256))  # tokens that are bytes: most characters are several of them, or none
+BYTES = list(range(256))  # tokens of single bytes: most characters need several of them, and some bytes are no text
 COMMON = (
     *("two answers", "a seed", "stop", "stop and shown", "at least", "penalties", "token ids", "ignore the end"),
     *("json schema", "too hot", "too many"),
@@ -45,10 +46,10 @@ OF_CHATS: dict[str, dict[str, Any]] = {
     "a tool": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
     "tools": {"tools": [TOOL], "tool_choice": "none"},
 }
-# What names the first token, which P gives.
+# Cases with a stop at the first token, which comes from P.
 FIRST = ("stop at it", "stop in it", "stop in it and shown", "stop at it later")
 WITH_USAGE = ("plain", "stop", "two answers", "logprobs 0", "stop at it")
-# Requests that one engine takes alone, and why; docs/proxy.md tells of them.
+# Requests that one engine serves alone, with the reason; docs/disaggregation.md describes them.
 ALONE: dict[str, tuple[dict[str, Any], str]] = {
     "one token": ({"max_tokens": 1}, "one token"),
     "echo": ({"echo": True}, "needs the prompt's logits"),
@@ -57,7 +58,7 @@ ALONE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def cases(fleet: Fleet) -> Iterator[tuple[Case, str]]:
-    """With why it is not split; empty: it is."""
+    """Yield the cases, each with the reason why the request is not split, or an empty text if it is split."""
     number = 5000
     common = SAMPLING | {name: {} for name in FIRST} | {name: body for name, (body, _) in ALONE.items()}
     for path, own in ((COMPLETIONS, OF_COMPLETIONS), (CHAT, OF_CHATS)):
@@ -65,7 +66,7 @@ def cases(fleet: Fleet) -> Iterator[tuple[Case, str]]:
             if how.startswith("with") and name not in WITH_USAGE:
                 continue
             if how == "whole" and path == CHAT and name not in own and name != "plain":
-                continue  # the same code as for completions
+                continue  # the code is the same as for completions
             number += 1
             body = ask(path, number, **{"max_tokens": 12, "temperature": 0, **more, **stream})
             if name in FIRST:
@@ -89,15 +90,15 @@ def of_first_token(fleet: Fleet, path: str, body: dict[str, Any], name: str) -> 
 
 
 def without_caches(value: Any) -> Any:
-    """Without what usage says of caches."""
+    """Return the answer without the cache counts in its usage."""
     if isinstance(value, dict):
         return {key: without_caches(each) for key, each in value.items() if key != "prompt_tokens_details"}
     return [without_caches(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def joined(events: Any) -> Any:
-    """What a stream's events say together, wherever they were cut: texts and lists one after the other, and of all else
-    the last that was said."""
+    """Return the content of a stream, however it was divided into events: texts and lists are concatenated, and of all
+    other fields the last value is kept."""
 
     def add(said: Any, more: Any) -> Any:
         if isinstance(said, dict) and isinstance(more, dict):
@@ -120,14 +121,15 @@ def joined(events: Any) -> Any:
 
 
 def differs(through: Any, right: Any) -> str:
-    """-> how two answers differ: "", "cut" (in other places, which the written list allows), or "said"."""
+    """Return how two answers differ: "" if they are equal, "cut" if only the division into events differs, which is
+    permitted, or "said"."""
     if through == right:
         return ""
     return "cut" if through[:2] == right[:2] and joined(through[2]) == joined(right[2]) else "said"
 
 
 @pytest.mark.timeout(400)
-def test_split_answers_are_those_of_one_engine(fleet: Fleet) -> None:
+def test_split_answers_equal_one_engines(fleet: Fleet) -> None:
     different, cut, decisions = {}, [], Counter[str]()
     for case, why in some(cases(fleet)):
         raw = reply_to(fleet.proxy.url, case)

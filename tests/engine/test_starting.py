@@ -1,4 +1,4 @@
-"""The scheduler's half is made of what the workers tell first, and nobody waits for it for long."""
+"""The connector's scheduling half is made from the workers' first reports, and no request waits long for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Half:
 
 
 class Maker:
-    """Makes the half when the test lets it."""
+    """Makes the scheduling half when the test allows it."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()
@@ -51,7 +51,7 @@ def maker() -> Iterator[Maker]:
     maker.may_end.set()
 
 
-def test_requests_ask_again_until_all_workers_have_told_and_the_half_is_made(maker: Maker) -> None:
+def test_requests_wait_until_all_workers_reported_and_the_half_is_made(maker: Maker) -> None:
     start = SchedulerStart(2, maker)
     assert start.is_coming() and start.half is None
     start.take([STORE])
@@ -65,8 +65,8 @@ def test_requests_ask_again_until_all_workers_have_told_and_the_half_is_made(mak
     assert half.closed
 
 
-def test_nobody_waits_for_a_half_that_takes_long(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "START_S", 0.2)
+def test_no_request_waits_long_for_a_slow_half(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "STORE_START_S", 0.2)
     start = SchedulerStart(1, maker)
     start.take([STORE])
     assert start.is_coming()
@@ -76,7 +76,7 @@ def test_nobody_waits_for_a_half_that_takes_long(maker: Maker, monkeypatch: pyte
     start.close()
 
 
-def test_without_a_half_nothing_is_loaded_and_nobody_waits(maker: Maker, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_half_nothing_is_loaded_and_no_request_waits(maker: Maker, caplog: pytest.LogCaptureFixture) -> None:
     maker.error = ValueError("the worker of rank 1 and the scheduler hash blocks differently")
     start = SchedulerStart(1, maker)
     start.take([STORE])

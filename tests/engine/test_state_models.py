@@ -1,6 +1,7 @@
-"""Models with states (short convolutions, Mamba2) in the real engine, which keeps those at the ends of some blocks.
+"""Models with states (short convolutions, Mamba2) in the real engine, which keeps the states at the ends of some
+blocks.
 
-The measure is the tokens of an engine without a connector, whose own cache is empty.
+The expected tokens come from an engine without a connector, whose own cache is empty.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from tests.engine.engines import BLOCK, Engine, Expected, StartEngine, answers_a
 from tests.engine.models import STATES
 from tests.support.harness import Server
 
-AT_LENGTH = "KVSTORE_LAYOUTS" in os.environ  # make layouts
+AT_LENGTH = "KVSTORE_LAYOUTS" in os.environ  # set by `make layouts`
 KINDS = list(STATES) if AT_LENGTH else list(STATES)[:1]
 at_length = pytest.mark.skipif(not AT_LENGTH, reason="make layouts runs it")
-# A block in each step: with states from a longer step vLLM's Mamba2 fails on CPUs, and the tokens of such models depend
-# on where their steps end.
+# Each step computes one block: on CPUs, vLLM's Mamba2 fails with states from a longer step, and the tokens of these
+# models depend on where steps end.
 STEPS = {"max_num_batched_tokens": BLOCK, "max_num_seqs": 4}
-# What an engine must be told to keep states: a Mamba2 caches no prefixes by default. And to keep those at the ends of
-# all steps and in answers, not only that before a prompt's end.
+# CACHING makes an engine keep the state before a prompt's end; by default, a Mamba2 caches no prefixes. DENSELY makes
+# it also keep the states at the ends of all steps, and in answers.
 CACHING = {**STEPS, "enable_prefix_caching": True}
 DENSELY = {**CACHING, "prefix_cache_retention_interval": BLOCK}
 
@@ -42,7 +43,7 @@ def plain(stateful: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def check(engine: Engine, plain: Expected, *prompts: list[int], cached: int | None = None) -> list[list[int]]:
-    """-> the answers."""
+    """Check the engine's answers, and return them."""
     answers = engine.generate(*prompts, max_tokens=40)
     alone = plain(*prompts, max_tokens=40)
     assert [answer.token_ids for answer in answers] == alone
@@ -51,7 +52,7 @@ def check(engine: Engine, plain: Expected, *prompts: list[int], cached: int | No
     return alone
 
 
-def test_what_one_engine_saves_another_loads(
+def test_one_engine_loads_what_another_saved(
     server: Server, start_engine: StartEngine, stateful: Path, plain: Expected
 ) -> None:
     question = prompt(300)
@@ -76,7 +77,7 @@ def test_what_one_engine_saves_another_loads(
 def test_by_default_the_states_before_a_prompts_end_are_kept(
     server: Server, start_engine: StartEngine, stateful: Path, plain: Expected
 ) -> None:
-    """And of answers none."""
+    """By default, an engine keeps the states before a prompt's end, and none of those in the answer."""
     question = prompt(305)
     first = start_engine(server.endpoint, model=stateful, **CACHING)
     [answer] = check(first, plain, question, cached=0)
@@ -92,7 +93,8 @@ def test_by_default_the_states_before_a_prompts_end_are_kept(
 def test_batches_preemption_and_small_tiers_change_nothing(
     server: Server, start_engine: StartEngine, stateful: Path, plain: Expected
 ) -> None:
-    """A preempted request is computed again in other steps, on which the tokens of short convolutions depend."""
+    """A preempted request is computed again in other steps. Short convolutions are skipped, because their tokens depend
+    on the steps."""
     if stateful.name == "short-convolutions":
         pytest.skip("its tokens depend on where steps end, without a connector as well")
     engine = start_engine(
@@ -117,8 +119,8 @@ def test_batches_preemption_and_small_tiers_change_nothing(
 def test_a_prompt_is_handed_over_with_its_states(
     server: Server, start_engine: StartEngine, stateful: Path, plain: Expected
 ) -> None:
-    """Both engines get it at once; the decode side waits for what the prefill side promises, and computes the tokens
-    behind the last end of a block."""
+    """Both engines get the prompt at once. The decode side waits for the blocks that the prefill side promises, and
+    computes the tokens after the last whole block."""
     prefill = start_engine(server.endpoint, model=stateful, kv_role="kv_producer", **CACHING)
     decode = start_engine(server.endpoint, model=stateful, kv_role="kv_consumer", **CACHING)
     for question in (prompt(330), prompt(331, 10 * BLOCK), prompt(330) + prompt(332, 40)):
@@ -136,7 +138,7 @@ def test_a_prompt_is_handed_over_with_its_states(
     assert prefill.metrics()["hand_overs/prefill"] == decode.metrics()["hand_overs/decode"] == 3
 
 
-def test_a_load_that_fails_is_computed_from_the_beginning(
+def test_a_failed_load_is_computed_from_the_beginning(
     server: Server, start_engine: StartEngine, stateful: Path, plain: Expected
 ) -> None:
     question = prompt(320)

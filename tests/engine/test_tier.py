@@ -1,4 +1,5 @@
-"""The store behind vLLM's own tiered offloading: vLLM's manager and CPU tier, a real server, the test as the GPU."""
+"""The store as a tier of vLLM's own offloading, with vLLM's manager and CPU tier and a real server. The tests take the
+place of the GPU."""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ with warnings.catch_warnings():
 
 TIMEOUT_S = 1.5
 LOOKUP_TIMEOUT_S = 0.5
-# What a test's own machine may add to a deadline.
+# The time that a busy machine may add to a deadline.
 SLACK_S = 2.0
 START_TIER = Callable[..., TieredEngine]
 
 
 @pytest.fixture
 def start_tier(model: Path) -> Iterator[START_TIER]:
-    """``start_tier(endpoint, chunks=..., options=...)``: an engine, which ends with the test. At its end no call of
-    its scheduler has waited for the store."""
+    """``start_tier(endpoint, chunks=..., options=...)`` starts an engine, which is shut down after the test. Then no
+    call of its scheduler may have waited for the store."""
     engines: list[TieredEngine] = []
 
     def start(endpoint: str, *, options: dict[str, Any] | None = None, **arguments: Any) -> TieredEngine:
@@ -64,7 +65,7 @@ def test_a_restarted_engine_promotes_what_the_first_one_stored(server: Server, s
     assert second.wrong(keys) == []
 
 
-def test_the_leading_chunks_that_are_there_are_promoted(server: Server, start_tier: START_TIER) -> None:
+def test_the_leading_chunks_that_exist_are_promoted(server: Server, start_tier: START_TIER) -> None:
     keys = offload_keys(8)
     start_tier(server.endpoint).save([*keys[:3], *keys[4:]])
     reader = start_tier(server.endpoint)
@@ -73,7 +74,7 @@ def test_the_leading_chunks_that_are_there_are_promoted(server: Server, start_ti
     assert reader.hits(offload_keys(4, first=100)) == 0
 
 
-def test_chunks_come_back_after_the_cpu_tier_evicted_them(server: Server, start_tier: START_TIER) -> None:
+def test_chunks_return_after_the_cpu_tier_evicted_them(server: Server, start_tier: START_TIER) -> None:
     engine = start_tier(server.endpoint, chunks=4, options={"waiting_chunks": 4})
     keys = offload_keys(12)
     for first in range(0, 12, 4):
@@ -84,7 +85,7 @@ def test_chunks_come_back_after_the_cpu_tier_evicted_them(server: Server, start_
         assert engine.wrong(part) == []
 
 
-def test_chunks_go_to_and_come_from_the_rows_of_the_cpu_tier_themselves(
+def test_chunks_are_read_and_written_directly_in_the_cpu_tiers_rows(
     server: Server, start_tier: START_TIER, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_blocks, get_into = KVStoreClient.set, KVStoreClient._get_into_steps
@@ -109,7 +110,7 @@ def test_chunks_go_to_and_come_from_the_rows_of_the_cpu_tier_themselves(
     assert np.shares_memory(seen[3], engines[1].rows)
 
 
-def test_a_step_asks_the_store_once_for_all_requests(server: Server, start_tier: START_TIER) -> None:
+def test_a_step_queries_the_store_once_for_all_requests(server: Server, start_tier: START_TIER) -> None:
     shared, own = offload_keys(15), offload_keys(15, first=50)
     start_tier(server.endpoint).save(shared)
     engine = start_tier(server.endpoint)
@@ -124,7 +125,7 @@ def test_a_step_asks_the_store_once_for_all_requests(server: Server, start_tier:
     assert engine.wrong(shared) == []
 
 
-def test_what_a_request_was_told_is_forgotten_with_it(server: Server, start_tier: START_TIER) -> None:
+def test_an_answer_is_forgotten_with_its_request(server: Server, start_tier: START_TIER) -> None:
     engine = start_tier(server.endpoint)
     engine.save(offload_keys(4))
     for _ in range(3):
@@ -135,7 +136,7 @@ def test_what_a_request_was_told_is_forgotten_with_it(server: Server, start_tier
     wait_until(lambda: [engine.step(), engine.tier._lookups.known == 0][1], what="nothing is remembered")
 
 
-def test_what_is_stored_meanwhile_is_found_by_the_next_request(server: Server, start_tier: START_TIER) -> None:
+def test_chunks_stored_meanwhile_are_found_by_the_next_request(server: Server, start_tier: START_TIER) -> None:
     keys = offload_keys(4)
     engine = start_tier(server.endpoint)
     running = engine.request()
@@ -147,7 +148,7 @@ def test_what_is_stored_meanwhile_is_found_by_the_next_request(server: Server, s
 
 def test_two_engines_share_one_store_at_once(server: Server, start_tier: START_TIER) -> None:
     engines = [start_tier(server.endpoint), start_tier(server.endpoint, num_blocks=99)]
-    parts = [offload_keys(12), offload_keys(12, first=6)]  # half of each is the other's too
+    parts = [offload_keys(12), offload_keys(12, first=6)]  # each request shares half of its chunks with the other one
     for engine, keys in zip(engines, parts, strict=True):
         engine.compute(keys)
     for engine in engines:
@@ -160,7 +161,7 @@ def test_two_engines_share_one_store_at_once(server: Server, start_tier: START_T
 @pytest.mark.parametrize(
     "other", [{"tensor_parallel": 2}, {"blocks_per_chunk": 2}, {"options": {"tenant": "other"}}], ids=str
 )
-def test_engines_whose_chunks_differ_share_nothing(
+def test_engines_with_different_chunks_share_nothing(
     server: Server, start_tier: START_TIER, other: dict[str, Any]
 ) -> None:
     keys = offload_keys(4)
@@ -179,7 +180,7 @@ def test_engines_with_other_weights_share_nothing(server: Server, start_tier: ST
         stranger.shutdown()
 
 
-def test_an_engine_starts_before_its_store_and_survives_its_end(
+def test_an_engine_starts_before_its_store_and_outlives_it(
     start_server: Callable[..., Server], start_tier: START_TIER
 ) -> None:
     server = start_server(memory="256MiB")
@@ -204,7 +205,7 @@ def test_an_engine_starts_before_its_store_and_survives_its_end(
     assert engine.counted()["failed_calls_total"] > 0
 
 
-def test_a_store_killed_under_a_load_is_a_miss_and_a_restarted_one_is_used_again(
+def test_a_store_killed_during_a_load_misses_and_is_used_after_restart(
     start_server: Callable[..., Server], start_tier: START_TIER
 ) -> None:
     server = start_server(memory="256MiB")
@@ -213,7 +214,7 @@ def test_a_store_killed_under_a_load_is_a_miss_and_a_restarted_one_is_used_again
     reader = start_tier(server.endpoint)
     asking = reader.request()
     reader.begin_load(keys, asking)
-    reader.step()  # the load is under way
+    reader.step()  # the load is in progress
     server.kill()
     began = time.monotonic()
     assert reader.hits(keys, asking) in range(33)
@@ -226,9 +227,7 @@ def test_a_store_killed_under_a_load_is_a_miss_and_a_restarted_one_is_used_again
     wait_until(lambda: reader.hits(fresh) == 4, what="hits return")
 
 
-def test_a_frozen_store_costs_its_deadlines_and_is_used_again_when_it_thaws(
-    server: Server, start_tier: START_TIER
-) -> None:
+def test_a_frozen_store_costs_its_deadlines_and_is_used_again_later(server: Server, start_tier: START_TIER) -> None:
     keys, unsaved = offload_keys(8), offload_keys(8, first=50)
     start_tier(server.endpoint).save(keys)
     engine = start_tier(server.endpoint)
@@ -243,9 +242,7 @@ def test_a_frozen_store_costs_its_deadlines_and_is_used_again_when_it_thaws(
     assert engine.wrong(keys) == []
 
 
-def test_a_load_that_freezes_ends_by_its_deadline_and_is_not_promised_again(
-    server: Server, start_tier: START_TIER
-) -> None:
+def test_a_load_from_a_freezing_store_ends_in_time_without_a_retry(server: Server, start_tier: START_TIER) -> None:
     keys = offload_keys(8)
     start_tier(server.endpoint).save(keys)
     engine = start_tier(server.endpoint)
@@ -261,7 +258,7 @@ def test_a_load_that_freezes_ends_by_its_deadline_and_is_not_promised_again(
     assert engine.wrong(keys) == []
 
 
-def test_a_damaged_chunk_is_a_miss_and_the_others_of_its_load_arrive(server: Server, start_tier: START_TIER) -> None:
+def test_a_damaged_chunk_misses_and_the_others_of_its_load_arrive(server: Server, start_tier: START_TIER) -> None:
     keys = offload_keys(5)
     engine = start_tier(server.endpoint)
     blocks = [block_of(key, CHUNK_BYTES) for key in keys]
@@ -276,7 +273,7 @@ def test_a_damaged_chunk_is_a_miss_and_the_others_of_its_load_arrive(server: Ser
     assert engine.counted()["checksum_errors_total"] == 1
 
 
-def test_resetting_the_cpu_tier_waits_for_what_is_under_way(server: Server, start_tier: START_TIER) -> None:
+def test_resetting_the_cpu_tier_waits_for_transfers_in_progress(server: Server, start_tier: START_TIER) -> None:
     keys, read = offload_keys(16), offload_keys(8, first=50)
     start_tier(server.endpoint).save(read)
     engine = start_tier(server.endpoint)
@@ -285,7 +282,7 @@ def test_resetting_the_cpu_tier_waits_for_what_is_under_way(server: Server, star
     engine.step()
     engine.compute(keys)
     engine.manager.reset_cache()
-    engine.rows[:] = -1  # the memory is the engine's again: nothing is sent from it, nothing arrives in it
+    engine.rows[:] = -1  # the engine owns the memory again, so the tier must not touch it
     assert not engine.manager.has_pending_work()
     engine.finish(asking)
 
@@ -297,13 +294,13 @@ def test_resetting_the_cpu_tier_waits_for_what_is_under_way(server: Server, star
     assert (engine.rows == -1).all()
 
 
-def test_a_reset_of_an_engine_whose_weights_have_a_name_drops_what_it_believes_and_sends_nothing_older(
+def test_a_reset_with_named_weights_forgets_answers_and_sends_nothing_older(
     server: Server, start_tier: START_TIER
 ) -> None:
     keys, wire, waiting = offload_keys(6), offload_keys(2, first=50), offload_keys(8, first=60)
     engine = start_tier(server.endpoint, options={"weights_version": "2026-11"})
     engine.save(keys)
-    engine.compute(offload_keys(64, first=100))  # evicts all from the CPU tier
+    engine.compute(offload_keys(64, first=100))  # this evicts all other chunks from the CPU tier
     engine.settle()
     assert engine.hits(keys) == 6
     with engine.store_client() as client:
@@ -321,9 +318,7 @@ def test_a_reset_of_an_engine_whose_weights_have_a_name_drops_what_it_believes_a
         assert not client.contains([*keys, *waiting]).any()
 
 
-def test_after_a_reset_which_may_mean_new_weights_nothing_older_is_found_and_nothing_shared(
-    server: Server, start_tier: START_TIER
-) -> None:
+def test_a_reset_with_unnamed_weights_ends_sharing(server: Server, start_tier: START_TIER) -> None:
     keys = offload_keys(6)
     engine = start_tier(server.endpoint)
     engine.save(keys)
@@ -331,7 +326,7 @@ def test_after_a_reset_which_may_mean_new_weights_nothing_older_is_found_and_not
     assert engine.hits(keys) == 0
     later = offload_keys(6, first=50)
     engine.save(later)
-    engine.compute(offload_keys(64, first=100))  # evicts all from the CPU tier
+    engine.compute(offload_keys(64, first=100))  # this evicts all other chunks from the CPU tier
     engine.settle()
     assert engine.hits(later) == 6
     assert engine.wrong(later) == []
@@ -340,10 +335,9 @@ def test_after_a_reset_which_may_mean_new_weights_nothing_older_is_found_and_not
     assert other.hits(keys) == 6
 
 
-def test_after_a_purge_nothing_is_shared_until_vllm_has_emptied_its_own_caches(
-    server: Server, start_tier: START_TIER
-) -> None:
-    """What is in them may be from before, and is offered to the store whenever it comes back to the CPU tier."""
+def test_after_a_purge_sharing_stops_until_vllm_empties_its_caches(server: Server, start_tier: START_TIER) -> None:
+    """The engine's chunks may be from before the purge, and are offered to the store whenever they return to the CPU
+    tier. So the engine shares no chunks until its caches are reset."""
     keys, later = offload_keys(6), offload_keys(6, first=50)
     engine = start_tier(server.endpoint, options={"weights_version": "2026-11"})
     engine.save(keys)
@@ -372,20 +366,20 @@ def test_resetting_the_cpu_tier_ends_with_a_frozen_store(server: Server, start_t
         assert time.monotonic() - began < 2 * TIMEOUT_S + SLACK_S
 
 
-def test_a_slow_store_holds_a_bounded_part_of_the_cpu_tier(server: Server, start_tier: START_TIER) -> None:
+def test_a_slow_store_occupies_a_bounded_share_of_the_cpu_tier(server: Server, start_tier: START_TIER) -> None:
     engine = start_tier(server.endpoint, chunks=32, options={"timeout_s": 5.0})
     with server.stopped():
-        for first in range(0, 160, 4):  # five times the CPU tier: it must evict all the time
+        for first in range(0, 160, 4):  # five times the CPU tier, which must evict all the time
             engine.compute(offload_keys(4, first))
             engine.step()
         counted = engine.counted()
-        assert counted["dropped_blocks_total"] >= 160 - 8 - 8  # a quarter of the CPU tier waits, another is on the wire
+        assert counted["dropped_blocks_total"] >= 160 - 8 - 8  # a quarter of the tier waits, a quarter is sent
         assert 0 < counted["waiting_blocks"] <= 8 + 8
     engine.settle()
     assert engine.counted().get("waiting_blocks", 0) == 0
 
 
-def test_of_chunks_that_cannot_all_wait_the_head_is_stored(server: Server, start_tier: START_TIER) -> None:
+def test_if_chunks_cannot_all_wait_the_head_is_stored(server: Server, start_tier: START_TIER) -> None:
     keys = offload_keys(12)
     engine = start_tier(server.endpoint, options={"waiting_chunks": 5})
     engine.save(keys)
@@ -408,7 +402,7 @@ def test_touched_chunks_outlive_others(start_server: Callable[..., Server], star
     assert not present.all()
 
 
-def test_what_moved_and_what_failed_is_counted_under_defined_names(
+def test_transfers_and_failures_are_counted_under_defined_names(
     start_server: Callable[..., Server], start_tier: START_TIER
 ) -> None:
     server = start_server(memory="256MiB")
@@ -436,7 +430,7 @@ def test_what_moved_and_what_failed_is_counted_under_defined_names(
         assert all(len(labels) == len(defined[name].labelnames) for labels in collected.data["data"][name])
 
 
-def test_the_framework_learns_what_each_job_did(server: Server, start_tier: START_TIER) -> None:
+def test_the_framework_receives_each_jobs_result(server: Server, start_tier: START_TIER) -> None:
     keys = offload_keys(6)
     engine = start_tier(server.endpoint)
     engine.save(keys)
@@ -450,7 +444,7 @@ def test_the_framework_learns_what_each_job_did(server: Server, start_tier: STAR
     assert stats[f"vllm:kv_offload_tiering_chunk_hits:{label}"] == 6
 
 
-def test_the_memory_is_free_when_the_engine_has_shut_down(server: Server, start_tier: START_TIER) -> None:
+def test_memory_is_free_after_the_engine_has_shut_down(server: Server, start_tier: START_TIER) -> None:
     engine = start_tier(server.endpoint)
     keys = offload_keys(4)
     engine.save(keys)
@@ -468,8 +462,8 @@ def test_the_memory_is_free_when_the_engine_has_shut_down(server: Server, start_
 
 @pytest.fixture
 def made() -> Callable[..., Request]:
-    """``made(*pictures)``: a request of five chunks, with what vLLM's scheduler has of its pictures. vLLM's hashes know
-    them by their ids."""
+    """``made(*pictures)`` returns a request of five chunks with these pictures, in the form that vLLM's scheduler uses.
+    vLLM's hashes identify pictures by their ids."""
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     numbers = itertools.count()
@@ -492,7 +486,7 @@ def found(engine: TieredEngine, request: Request) -> int:
     return engine.hits(*engine.ask(request))
 
 
-def test_chunks_behind_another_picture_of_the_same_id_are_not_found(
+def test_chunks_behind_another_picture_with_that_id_are_not_found(
     server: Server, start_tier: START_TIER, made: Callable[..., Request]
 ) -> None:
     engines = [start_tier(server.endpoint, takes_embeddings=True) for _ in range(4)]
@@ -500,7 +494,7 @@ def test_chunks_behind_another_picture_of_the_same_id_are_not_found(
     assert found(engines[1], made(picture(2, offset=40))) == 1, "the chunk before it"
     assert found(engines[2], made(picture(1, offset=40))) == 5
     assert found(engines[2], made(picture(1, "img-2", offset=40))) == 1
-    # An id that has stood for two contents in an engine stands for none there.
+    # If an engine has seen an id with two contents, it trusts that id for neither.
     mixed = made(picture(3, offset=40))
     engines[2].ask(mixed)
     saved(engines[2], made(picture(3, offset=40)))
@@ -508,7 +502,7 @@ def test_chunks_behind_another_picture_of_the_same_id_are_not_found(
     assert found(engines[3], made()) == 1, "of a prompt without a picture, what it has in common with them"
 
 
-def test_whoever_trusts_ids_finds_what_was_stored_under_them(
+def test_trusted_ids_find_what_was_stored_under_them(
     server: Server, start_tier: START_TIER, made: Callable[..., Request]
 ) -> None:
     trusting = {"trust_media_ids": True}
@@ -517,10 +511,10 @@ def test_whoever_trusts_ids_finds_what_was_stored_under_them(
     assert found(second, made(picture(2, offset=40))) == 5
 
 
-def test_chunks_of_requests_that_are_not_known_are_shared_only_if_they_can_be_but_tokens(
+def test_chunks_of_unknown_requests_are_shared_only_if_inputs_are_tokens(
     server: Server, start_tier: START_TIER
 ) -> None:
-    """As other tiers ask for chunks of other engines."""
+    """Lookups without a request, as in this test, come from other tiers that look for chunks of other engines."""
     keys = offload_keys(4)
     for takes_embeddings, hits in ((True, 0), (False, 4)):
         first, second = (start_tier(server.endpoint, takes_embeddings=takes_embeddings) for _ in range(2))
@@ -528,7 +522,7 @@ def test_chunks_of_requests_that_are_not_known_are_shared_only_if_they_can_be_bu
         assert second.hits(keys) == hits
 
 
-def test_chunks_of_a_content_that_is_not_to_be_seen_are_computed(
+def test_chunks_of_unreadable_content_are_computed(
     server: Server, start_tier: START_TIER, made: Callable[..., Request]
 ) -> None:
     first, second = (start_tier(server.endpoint, takes_embeddings=True) for _ in range(2))

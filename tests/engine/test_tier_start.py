@@ -1,4 +1,4 @@
-"""What stops an engine with a tier while it starts, and what the message says."""
+"""The reasons that stop an engine with a store tier during its start, and the error for each."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ with warnings.catch_warnings():
         ({"locality": "NEAR"}, "locality"),
     ],
 )
-def test_a_wrong_option_stops_the_engine_with_what_is_expected(model: Path, options: dict[str, Any], said: str) -> None:
+def test_a_wrong_option_stops_the_engine_with_the_expected_value(
+    model: Path, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match="secondary_tiers, KVStoreTier") as error:
         TieredEngine(model, "tcp://127.0.0.1:1", options=options)
     assert said in str(error.value)
 
 
-def test_hashes_that_no_other_process_makes_stop_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_unknown_to_other_processes_stop_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ValueError, match="PYTHONHASHSEED"):
         TieredEngine(model, "tcp://127.0.0.1:1", hash_algorithm="xxhash")
@@ -48,6 +50,6 @@ def test_chunks_too_large_for_the_store_stop_the_engine(model: Path) -> None:
         TieredEngine(model, "tcp://127.0.0.1:1", blocks_per_chunk=1024, chunks=1)
 
 
-def test_outside_of_an_engine_there_is_no_identity() -> None:
+def test_outside_an_engine_there_is_no_identity() -> None:
     with pytest.raises(ValueError, match="OffloadingConnector"):
         engine_configs()

@@ -1,7 +1,7 @@
-"""Every way a block can come back: from the engine's own cache, the CPU tier or the store, also to requests that are
-given up meanwhile.
+"""Every source of a block: the engine's own cache, the CPU tier and the store, also for requests that are aborted in
+the meantime.
 
-The measure is always the same: the token ids of an engine that computed everything itself.
+The expected token ids always come from an engine that computes everything itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def blocks(tokens: int) -> int:
     return tokens // BLOCK
 
 
-def test_the_cpu_tier_answers_without_the_store_and_gives_it_back_what_it_lost(
+def test_the_cpu_tier_works_without_the_store_and_refills_it(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
     question = prompt(1)
@@ -46,14 +46,14 @@ def test_the_cpu_tier_answers_without_the_store_and_gives_it_back_what_it_lost(
     engine.reset_prefix_cache()
     branch = question[:300] + prompt(2, 100)
     check_answers(engine, expected, branch, cached=full_blocks(300))
-    # A part from the engine's own cache, the rest from the CPU tier.
+    # A part of the blocks comes from the engine's own cache, the rest from the CPU tier.
     check_answers(engine, expected, question, cached=full_blocks(500))
     engine.settle()
     numbers = engine.metrics()
     assert numbers["hit_tokens/cpu"] == 2 * full_blocks(500)
     assert (numbers["hit_tokens/store"], numbers["transfer_blocks/in"], numbers["defects"]) == (0, 0, 0)
 
-    server.restart()  # empty
+    server.restart()  # with an empty store
     engine.reset_prefix_cache()
 
     def stored_again() -> bool:
@@ -67,7 +67,7 @@ def test_the_cpu_tier_answers_without_the_store_and_gives_it_back_what_it_lost(
     check_answers(restarted, expected, question, cached=full_blocks(500))
     restarted.settle()
     assert restarted.metrics()["hit_tokens/store"] == full_blocks(500)
-    # What came from the store stayed in the CPU tier.
+    # Blocks from the store stayed in the CPU tier.
     server.kill()
     restarted.reset_prefix_cache()
     check_answers(restarted, expected, question, question[:400], cached=None)
@@ -76,7 +76,7 @@ def test_the_cpu_tier_answers_without_the_store_and_gives_it_back_what_it_lost(
     assert restarted.metrics()["hit_tokens/store"] == full_blocks(500)
 
 
-def test_two_engines_answer_from_one_store_at_the_same_time(
+def test_two_engines_answer_from_one_store_concurrently(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
     engines = [
@@ -103,14 +103,14 @@ def test_two_engines_answer_from_one_store_at_the_same_time(
         for count in range(1, blocks(len(each)) + 1)
     }
     assert namespace.blocks == len(every_prefix), "every block is stored, once"
-    # Either engine has all of it, whoever computed it.
+    # Each engine has all blocks, whichever engine computed them.
     for engine in engines:
         for leaf in rounds[-1]:
             [answer] = engine.generate(leaf)
             assert answer.cached_tokens == full_blocks(len(leaf))
 
 
-def test_requests_given_up_in_any_phase_leave_nothing(
+def test_requests_aborted_in_any_phase_leave_nothing(
     server: Server, link: SlowLink, start_engine: StartEngine, expected: Expected
 ) -> None:
     engines = [
@@ -128,7 +128,8 @@ def test_requests_given_up_in_any_phase_leave_nothing(
     engines[0].settle()
 
     def play(engine: Engine, *asks: Ask) -> None:
-        """Who is to be given up is, the others' answers are right."""
+        """Run the requests, and check that those with `abort` are aborted and that the answers of the others are
+        right."""
         engine.order_play(*asks)
         answers = engine.result()
         assert [answer.aborted for answer in answers] == [ask.abort is not None for ask in asks]
@@ -136,7 +137,7 @@ def test_requests_given_up_in_any_phase_leave_nothing(
             assert answer.aborted or [answer.token_ids] == expected(ask.prompt, max_tokens=ask.max_tokens)
 
     for number, engine in enumerate(engines):
-        # The answer to the lookup is held back; then blocks are.
+        # First the lookup's answer is delayed, then the blocks.
         link.hold()
         play(engine, Ask(stored[0], 20, abort="waiting"), Ask(stored[1], 20), Ask(prompt(60 + number), abort="waiting"))
         link.release()
@@ -145,7 +146,7 @@ def test_requests_given_up_in_any_phase_leave_nothing(
         play(engine, Ask(stored[1 + number], 20, abort="loading"), Ask(prompt(62 + number)))
         link.release()
         until_it_hits(engine, stored[0])
-        # A load that takes its time is broken off when nobody wants it any more. What has come of it stays.
+        # A slow load is interrupted when no request needs it any more. Blocks that have arrived stay.
         link.bytes_per_s = 8e6
         play(engine, Ask(stored[3], 20, abort="loading"))
         link.bytes_per_s = None
@@ -157,7 +158,7 @@ def test_requests_given_up_in_any_phase_leave_nothing(
             new = prompt(70 + 2 * number + index)
             half = stored[1][:200] + prompt(80 + 2 * number + index, 300)
             play(engine, Ask(half, 20, abort=phase), Ask(new, 20, abort=phase), Ask(stored[3], 20, at=2))
-            # What it computed by then is as good as any.
+            # Blocks computed before the abort can be used like any others.
             check_answers(engine, expected, new, half, tokens=20)
         engine.settle()
         check_answers(engine, expected, *stored, cached=full_blocks(500), tokens=20)

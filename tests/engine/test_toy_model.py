@@ -1,5 +1,5 @@
-"""The toy transformer of the GPU's benchmark: its paged cache and its chunks change nothing but the rounding, and its
-answer depends on the whole prompt. Without either, equal answers would say nothing of what was loaded."""
+"""The toy transformer of the GPU benchmark: the paged cache and the chunks change only its rounding, and its answer
+depends on the whole prompt. Otherwise, equal answers would prove nothing about loaded blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCKS = 16
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads of torch that wait for each other take a busy machine's time."""
+    """Use one thread: torch's threads would take a busy machine's time while they wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,7 @@ def tokens(seed: int, count: int = 150) -> list[int]:
 
 
 def plain_forward(of: ToyModel, prompt: list[int]) -> torch.Tensor:
-    """The same weights with attention as the textbook has it, in one pass and without a cache."""
+    """Compute with the same weights, with textbook attention, in one pass and without a cache."""
     shape, x = of.shape, of._embedding[torch.tensor(prompt)]
     count, half = len(prompt), shape.head_size // 2
     angles = torch.arange(count, dtype=torch.float64)[:, None] * of._frequencies
@@ -68,13 +68,13 @@ def plain_forward(of: ToyModel, prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunk", [1000, 48, 37, 1])
-def test_chunks_over_a_paged_cache_are_one_pass_of_plain_attention(chunk: int) -> None:
+def test_chunks_over_a_paged_cache_equal_one_pass_of_plain_attention(chunk: int) -> None:
     of = model(chunk)
     ids = random.Random(1).sample(range(BLOCKS), 10)
     assert torch.allclose(of.compute(tokens(0), ids), plain_forward(of, tokens(0)), atol=1e-4)
 
 
-def test_what_is_in_other_blocks_does_not_matter_and_what_is_in_its_own_does() -> None:
+def test_only_bytes_of_a_prompts_own_blocks_matter() -> None:
     of = model(48)
     ids = list(range(10))
     whole = of.compute(tokens(0), ids)
@@ -86,7 +86,7 @@ def test_what_is_in_other_blocks_does_not_matter_and_what_is_in_its_own_does() -
     assert (of.compute(tokens(0), ids, 144) - right).abs().max() > 0.1
 
 
-def test_each_block_is_told_once_when_it_is_full() -> None:
+def test_each_full_block_is_reported_once() -> None:
     told: list[tuple[int, int]] = []
     model(37).compute(tokens(0), list(range(10)), computed=lambda first, end: told.append((first, end)))
     assert told == [(0, 2), (2, 4), (4, 6), (6, 9), (9, 9)]
@@ -120,42 +120,42 @@ def test_every_way_to_the_first_token_has_the_same_bytes_and_logits(asked: tuple
     assert found["loaded_differs"] == 0.0
 
 
-def test_one_wrong_byte_and_blocks_in_each_other_s_place_are_noticed(asked: tuple[Rig, Prompt]) -> None:
+def test_one_wrong_byte_or_swapped_blocks_are_noticed(asked: tuple[Rig, Prompt]) -> None:
     rig, prompt = asked
     run(prompt, TCP)
     words = rig.model.cache.view(torch.int16)
     place = (2, prompt._to[5], 1, 3, 4)
     words[place] += 1
-    with pytest.raises(AssertionError, match="other bytes were loaded"):
+    with pytest.raises(AssertionError, match="the bytes loaded are not"):
         prompt._check_loaded()
     words[place] -= 1
     prompt._check_loaded()
     one, other = prompt._to[3], prompt._to[4]
     rig.model.cache[:, [one, other]] = rig.model.cache[:, [other, one]]
-    with pytest.raises(AssertionError, match="other bytes were loaded"):
+    with pytest.raises(AssertionError, match="the bytes loaded are not"):
         prompt._check_loaded()
 
 
-def test_other_logits_behind_the_right_bytes_are_noticed(asked: tuple[Rig, Prompt]) -> None:
+def test_other_logits_with_the_right_bytes_are_noticed(asked: tuple[Rig, Prompt]) -> None:
     _, prompt = asked
     run(prompt, HOST)
     prompt._logits = prompt._logits + 0.1
-    with pytest.raises(AssertionError, match="the logits behind loaded blocks are not those"):
+    with pytest.raises(AssertionError, match="the logits after loaded blocks differ"):
         prompt._check_loaded()
     prompt._logits = prompt._logits * float("nan")
-    with pytest.raises(AssertionError, match="the logits behind loaded blocks are not those"):
+    with pytest.raises(AssertionError, match="the logits after loaded blocks differ"):
         prompt._check_loaded()
 
 
-def test_a_load_that_brings_nothing_is_noticed(asked: tuple[Rig, Prompt]) -> None:
+def test_a_load_without_any_block_is_noticed(asked: tuple[Rig, Prompt]) -> None:
     rig, prompt = asked
     rig.client.delete(prompt.keys)
-    with pytest.raises(RuntimeError, match="12 blocks did not come"):
+    with pytest.raises(RuntimeError, match="12 blocks could not be loaded"):
         run(prompt, TCP)
     run(prompt, SAVED)
 
 
-def test_blocks_of_another_prompt_in_the_place_of_the_first_ones_change_the_logits(asked: tuple[Rig, Prompt]) -> None:
+def test_blocks_of_another_prompt_change_the_logits(asked: tuple[Rig, Prompt]) -> None:
     _, prompt = asked
     prompt.check_control()
     found = prompt.found()
@@ -167,7 +167,7 @@ def test_blocks_of_another_prompt_in_the_place_of_the_first_ones_change_the_logi
 
 
 class SameTokens:
-    """Another prompt that is the same one."""
+    """Replaces the random generator that chooses another prompt, and chooses the same prompt."""
 
     def __init__(self, prompt: object) -> None:
         self._prompt = prompt

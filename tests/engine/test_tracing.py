@@ -1,4 +1,5 @@
-"""One request, seen by the proxy, P, the store's clients and D, on one timeline; and vLLM's own spans in its trace."""
+"""One request on one timeline, with the events of the proxy, P, the store's clients and D; and vLLM's own spans in its
+trace."""
 
 from __future__ import annotations
 
@@ -18,19 +19,20 @@ from tests.support.proxies import Reading
 
 COMPLETIONS = "/v1/completions"
 TRACE, USER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-# Processes read the clock one after the other, and round to microseconds.
+# Processes do not read the clock at the same instant, and round times to microseconds.
 TOLERANCE_S = 0.005
 
 
 def body(number: int, **more: Any) -> dict[str, Any]:
-    """A request that nobody has made before."""
-    words = random.Random(f"traced {number}")  # no beginning of what other tests ask
+    """Return a request that no test has made before."""
+    words = random.Random(f"traced {number}")  # no prompt of another test begins with these words
     prompt = [words.randrange(300, 4000) for _ in range(1000)]
     return {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **more}
 
 
 def timeline(fleet: Fleet, request: str) -> list[dict[str, Any]]:
-    """-> the events of a request in one file, once P and D have told all: with `row`, and `began`, `ended` in s."""
+    """Run `kvstore trace`, and return the events of a request once P and D have written all. Each event also has its
+    `row`, and `began` and `ended` in seconds."""
     out = fleet.folder / f"{request}.json"
     arguments = ["trace", *map(str, fleet.files), "-o", str(out), "--request", request]
 
@@ -62,7 +64,7 @@ def inside(part: dict[str, Any], whole: dict[str, Any]) -> bool:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_request_has_all_rows_and_its_parts_nest_and_follow(fleet: Fleet, stream: bool) -> None:
+def test_a_request_has_all_rows_and_its_parts_are_consistent(fleet: Fleet, stream: bool) -> None:
     name = f"seen-{stream}"
     if stream:
         with Reading(fleet.proxy.url, COMPLETIONS, body(1), **{"x-request-id": name}) as reading:
@@ -87,7 +89,7 @@ def test_a_request_has_all_rows_and_its_parts_nest_and_follow(fleet: Fleet, stre
     load, send = one(events, "D", "load"), one(events, "store, from P", "set")
     assert load["args"]["tokens"] > 900 and not load["args"]["failed_blocks"]
     assert inside(load, one(events, "store, to D", "get"))
-    # What D loads is what P sets: not before P has begun, and D waits for the last of it.
+    # D loads the blocks that P sets: it loads none before P has begun, and waits for the last block.
     assert one(events, "P", "prefill")["began"] < load["ended"] and send["began"] < load["ended"]
     assert load["ended"] <= one(events, "D", "decode")["began"] + TOLERANCE_S
     if stream:
@@ -97,7 +99,7 @@ def test_a_request_has_all_rows_and_its_parts_nest_and_follow(fleet: Fleet, stre
 
 
 @pytest.mark.timeout(400)
-def test_spans_of_the_proxy_and_of_vllm_are_in_the_trace_of_the_user(fleet: Fleet) -> None:
+def test_proxy_and_vllm_spans_are_in_the_users_trace(fleet: Fleet) -> None:
     given = {"traceparent": f"00-{TRACE}-{USER}-01", "x-request-id": "mine"}
     assert post(fleet.proxy.url, COMPLETIONS, body(3), **given)[0] == 200
     receiver = fleet.receiver
@@ -115,7 +117,7 @@ def test_spans_of_the_proxy_and_of_vllm_are_in_the_trace_of_the_user(fleet: Flee
 
 
 @pytest.mark.timeout(400)
-def test_an_engine_without_a_proxy_writes_its_requests_and_leaves_out_what_nobody_wants(fleet: Fleet) -> None:
+def test_without_a_proxy_an_engine_writes_only_sampled_requests(fleet: Fleet) -> None:
     unwanted = "2" * 32
     header = {"traceparent": f"00-{unwanted}-{USER}-00"}
     assert post(fleet.proxy.url, COMPLETIONS, body(4), **header)[0] == 200
@@ -127,9 +129,7 @@ def test_an_engine_without_a_proxy_writes_its_requests_and_leaves_out_what_nobod
     assert not fleet.receiver.of(unwanted)
 
 
-def test_an_engine_whose_trace_file_cannot_be_written_says_so_and_does_not_start(
-    server: Server, start_engine: StartEngine
-) -> None:
+def test_an_engine_with_an_unwritable_trace_file_does_not_start(server: Server, start_engine: StartEngine) -> None:
     engine = start_engine(server.endpoint, options={"trace_file": "/no/such/trace.json"}, wait=False)
     assert not engine.ready()
     says = "kvstore: trace_file: [Errno 2] No such file or directory: '/no/such/trace.json'"

@@ -1,9 +1,9 @@
 """The proxy in front of a real vLLM server: its answers are the engine's own, header by header and event by event.
 
-A generated matrix of requests is sent to the engine, and through a proxy that has it alone. What may differ is written
-here, and in docs/proxy.md: `PER_ANSWER` is another one in each answer of an engine, too; `OF_A_HOP` says how the bytes
-of a body travel; a reply through the proxy always has an `x-request-id`; and an error that an engine sends as the first
-event of a stream is the reply, with its status.
+A generated matrix of requests is sent to the engine, and through a proxy that has it alone. These differences are
+permitted; docs/reference/proxy.md lists them, too. The fields of `PER_ANSWER` differ between any two answers of an
+engine. The headers of `OF_A_HOP` say how a body is transferred. A reply through the proxy always has an `x-request-id`.
+If a stream of the engine begins with an error event, the proxy replies with that error and its status.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 class Case(NamedTuple):
     name: str
     path: str
-    body: Any = None  # JSON, or bytes as they are
+    body: Any = None  # bytes are sent unchanged, other values as JSON
     method: str = "POST"
     headers: dict[str, str] = {}  # noqa: RUF012 - of a tuple, and never changed
 
@@ -63,7 +63,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "json schema": {"response_format": {"type": "json_schema", "json_schema": JSON_SCHEMA}},
     "a choice": {"structured_outputs": {"choice": ["w1", "w2"]}},
     "user": {"user": "\u00fc\u4e16\U0001f600"},
-    # refused
+    # These are refused.
     "too hot": {"temperature": 99},
     "hot as text": {"temperature": "hot"},
     "too many": {"max_tokens": 10_000_000},
@@ -223,7 +223,7 @@ def comparable(reply: Reply) -> tuple[int, list[tuple[str, str]], Any]:
         error = events[0][0][1].get("error") if isinstance(events[0][0][1], dict) else None
         if error is not None:
             return error["code"], [("content-type", "application/json")], {"error": error}
-        return reply.status, headers, sorted(events, key=_answer)  # of several answers, any may go on first
+        return reply.status, headers, sorted(events, key=_answer)  # events of several answers may be interleaved
     return reply.status, headers, _document(reply.body)
 
 
@@ -233,7 +233,7 @@ def _line(line: bytes) -> Any:
 
 
 def _answer(event: list[Any]) -> int:
-    """-> the number of the answer that an event belongs to."""
+    """Return the index of the answer that an event belongs to."""
     document = event[0][1] if isinstance(event[0], tuple) else None
     choices = document.get("choices") if isinstance(document, dict) else None
     return int(choices[0]["index"]) if choices else 1 << 30
@@ -261,8 +261,8 @@ CASES = {"generated": some(generated()), "others": list(others())}
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", CASES)
 def test_answers_through_the_proxy_are_the_engines_own(fleet: Fleet, alone: ProxyProcess, kind: str) -> None:
-    """What differs is asked for again: the first answer found less in the engine's cache, and a busy engine puts two
-    tokens into one event now and then. A difference of the proxy's stays."""
+    """If two answers differ, both requests are sent again: the engine may have cached less for the first one, and a
+    busy engine sometimes puts two tokens into one event. A difference caused by the proxy persists."""
     different = {}
     for case in CASES[kind]:
         for _ in range(TRIES):

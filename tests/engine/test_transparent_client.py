@@ -41,7 +41,7 @@ OF_BOTH = (
     *("plain", "one token", "two answers", "a seed", "stop", "token ids", "json object", "json schema", "user"),
     *("too hot", "hot as text", "another model", "too many"),
 )
-NOWHERE = ("/v1/models/", "/v1/moderations")  # the engine has no such paths
+NOWHERE = ("/v1/models/", "/v1/moderations")  # paths that the engine does not have
 STREAMS = ({}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}})
 
 
@@ -50,14 +50,15 @@ def client(url: str, **more: Any) -> openai.OpenAI:
 
 
 def arguments(create: Callable[..., Any], body: dict[str, Any]) -> dict[str, Any]:
-    """What the client knows is an argument of its own, the rest an engine's."""
+    """Return the arguments of a call. Fields that the client knows are arguments of their own; the others are in
+    `extra_body`."""
     known = inspect.signature(create).parameters
     more = {name: value for name, value in body.items() if name not in known}
     return {name: value for name, value in body.items() if name in known} | {"extra_body": more}
 
 
 def seen(call: Callable[[], Any]) -> Any:
-    """-> what a call returns or raises, without the names of an answer."""
+    """Return what a call returns or raises, without the fields that differ in each answer."""
     try:
         got = call()
         if isinstance(got, openai.Stream):
@@ -65,7 +66,7 @@ def seen(call: Callable[[], Any]) -> Any:
             return type(got), sorted(events, key=lambda event: [each["index"] for each in event["choices"]] or [99])
     except openai.OpenAIError as error:
         if isinstance(error, openai.NotFoundError) and any(each in error.request.url.path for each in NOWHERE):
-            return type(error), error.status_code  # in the proxy's own words
+            return type(error), error.status_code  # the proxy has a message of its own
         told = [getattr(error, name, None) for name in ("status_code", "message", "body", "code", "param", "type")]
         return type(error), told
     return type(got), without_names(got.to_dict())
@@ -104,7 +105,7 @@ def test_openais_client_gets_the_same_objects_and_errors(fleet: Fleet, alone: Pr
     different, cases = {}, dict(some(calls().items()))
     with client(fleet.d.url) as engine, client(alone.url) as proxy:
         for name, call in cases.items():
-            for _ in range(TRIES):  # as in test_transparent.py
+            for _ in range(TRIES):  # for the reasons in test_transparent.py
                 right, through = seen(lambda call=call: call(engine)), seen(lambda call=call: call(proxy))
                 if through == right:
                     break
@@ -118,7 +119,7 @@ def test_openais_client_gets_the_same_objects_and_errors(fleet: Fleet, alone: Pr
 
 
 @pytest.mark.timeout(400)
-def test_who_names_a_request_finds_the_name_in_its_answer_and_its_error(alone: ProxyProcess) -> None:
+def test_a_named_request_has_its_name_in_answer_and_error(alone: ProxyProcess) -> None:
     with client(alone.url, default_headers={"X-Request-Id": "mine"}) as proxy:
         assert proxy.completions.create(**PLAIN)._request_id == "mine"
         with pytest.raises(openai.NotFoundError) as caught:
@@ -127,7 +128,7 @@ def test_who_names_a_request_finds_the_name_in_its_answer_and_its_error(alone: P
 
 
 @pytest.mark.timeout(400)
-def test_many_streams_of_the_asynchronous_client_are_those_of_the_engine(fleet: Fleet, alone: ProxyProcess) -> None:
+def test_many_streams_of_the_asynchronous_client_equal_the_engines(fleet: Fleet, alone: ProxyProcess) -> None:
     bodies = [{**PLAIN_CHAT, "seed": seed, "temperature": 0.9, "stream": True} for seed in range(8)]
 
     async def text(client: openai.AsyncOpenAI, body: dict[str, Any]) -> str:

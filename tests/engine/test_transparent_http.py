@@ -1,7 +1,7 @@
-"""The proxy in front of a real vLLM server, byte by byte: whatever is sent, its replies are the engine's own.
+"""The proxy in front of a real vLLM server, byte by byte: its replies to any request are the engine's own.
 
-Requests are written to the socket as they are. `OTHERWISE` has those that the proxy answers in another way, with its
-status; docs/proxy.md has them in words.
+Requests are written to the socket unchanged. `OTHERWISE` names the requests that the proxy answers differently, with
+its status; docs/reference/proxy.md describes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ KEY = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
 
 
 def request(line: str, *headers: bytes, body: bytes = b"", last: bool = True, length: bool = True) -> bytes:
-    """`last`: the connection is to end with it. `length`: of the body is told."""
+    """Return the bytes of a request. `last`: the connection is closed after this request. `length`: the head has the
+    body's length."""
     lines = [line.encode() if "HTTP/" in line else f"{line} HTTP/1.1".encode(), b"Host: x", *headers]
     lines += [CLOSE] if last and not any(each.startswith(b"Connection") for each in headers) else []
     lines += [b"Content-Length: %d" % len(body)] if body and length else []
@@ -37,7 +38,7 @@ def request(line: str, *headers: bytes, body: bytes = b"", last: bool = True, le
 
 
 def ask(*headers: bytes, body: bytes = BODY, **how: Any) -> bytes:
-    """A completion."""
+    """Return a completion request."""
     return request("POST /v1/completions", *headers, body=body, **how)
 
 
@@ -57,7 +58,6 @@ CASES: dict[str, bytes] = {
         for path in (
             *(
                 "/nowhere",
-                "/",
                 "/v1",
                 "/v1/completions/",
                 "/v1/models/",
@@ -121,13 +121,13 @@ OTHERWISE = {
 
 
 class _Bytes(io.BytesIO):
-    """All that came over a connection, as the socket of a client."""
+    """All bytes received over a connection, for http.client, which expects a socket."""
 
     def makefile(self, *_: object) -> _Bytes:
         return self
 
     def close(self) -> None:
-        """A response does this at its own end, and another one may follow."""
+        """Do nothing: a response calls this at its end, but another response may follow."""
 
 
 def replies(url: str, sent: bytes) -> list[Reply]:
@@ -137,7 +137,7 @@ def replies(url: str, sent: bytes) -> list[Reply]:
             sock.sendall(sent)
             while piece := sock.recv(1 << 16):
                 came.write(piece)
-        except ConnectionError:  # it was refused before all was sent
+        except ConnectionError:  # the request was refused before it was sent completely
             pass
     came.seek(0)
     found = []
@@ -169,7 +169,8 @@ def test_replies_to_any_bytes_are_the_engines_own(fleet: Fleet, alone: ProxyProc
 
 
 def same(through: list[Reply], right: list[Reply]) -> bool:
-    """Where neither has such a path, or it is no HTTP, the words are the proxy's own."""
+    """Whether the replies are the same. If neither side has the path, or the request is not HTTP, the proxy's text may
+    differ."""
     statuses = [each.status for each in through]
     if statuses != [each.status for each in right]:
         return False

@@ -1,6 +1,6 @@
-"""A model some of whose layers attend to a window only, in the real engine with its hybrid cache manager.
+"""A model with a sliding window in some layers, in the real engine with its hybrid cache manager.
 
-The measure is the tokens of an engine without any cache.
+The expected tokens come from an engine without any cache.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check(engine: Engine, plain: Expected, *prompts: list[int], cached: int | No
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_what_one_engine_saves_another_loads(
+def test_one_engine_loads_what_another_saved(
     server: Server, start_engine: StartEngine, windowed: Path, plain: Expected, parts: int
 ) -> None:
     question, options = prompt(200), {"layer_parts": parts}
@@ -71,7 +71,8 @@ def test_what_one_engine_saves_another_loads(
     second.settle()
     numbers = second.metrics()
     assert (numbers["defects"], numbers["failed_loads"]) == (0, 0)
-    # Two loads, because the last two requests share one: of the layers with a window they bring the window alone.
+    # There are two loads, because the last two requests share one. For the layers with a window, a load has only the
+    # blocks of the window.
     assert numbers["transfer_blocks/in"] == numbers["hit_tokens/store"] // BLOCK + 2 * (WINDOW // BLOCK)
 
 
@@ -97,7 +98,7 @@ def test_chunks_preemption_and_small_tiers_change_nothing(
     assert numbers["hit_tokens/store"] > 0
 
 
-def test_a_load_that_fails_is_computed_from_the_beginning(
+def test_a_failed_load_is_computed_from_the_beginning(
     server: Server, start_engine: StartEngine, windowed: Path, plain: Expected
 ) -> None:
     question = prompt(220)

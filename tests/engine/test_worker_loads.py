@@ -1,4 +1,4 @@
-"""Loads of one rank, beside each other."""
+"""Concurrent loads of one rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     from tests.engine.late_layout import LateLayout
 
 
-def test_blocks_in_host_memory_do_not_wait_for_the_network(server: Server) -> None:
+def test_host_memory_blocks_do_not_wait_for_the_network(server: Server) -> None:
     layout = BlockLayout(caches("LBHNC"), BLOCKS)
     counters = Counters()
     guard = StoreGuard(
@@ -42,7 +42,7 @@ def test_blocks_in_host_memory_do_not_wait_for_the_network(server: Server) -> No
     worker.saves.order_copies()
     loaded: set[str] = set()
     with server.stopped():
-        for number, key in enumerate(keys[1:]):  # more than have rows at a time
+        for number, key in enumerate(keys[1:]):  # more blocks than rows at a time
             worker.loads.load(Load(f"network {number}", keys=[key], block_ids=[4], within_s=4.0))
         worker.loads.load(Load("host", host_slots=[3], host_block_ids=[2]))
         wait_until(lambda: loaded.update(worker.loads.take_loaded()) or "host" in loaded, 1.0)
@@ -57,7 +57,7 @@ def bytes_of(tensors: dict[str, torch.Tensor]) -> bytes:
     return b"".join(map(to_bytes, tensors.values()))
 
 
-def test_a_cache_that_is_taken_away_is_not_touched_and_what_was_loaded_before_is_missing(server: Server) -> None:
+def test_a_withdrawn_cache_is_not_touched_and_earlier_loads_are_missing(server: Server) -> None:
     tensors = caches("LBHNC")
     layout = BlockLayout(tensors, BLOCKS)
     counters = Counters()
@@ -103,7 +103,7 @@ def test_a_cache_that_is_taken_away_is_not_touched_and_what_was_loaded_before_is
     guard.close()
 
 
-def test_a_cache_is_taken_away_when_the_copies_that_have_begun_are_made() -> None:
+def test_a_cache_is_withdrawn_after_started_copies_are_complete() -> None:
     tensors = caches("LBHNC")
     layout = BlockLayout(tensors, BLOCKS)
     rows = layout.pool(2)
@@ -131,8 +131,8 @@ def test_a_cache_is_taken_away_when_the_copies_that_have_begun_are_made() -> Non
         thread.join()
 
 
-def test_many_loads_take_no_thread_each_and_end_when_their_requests_do(server: Server) -> None:
-    """Loads that wait for blocks of another engine, which never come."""
+def test_many_loads_share_threads_and_end_with_their_requests(server: Server) -> None:
+    """The loads wait for blocks that another engine has promised and never sets."""
     layout = BlockLayout(caches("LBHNC"), BLOCKS)
     counters = Counters()
     namespace = make_namespace(layout.block_bytes, "worker-waits")
@@ -160,11 +160,11 @@ def test_many_loads_take_no_thread_each_and_end_when_their_requests_do(server: S
     guard.close()
 
 
-def test_rows_are_received_into_when_their_last_copy_is_made(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load of many chunks, through rows of two. On a device a copy may be made long after it was started."""
+def test_rows_are_reused_only_after_their_last_copy(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load of many chunks uses two rows alternately. On a device, a copy may be made long after it was started."""
     tensor = torch.zeros((40, 1, 16, 64))
     layout = LateLayout({"layers.0": tensor}, 40)
-    monkeypatch.setattr(transfer_in, "CHUNK_BYTES", 3 * layout.block_bytes)
+    monkeypatch.setattr(transfer_in, "LOAD_CHUNK_BYTES", 3 * layout.block_bytes)
     counters = Counters()
     guard = StoreGuard(server.endpoint, make_namespace(layout.block_bytes, "late"), timeout_s=5, counters=counters)
     worker = WorkerHalf(

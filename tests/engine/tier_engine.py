@@ -1,5 +1,5 @@
-"""An engine reduced to its offloading: vLLM's own connector, made as its scheduler makes it, with vLLM's tiering
-manager, CPU tier and shared region, and the test in the place of the GPU."""
+"""The offloading part of an engine: vLLM's own connector, made as its scheduler makes it, with vLLM's tiering manager,
+CPU tier and shared region. The test replaces the GPU."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ BLOCK_TOKENS = 32
 LAYERS = 8
 KV_HEADS = 4
 HEAD_SIZE = 32
-CHUNK_BYTES = LAYERS * BLOCK_TOKENS * KV_HEADS * 2 * HEAD_SIZE * 2  # of one block of one rank that has all heads
-SLOWEST_CALL_S = 0.25  # no call of the scheduler takes longer: a deadline of the store would be several times that
+CHUNK_BYTES = LAYERS * BLOCK_TOKENS * KV_HEADS * 2 * HEAD_SIZE * 2  # for one block, on a rank with all heads
+SLOWEST_CALL_S = 0.25  # the longest time for a call of the scheduler; the store's deadlines are several times as long
 
 
 def offload_keys(count: int, first: int = 0) -> list[bytes]:
-    """Keys as the engine makes them: a sha256 and the number of the cache group."""
+    """Return keys in the engine's form: a sha256 and the number of the cache group."""
     return [make_offload_key(key, 0) for key in make_keys(count, first, key_bytes=32)]
 
 
@@ -69,9 +69,10 @@ def _cache_config(tensor_parallel: int, num_blocks: int) -> KVCacheConfig:
 
 
 class TieredEngine:
-    """Chunks stand for themselves: the bytes of a key's chunk follow from the key, as ``harness.block_of`` makes them.
+    """The bytes of a chunk follow from its key, as in ``harness.block_of``.
 
-    chunks: room in the CPU tier. options: of the tier. num_blocks: of the GPU's cache, which must not matter.
+    chunks: the size of the CPU tier. options: the options of the store's tier. num_blocks: the size of the GPU's cache,
+    which must make no difference.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class TieredEngine:
         config.cache_config.kv_cache_layout = "LBHNC"
         config.cache_config.prefix_caching_hash_algo = hash_algorithm
         config.lora_config = LoRAConfig() if lora else None
-        config.model_config.enable_prompt_embeds = takes_embeddings  # as of pictures, there is more than tokens
+        config.model_config.enable_prompt_embeds = takes_embeddings  # as for models with pictures
         self.endpoint = endpoint
         self.chunk_bytes = CHUNK_BYTES * blocks_per_chunk
         tier = {"type": "KVStoreTier", "module_path": "kvstore_client.vllm.tier", "endpoint": endpoint}
@@ -117,10 +118,10 @@ class TieredEngine:
         self.slowest_s = 0.0
         self._requests = 0
 
-    # What the scheduler does.
+    # Actions of the scheduler.
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """A call of the manager by the scheduler, which must not wait."""
+        """Call the manager as the scheduler does, and check that the call does not wait."""
         started = time.monotonic()
         result = getattr(self.manager, name)(*arguments)
         self.slowest_s = max(self.slowest_s, time.monotonic() - started)
@@ -133,7 +134,7 @@ class TieredEngine:
         return context
 
     def ask(self, request: Request) -> tuple[list[bytes], ReqContext]:
-        """A request of vLLM's own has come. -> the keys of its chunks, and what the manager knows of it."""
+        """Add a request of vLLM's own class. Returns the keys of its chunks, and the manager's record of it."""
         self.connector.on_new_request(request)
         state = self.connector.scheduler._req_status[request.request_id]
         state.update_offload_keys()
@@ -147,7 +148,8 @@ class TieredEngine:
         self.call("on_schedule_end", ScheduleEndContext([], []))
 
     def look(self, keys: Iterable[bytes], context: ReqContext) -> int | None:
-        """One step's look at a chain, as the scheduler does it: leading hits, or None as long as it must wait."""
+        """Look up a chain once, as the scheduler does in each step. Returns the number of leading hits, or None while
+        the scheduler must wait."""
         hits, wait = 0, False
         for key in keys:
             result = self.call("lookup", key, context)
@@ -158,7 +160,8 @@ class TieredEngine:
         return None if wait else hits
 
     def hits(self, keys: Sequence[bytes], context: ReqContext | None = None, deadline_s: float = 10.0) -> int:
-        """How many leading chunks are in the CPU tier once the scheduler has waited for those that come."""
+        """Wait for arriving chunks as the scheduler does, and return how many leading chunks are then in the CPU
+        tier."""
         asking = context or self.request()
         end = time.monotonic() + deadline_s
         while (found := self.look(keys, asking)) is None:
@@ -171,7 +174,7 @@ class TieredEngine:
         return found
 
     def begin_load(self, keys: Sequence[bytes], context: ReqContext) -> None:
-        """Look until the store has told that it has the chunks; the next step begins their load."""
+        """Repeat the lookup until the store has reported which chunks it has. The next step begins their load."""
 
         def told() -> bool:
             self.step()
@@ -182,17 +185,17 @@ class TieredEngine:
         assert self.look(keys, context) is None
 
     def settle(self, deadline_s: float = 10.0) -> None:
-        """Step until no job is under way."""
+        """Step until no job is in progress."""
         end = time.monotonic() + deadline_s
         while self.call("has_pending_work"):
             assert time.monotonic() < end, f"jobs are under way after {deadline_s} s"
             self.step()
             time.sleep(0.002)
 
-    # What the GPU does.
+    # Actions of the GPU.
 
     def compute(self, keys: Sequence[bytes], context: ReqContext | None = None) -> None:
-        """The GPU has the chunks; they go to the CPU tier and, in the background, to the store."""
+        """Compute chunks on the GPU and copy them to the CPU tier, which sends them to the store in the background."""
         asking = context or self.request()
         output = self.call("prepare_store", keys, asking)
         assert output is not None, "no room in the CPU tier"
@@ -204,12 +207,12 @@ class TieredEngine:
             self.finish(asking)
 
     def save(self, keys: Sequence[bytes]) -> None:
-        """``compute`` and wait until the store has them."""
+        """Compute chunks, and wait until the store has them."""
         self.compute(keys)
         self.settle()
 
     def wrong(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Keys whose chunk in the CPU tier, as the GPU reads it, has not the bytes it should have."""
+        """Return the keys whose chunks in the CPU tier have wrong bytes, read as the GPU reads them."""
         context = self.request()
         spec = self.call("prepare_load", keys, context)
         bad = [
@@ -222,15 +225,15 @@ class TieredEngine:
         return bad
 
     def counted(self) -> dict[str, float]:
-        """The tier's metrics since the last call, by short names and labels."""
+        """Return the increase of the tier's metrics since the last call, by short names and labels."""
         stats = self.tier.get_stats()
         return {name.removeprefix("vllm:kvstore_"): value for name, value in stats.reduce().items() if value}
 
     def store_client(self) -> KVStoreClient:
-        """Another client of this engine's chunks."""
+        """Connect another client to the namespace of this engine's chunks."""
         return KVStoreClient(self.endpoint, self.tier.namespace)
 
     def shutdown(self) -> None:
-        """As at the engine's end; the memory's owner does not allow that it is still in use."""
+        """Shut down as at the engine's end, and check that the CPU tier's memory is no longer in use."""
         del self.rows
         self.connector.shutdown()

@@ -1,5 +1,5 @@
-"""How long requests waited for others, as an engine's `trace_file` tells: by the engine's own clock, not by when an
-answer came, so that no test needs room for what is computed beside."""
+"""Reads from an engine's `trace_file` how long requests waited. The times are from the engine's own clock rather
+than from the arrival of answers, so tests need no allowance for other computations."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Final, NamedTuple
 
 from kvstore_client.engine.trace_file import read_trace
 
-# What a wait may take beyond its bound. In the suite the engine has a part of two cores, beside tests that compute.
+# By how much a wait may exceed its bound. When all tests run, the engine shares two cores with tests that compute.
 LATE_S: Final = 0.5 if "KVSTORE_FAULTS" in os.environ else 2.0
 
 
-WRITTEN_S: Final = 0.5  # after which what has ended is in the file, mostly
+WRITTEN_S: Final = 0.5  # after this time, ended requests are usually in the file
 
 
 class Waited(NamedTuple):
-    """A request's wait, in seconds. queue: until the engine gave it blocks, or until its end. load: from then until
-    they were filled, as far as they were; 0 if nothing was to be loaded."""
+    """A request's waits, in seconds. queue: until the engine gave it blocks, or until its end. load: until those blocks
+    were loaded, or the load failed; 0 without a load."""
 
     queue_s: float
     load_s: float
 
 
 def waited(trace: Path, since: float) -> list[Waited]:
-    """Of each request that came since then (in seconds since 1970) and has ended. The engine writes a moment later."""
+    """Return the waits of each request that arrived after ``since`` (in seconds since 1970) and has ended. The engine
+    writes a request's waits a moment after its end."""
     queues, loads = dict[str, float](), dict[str, float]()
     for each in read_trace(trace):
         seconds = ((each.ended_us or each.began_us) - each.began_us) / 1e6

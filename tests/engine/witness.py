@@ -1,8 +1,9 @@
-"""What the processes of an engine are doing, told into its log when a test fails: one run is enough to find the cause.
+"""Writes into an engine's log what its processes are doing when a test fails, so that one run is enough to find the
+cause.
 
-Of each process: the Python stack of every thread, also when the process hangs in a call of C; and, if its main thread
-still runs Python, of the one that has the engine's core each of its requests and the connector's records, and of each
-rank what its loads wait for.
+Each process writes the Python stack of every thread, even if it hangs in a C function. The process with the engine's
+core also writes its requests and the connector's records, if its main thread still executes Python. Each rank writes
+what its loads wait for.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 import psutil
 
 STACKS, REQUESTS = signal.SIGUSR1, signal.SIGUSR2
-TELL_S = 2.0  # how long the processes have for it
+TELL_S = 2.0  # the time that the processes have for their reports
 _schedulers: list[Any] = []  # of this process
 _transfers: list[Any] = []
 
 
 def listen() -> None:
-    """This process and those that are forked from it tell when asked. To be called before there is an engine."""
+    """Prepare this process and its later forks to report on request. Call it before there is an engine."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     make = Scheduler.__init__
@@ -49,8 +50,8 @@ def listen() -> None:
 
 
 def ask(pid: int, log: Path) -> str:
-    """Have the engine of this process and the processes it started tell all, and the calling process. -> what they say,
-    and the end of what was in the log before. All go on as if nothing were."""
+    """Make the engine of this process, the processes it started, and the calling process report. Returns their reports,
+    after the end of the earlier log. All continue undisturbed."""
     before = log.stat().st_size
     with log.open("ab") as file:
         file.write(b"\nthe test's own stacks:\n")
@@ -60,7 +61,7 @@ def ask(pid: int, log: Path) -> str:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
         size = log.stat().st_size
-        for number in (REQUESTS, STACKS, STACKS):  # twice: does it stand still, or does it go round and round?
+        for number in (REQUESTS, STACKS, STACKS):  # twice, to show whether a thread hangs or loops
             for each in family:
                 with contextlib.suppress(psutil.NoSuchProcess, OSError):
                     if _listens(each.pid, number):
@@ -72,14 +73,14 @@ def ask(pid: int, log: Path) -> str:
 
 
 def _listens(pid: int, number: signal.Signals) -> bool:
-    """Whether a process catches this signal; another one would die of it."""
+    """Whether a process catches this signal; a process that does not would be killed by it."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _until_told(log: Path, size: int) -> int:
-    """Wait until something was added to a log of this size, and then nothing for a moment. -> its size."""
+    """Wait until the log has grown beyond this size, and then is unchanged for a moment. Returns its size."""
     before, end = size, time.monotonic() + TELL_S
     while time.monotonic() < end:
         time.sleep(TELL_S / 16)
@@ -93,7 +94,7 @@ def _tell_requests() -> None:
     for tell, each in [*((_described, each) for each in _schedulers), *((_loads, each) for each in _transfers)]:
         try:
             told = tell(each)
-        except Exception as error:  # it is in the middle of a change
+        except Exception as error:  # the state may be changing at this moment
             told = f"process {os.getpid()}: its requests cannot be told: {error!r}\n"
         os.write(2, told.encode())
 

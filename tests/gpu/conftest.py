@@ -1,8 +1,9 @@
-"""What the tests of a CUDA device need. Most of them also run on the CPU, where the same classes copy host tensors.
+"""Fixtures for the tests of a CUDA device. Most of these tests also run on the CPU, where the same classes copy host
+tensors.
 
-A test that takes `device` runs on both, one that takes `cuda` on a CUDA device alone; what runs there is marked `gpu`,
-and skipped if there is none, but not by `make gpu-test`. Without torch, everything here is skipped. Nothing here needs
-vLLM: where it is missing, or was built for another torch, calls of the driver do what it does for the connector.
+A test that takes `device` runs on both; one that takes `cuda` runs only on a CUDA device. Tests on a device are marked
+`gpu` and skipped on machines without one; `make gpu-test` runs them. Without torch, everything here is skipped. Nothing
+here needs vLLM: if it is missing, or was built for another torch, the connector uses calls of the CUDA driver instead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def why_not() -> str:
-    """Why no device can be used; empty if one can."""
+    """Return why no device can be used, or an empty text if one can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     with warnings.catch_warnings():
@@ -35,7 +36,7 @@ def why_not() -> str:
 
 @pytest.fixture(scope="session")
 def copies() -> Iterator[Copies]:
-    """Who makes the copies of a device."""
+    """The code that makes the device's copies: vLLM's, or calls of the driver."""
     if reason := why_not():
         pytest.skip(reason)
     with installed() as found:
@@ -50,12 +51,12 @@ def _device(request: pytest.FixtureRequest) -> Iterator[str]:
     if name == "cuda":
         import torch
 
-        torch.cuda.synchronize()  # raises what an access to memory that was not there has left
+        torch.cuda.synchronize()  # raises a pending error, such as that of an invalid memory access
 
 
 @pytest.fixture(params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each of the two."""
+    """The device: each test runs on the CPU and on a CUDA device."""
     yield from _device(request)
 
 
@@ -67,8 +68,8 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def start_rank(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rank]]:
-    """``start_rank(endpoint, cache, slots=...)``: a rank of an engine, with a namespace of its own."""
-    from tests.gpu.rank import Rank  # with torch: only when a test needs it
+    """``start_rank(endpoint, cache, slots=...)`` makes a rank of an engine, with a namespace of its own."""
+    from tests.gpu.rank import Rank  # imports torch, so only when a test needs it
 
     ranks: list[Rank] = []
 

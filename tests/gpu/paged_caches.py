@@ -1,8 +1,8 @@
-"""Paged KV caches of every kind that vLLM makes, on any device, in memory of which every byte is known.
+"""Paged KV caches of every kind that vLLM makes, on any device, in memory whose every byte is known.
 
-A `PagedCache` says by itself where each byte of a block lies (`places`): it walks the axes of the tensors that a test
-made, and asks nothing of the code that is tested. So what is copied is checked byte by byte, and so is what must not
-change: other blocks, gaps between pages, other rows.
+A `PagedCache` computes the place of each byte of a block itself (`places`), from the axes of a test's tensors and
+without the code under test. So a test can check every byte that is copied, and every byte that must not change: other
+blocks, gaps between pages, other rows.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Places = npt.NDArray[np.int64]
 Views = dict[str, torch.Tensor]
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 12, 6, 2, 4, 8
-# The orders in memory of layers, blocks, heads, tokens and content that vLLM's backends ask for.
+# The memory orders of layers, blocks, heads, tokens and content that vLLM's backends request.
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-# Of a row or a block that nobody may have written to.
+# The value of each byte in rows and blocks that must not be written.
 UNTOUCHED = 0xAB
 
 
 def random_bytes(seed: int, count: int) -> Bytes:
-    """The same seed gives the same bytes."""
+    """Return random bytes; the same seed gives the same ones."""
     return np.frombuffer(np.random.Generator(np.random.SFC64(seed)).bytes(count), dtype=np.uint8).copy()
 
 
@@ -45,29 +45,29 @@ class PagedCache:
         num_blocks: int = BLOCKS,
         *,
         ranges: int = 1,
-        parts: int = 1,
+        slices: int = 1,
         caches: Sequence[Sequence[str]] = (),
     ) -> None:
-        """views: layer -> tensor. caches: the layers of each cache, whose pages lie over each other; none: each layer
-        has one of its own. ranges, parts: as `BlockLayout`."""
+        """views: layer -> tensor. caches: groups of layers whose pages are in the same memory; empty: each layer has
+        memory of its own. ranges, slices: as in `BlockLayout`."""
         self.memory = memory
         self.views = views
         self.num_blocks = num_blocks
         self.ranges = ranges
-        self.parts = parts
+        self.slices = slices
         self._caches = caches or [[name] for name in views]
         self._on_device: dict[tuple[int, int], torch.Tensor] = {}  # block and part -> places
 
     def layout(self, kind: type[BlockLayout] = BlockLayout) -> BlockLayout:
-        return kind(self.views, self.num_blocks, self.ranges, parts=self.parts)
+        return kind(self.views, self.num_blocks, self.ranges, slices=self.slices)
 
     @property
     def block_bytes(self) -> int:
         return len(self.block_places(0))
 
     def places(self, block: int, part: int) -> Places:
-        """Where each byte of this part of a block lies in ``memory``, in the order of a row."""
-        layers = len(self._caches) // self.parts
+        """Return the place in ``memory`` of each byte of this part of a block, in the order of a row."""
+        layers = len(self._caches) // self.slices
         mine = self._caches[part * layers : (part + 1) * layers]
         found: list[Places] = []
         for heads in range(self.ranges):
@@ -77,11 +77,12 @@ class PagedCache:
         return np.concatenate(found)
 
     def block_places(self, block: int) -> Places:
-        """The same of all its parts."""
-        return np.concatenate([self.places(block, part) for part in range(self.parts)])
+        """Return the places of a block's bytes, for all of its parts."""
+        return np.concatenate([self.places(block, part) for part in range(self.slices)])
 
     def _page(self, tensor: torch.Tensor, block: int) -> Places:
-        """Axis by axis, from the largest stride to the smallest; of several kernel blocks one after the other."""
+        """Return the places of a page's bytes: axis by axis, from the largest stride to the smallest, and one kernel
+        block after another."""
         size, each = tensor.element_size(), tensor.shape[0] // self.num_blocks
         first = tensor.data_ptr() - self.memory.data_ptr()
         places = first + (block * each + np.arange(each)) * tensor.stride(0) * size
@@ -90,28 +91,28 @@ class PagedCache:
         return (places[:, np.newaxis] + np.arange(size)).ravel()
 
     def bytes(self) -> Bytes:
-        """A copy of the memory, when all queued work is done."""
+        """Return a copy of the memory, after all queued work is done."""
         if self.memory.is_cuda:
             torch.cuda.synchronize()
         return self.memory.cpu().numpy().copy()
 
     def blocks(self) -> Bytes:
-        """The bytes of each block, a row each."""
+        """Return the bytes of each block, a row each."""
         everything = self.bytes()
         return np.stack([everything[self.block_places(block)] for block in range(self.num_blocks)])
 
     def upload(self, rows: Bytes) -> torch.Tensor:
-        """Rows of blocks, for `put`. From then on no `put` waits for anything."""
-        for block, part in itertools.product(range(self.num_blocks), range(self.parts)):
+        """Copy rows of blocks to the device, for `put`, which then waits for nothing."""
+        for block, part in itertools.product(range(self.num_blocks), range(self.slices)):
             if (block, part) not in self._on_device:
                 places = torch.from_numpy(self.places(block, part))
                 self._on_device[block, part] = places.to(self.memory.device)
         return torch.from_numpy(rows.copy()).to(self.memory.device)
 
     def put(self, block: int, row: torch.Tensor, part: int | None = None) -> None:
-        """Write a block, or a part of it, as a model does: queued on the current stream. row: of `upload`."""
-        for each in range(self.parts) if part is None else [part]:
-            self.memory[self._on_device[block, each]] = row.reshape(self.parts, -1)[each]
+        """Write a block, or a part of it, on the current stream, as a model does. row: a row of `upload`."""
+        for each in range(self.slices) if part is None else [part]:
+            self.memory[self._on_device[block, each]] = row.reshape(self.slices, -1)[each]
 
 
 def _known(device: str, count: int) -> torch.Tensor:
@@ -132,8 +133,9 @@ def ordered(
     content: int = CONTENT,
     **how: Any,
 ) -> PagedCache:
-    """Layers of logical shape (blocks, heads, tokens, content) in one memory of this physical order. kernel_blocks: so
-    many make a block. gap: elements behind each token's content that no block has."""
+    """Return layers of logical shape (blocks, heads, tokens, content) in one memory with this physical order.
+    kernel_blocks: the number of kernel blocks in a block. gap: the elements after each token's content that belong to
+    no block."""
     axes = {"L": layers, "B": num_blocks * kernel_blocks, "H": heads, "N": tokens, "C": content + gap}
     memory = _known(device, math.prod(axes.values()) * dtype.itemsize)
     whole = memory.view(dtype).reshape([axes[axis] for axis in order])[..., :content]
@@ -151,7 +153,7 @@ def latents(device: str, **how: Any) -> PagedCache:
 
 
 def with_a_draft(device: str) -> PagedCache:
-    """A layer whose pages are smaller and of another dtype."""
+    """Return a cache in which one layer has smaller pages and another dtype."""
     page = HEADS * TOKENS * CONTENT * 2
     memory = _known(device, 2 * BLOCKS * page + BLOCKS * 48)
     target = memory[: 2 * BLOCKS * page].view(torch.bfloat16).reshape(2, BLOCKS, HEADS, TOKENS, CONTENT)
@@ -160,7 +162,7 @@ def with_a_draft(device: str) -> PagedCache:
 
 
 def over_each_other(device: str, state_bytes: int = 40, num_blocks: int = BLOCKS, **how: Any) -> PagedCache:
-    """Two groups of two layers each: pages of attention, and of states that are smaller, over each other."""
+    """Return two groups of two layers each: pages of attention, and of states that are smaller, in the same memory."""
     page = HEADS * TOKENS * CONTENT * 2
     memory = _known(device, 2 * num_blocks * page)
     attention = memory.view(torch.bfloat16).reshape(2, num_blocks, HEADS, TOKENS, CONTENT)
@@ -172,7 +174,8 @@ def over_each_other(device: str, state_bytes: int = 40, num_blocks: int = BLOCKS
 
 
 def side_by_side(device: str) -> PagedCache:
-    """Block-outermost, and two groups: a wide page and a narrow one, and two others over both."""
+    """Return a block-outermost cache of two groups: one has a wide page and a narrow one, the other has two pages in
+    the same memory."""
     memory = _known(device, BLOCKS * 96)
     rows = memory.reshape(BLOCKS, 96)
     cuts = {"0.a": (0, 64), "0.b": (0, 40), "1.a": (64, 80), "1.b": (40, 96)}
@@ -180,7 +183,7 @@ def side_by_side(device: str) -> PagedCache:
 
 
 def shared_by_layers(device: str) -> PagedCache:
-    """The last layer has the cache of the first one."""
+    """Return a cache whose last layer shares the memory of the first one."""
     cache = ordered(device, layers=4)
     first, *others = cache.views
     views = {**cache.views, "model.layers.4.attn": cache.views[first]}
@@ -188,19 +191,19 @@ def shared_by_layers(device: str) -> PagedCache:
 
 
 def one_model(device: str, num_blocks: int = 8, **how: Any) -> PagedCache:
-    """The pages of Qwen2.5-7B, of 896 KiB a block."""
+    """Return a cache with the pages of Qwen2.5-7B: 896 KiB per block."""
     return ordered(device, layers=28, heads=4, tokens=16, content=256, num_blocks=num_blocks, **how)
 
 
 Make = Callable[[str], PagedCache]
 
-# Each is called with a device.
+# Each function takes a device.
 CACHES: dict[str, Make] = {
     **{order: partial(ordered, order=order) for order in ORDERS},
     **{f"{order} in ranges": partial(ordered, order=order, ranges=2) for order in ORDERS},
-    **{f"{order} in parts": partial(ordered, order=order, parts=4) for order in ORDERS},
-    **{f"{order} in ranges and parts": partial(ordered, order=order, ranges=2, parts=6) for order in ORDERS},
-    **{f"{order} with gaps": partial(ordered, order=order, gap=3, parts=2) for order in ("LBHNC", "BHLNC")},
+    **{f"{order} in parts": partial(ordered, order=order, slices=4) for order in ORDERS},
+    **{f"{order} in ranges and parts": partial(ordered, order=order, ranges=2, slices=6) for order in ORDERS},
+    **{f"{order} with gaps": partial(ordered, order=order, gap=3, slices=2) for order in ("LBHNC", "BHLNC")},
     **{
         f"{order} of {count} kernel blocks": partial(ordered, order=order, kernel_blocks=count, num_blocks=3)
         for order in ("LBHNC", "LHBNC", "BLNHC")
@@ -210,12 +213,12 @@ CACHES: dict[str, Make] = {
         str(dtype).removeprefix("torch."): partial(ordered, order="LBNHC", dtype=dtype)
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.float16, torch.float32)
     },
-    "fp8 in ranges and parts": partial(ordered, order="LBNHC", dtype=torch.float8_e4m3fn, ranges=2, parts=3),
+    "fp8 in ranges and parts": partial(ordered, order="LBNHC", dtype=torch.float8_e4m3fn, ranges=2, slices=3),
     "latents": latents,
-    "latents in parts": partial(latents, parts=3),
+    "latents in parts": partial(latents, slices=3),
     "with a draft": with_a_draft,
     "states over attention": over_each_other,
-    "states over attention in parts": partial(over_each_other, parts=2),
+    "states over attention in parts": partial(over_each_other, slices=2),
     "attention under larger states": partial(over_each_other, state_bytes=128),
     "groups side by side": side_by_side,
     "shared by layers": shared_by_layers,

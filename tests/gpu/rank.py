@@ -1,6 +1,6 @@
-"""One rank of an engine without a model: a worker's half of the connector on a real store, and a paged cache.
+"""One rank of an engine without a model: the connector's worker half with a real store, and a paged cache.
 
-`Rank.step` calls the worker's half as vLLM's model runner does in a step. What the model would compute, a test says.
+`Rank.step` calls the worker half as vLLM's model runner does in a step. The test decides what the model computes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.paged.layout import BlockLayout
 from kvstore_client.engine.paged.plan import RankStore, SavedBlock, Saves, StepPlan, WorkerReport
 from kvstore_client.engine.paged.worker import WorkerHalf
-from kvstore_client.engine.parts import part_keys
+from kvstore_client.engine.slices import slice_keys
 from tests.gpu.paged_caches import Bytes, PagedCache
 from tests.support.harness import make_namespace, wait_until
 
-# The tests also run under compute-sanitizer, where a device takes twenty times as long. No test waits so long for
-# anything that goes well.
+# Long enough for compute-sanitizer, under which a device takes twenty times as long. No test that passes waits this
+# long.
 DEADLINE_S = 60.0
 
 
 class Rank:
-    """What has ended is added up: `loaded` requests, `failed` blocks, requests whose copies are made (`saved`), and the
-    worker's `report`."""
+    """Collects results: the `loaded` requests, the `failed` blocks, the requests whose copies are complete (`saved`),
+    and the worker's `report`."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Rank:
         cache: PagedCache,
         name: str,
         *,
-        slots: int = 64,  # half of them may wait to be sent
+        slots: int = 64,  # half of the slots may wait to be sent
         timeout_s: float = DEADLINE_S,
         layout_class: type[BlockLayout] = BlockLayout,
         **options: Any,
@@ -45,12 +45,12 @@ class Rank:
         self.layout = cache.layout(layout_class)
         self.counters = Counters()
         self.guard = StoreGuard(
-            endpoint, make_namespace(self.layout.part_bytes, name), timeout_s=timeout_s, counters=self.counters
+            endpoint, make_namespace(self.layout.slice_bytes, name), timeout_s=timeout_s, counters=self.counters
         )
         self.worker = WorkerHalf(
             self.guard,
             self.layout,
-            store=RankStore(self.guard.namespace, slots, layer_parts=cache.parts),
+            store=RankStore(self.guard.namespace, slots, layer_parts=cache.slices),
             timeout_s=timeout_s,
             replica=(0, 1),
             counters=self.counters,
@@ -63,7 +63,7 @@ class Rank:
         self._jobs = itertools.count()
 
     def saves(self, keys: Sequence[bytes], blocks: Sequence[int], slots: Sequence[int]) -> Saves:
-        """A job that copies these blocks to these slots, and sends them."""
+        """Return a job that copies these blocks to these slots, and sends them."""
         return Saves(next(self._jobs), list(map(SavedBlock, keys, slots, blocks)))
 
     def step(
@@ -72,8 +72,8 @@ class Rank:
         writes: Sequence[tuple[int, torch.Tensor]] = (),
         before: Callable[[], object] = lambda: None,
     ) -> None:
-        """writes: the blocks that the model computes, and their rows, from `PagedCache.upload`. A part is written when
-        its last layer is computed, as late as may be. before: called before a part is written."""
+        """Run a step. writes: the blocks that the model computes, and their rows from `PagedCache.upload`. Each part is
+        written as late as possible, when its last layer is computed. before: called before a part is written."""
         plan = plan or StepPlan(idle=True)
         if plan.reusing:
             self.worker.saves.order_copies()
@@ -96,7 +96,7 @@ class Rank:
             self.report = self.report.aggregate(report)
 
     def until(self, condition: Callable[[], Any], deadline_s: float = DEADLINE_S, what: str = "") -> None:
-        """Steps without tokens, until this is so."""
+        """Run steps without requests until this condition holds."""
         wait_until(lambda: self.step() or condition(), deadline_s, what)
 
     def until_loaded(self, *requests: str, deadline_s: float = DEADLINE_S) -> None:
@@ -107,22 +107,22 @@ class Rank:
         self.until(lambda: wanted <= set(self.report.stored), what=f"job {job.job} is stored")
 
     def put_in_store(self, keys: Sequence[bytes], rows: Bytes) -> None:
-        """As another engine has saved them."""
+        """Set blocks as another engine would save them."""
         with KVStoreClient(self.guard._endpoint, self.guard.namespace) as client:
-            client.set(self._keys(keys), list(rows.reshape(-1, self.layout.part_bytes)))
+            client.set(self._keys(keys), list(rows.reshape(-1, self.layout.slice_bytes)))
 
     def in_store(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The blocks that the store has, all of their parts. None: some part is not there."""
+        """Return the blocks from the store, with all their parts; None for a block that lacks a part."""
         with KVStoreClient(self.guard._endpoint, self.guard.namespace, shared_memory=False) as client:
             found = client.get(self._keys(keys)).blocks
-        parts = [found[first : first + self.cache.parts] for first in range(0, len(found), self.cache.parts)]
-        return [None if None in each else b"".join(map(bytes, each)) for each in parts]  # type: ignore[arg-type]
+        slices = [found[first : first + self.cache.slices] for first in range(0, len(found), self.cache.slices)]
+        return [None if None in each else b"".join(map(bytes, each)) for each in slices]  # type: ignore[arg-type]
 
     def _keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        return part_keys(keys, range(self.cache.parts)) if self.cache.parts > 1 else keys
+        return slice_keys(keys, range(self.cache.slices)) if self.cache.slices > 1 else keys
 
     def check(self, expected: Bytes, but: Sequence[int] = ()) -> None:
-        """Every byte of every block, except of some blocks."""
+        """Check every byte of every block, except those in `but`."""
         found = self.cache.blocks()
         wrong = [
             block

@@ -1,4 +1,4 @@
-"""In which order copies are made with the work of the model, and who waits for whom."""
+"""The order of copies and the model's work: which of them waits for which."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_copy_out_comes_after_the_work_queued_before_it(cuda: str) -> None:
 
 
 def test_a_copy_in_comes_after_the_work_queued_before_the_fence(cuda: str) -> None:
-    """By a thread that has not used the device before."""
+    """The thread that makes the copy has not used the device before."""
     cache = one_model(cuda, num_blocks=6)
     layout = cache.layout()
     pool = layout.pool(1)
@@ -91,7 +91,7 @@ def test_a_copy_in_without_a_fence_comes_after_all_work(cuda: str) -> None:
 
 
 def test_a_load_waits_for_its_own_fence_only(cuda: str) -> None:
-    """With a load in each step, one that waited for the newest fence would wait for ever newer steps."""
+    """If loads waited for the newest fence, a load in each step would delay the earlier loads again and again."""
     cache = ordered(cuda)
     layout = cache.layout()
     pool = layout.pool(2)
@@ -134,8 +134,8 @@ def test_a_load_does_not_wait_for_a_copy_out(cuda: str) -> None:
     after_a_rehearsal(attempt)
 
 
-def test_who_orders_a_copy_out_writes_after_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another stream than the one that the copy waits for: the order alone keeps them apart."""
+def test_work_ordered_after_a_copy_out_writes_after_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy does not wait for the later work's stream, so only `order` makes that work come after the copy."""
     copies_by_a_thread(monkeypatch)
     cache = one_model(device, num_blocks=4)
     layout = cache.layout()
@@ -151,7 +151,7 @@ def test_who_orders_a_copy_out_writes_after_it(device: str, monkeypatch: pytest.
         with model_stream(device):
             copy.order()
             if device == "cuda":
-                under_way = under_way and not copy.done()  # the thread has not waited
+                under_way = under_way and not copy.done()  # `order` has not made the thread wait
             for block, row in enumerate(uploaded):
                 cache.put(block, row)
             copy.wait()
@@ -211,8 +211,9 @@ def test_a_copy_keeps_the_memory_that_it_reads(cuda: str) -> None:
 
 
 def test_steps_of_a_model_that_computes_save_and_load_right_bytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step multiplies matrices, writes two blocks and saves them. The next one writes to them again, ordered
-    behind the copies, and reads a block that was loaded meanwhile. On a device: on its default stream, and on another.
+    """Each step multiplies matrices, writes two blocks and saves them. The next step writes to these blocks again,
+    after the copies, and reads a block that was loaded in the meantime. On a device, the test runs on the default
+    stream and on another one.
     """
     copies_by_a_thread(monkeypatch)
     compute_steps(device)
@@ -230,7 +231,7 @@ def compute_steps(device: str) -> None:
     written = rows_of_bytes(1, 2 * steps, layout.block_bytes)
     uploaded = cache.upload(written)
     places = torch.from_numpy(cache.block_places(5)).to(device)
-    matrix = torch.full((size, size), 1 / size, device=device)  # a power of two: its products are exact
+    matrix = torch.full((size, size), 1 / size, device=device)  # a power of two, so that products are exact
     product, seen, saves = matrix, [], []
     for step in range(steps):
         load = layout.swap_in(source, [step % 4], [5], layout.fence())
@@ -240,7 +241,7 @@ def compute_steps(device: str) -> None:
             cache.put(number % 2, uploaded[number])
         saves.append(layout.swap_out([0, 1], pool, [2 * step, 2 * step + 1]))
         saves[-1].order()
-        load.wait()  # the engine has the request wait for its load, not the model
+        load.wait()  # in an engine, the request waits for its load, and not the model
         seen.append(cache.memory[places])
     for copy in saves:
         copy.wait()

@@ -1,5 +1,5 @@
-"""Copies between the cache and rows in host memory, of every layout of a cache, each byte checked: those that must have
-been written, and all others."""
+"""Copies between the cache and rows in host memory, for every layout of a cache. The tests check each byte: those that
+must be written, and all others."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ every_cache = pytest.mark.parametrize("kind", list(CACHES))
 
 
 def copied_out(cache: PagedCache, layout: BlockLayout, blocks: list[int], slots: list[int], pool: Rows) -> Rows:
-    """Copy these blocks to these slots of a pool, all parts at once. -> what the pool must hold then."""
+    """Copy these blocks, with all their parts, to these slots of a pool. Returns the expected content of the pool."""
     everything = cache.bytes()
     pool[...] = UNTOUCHED
     expected = np.full_like(pool, UNTOUCHED)
     under_way = []
-    for part in reversed(range(cache.parts)):
-        rows = rows_of(slots, cache.parts, part)
+    for part in reversed(range(cache.slices)):
+        rows = rows_of(slots, cache.slices, part)
         under_way.append(layout.swap_out(blocks, pool, rows, part))
         for block, row in zip(blocks, rows, strict=True):
             expected[row] = everything[cache.places(block, part)]
@@ -42,12 +42,12 @@ def copied_out(cache: PagedCache, layout: BlockLayout, blocks: list[int], slots:
 
 
 def copied_in(cache: PagedCache, layout: BlockLayout, pool: Rows, slots: list[int], blocks: list[int]) -> Rows:
-    """Copy these slots to these blocks, all parts at once. -> what the cache's memory must hold then."""
+    """Copy these slots, with all parts, to these blocks. Returns the expected content of the cache's memory."""
     expected = cache.bytes()
     fence = layout.fence()
     under_way = []
-    for part in range(cache.parts):
-        rows = rows_of(slots, cache.parts, part)
+    for part in range(cache.slices):
+        rows = rows_of(slots, cache.slices, part)
         under_way.append(layout.swap_in(pool, rows, blocks, fence, part))
         for block, row in zip(blocks, rows, strict=True):
             expected[cache.places(block, part)] = pool[row]
@@ -59,28 +59,29 @@ def copied_in(cache: PagedCache, layout: BlockLayout, pool: Rows, slots: list[in
 def check_every_byte(cache: PagedCache) -> None:
     layout = cache.layout()
     last = cache.num_blocks - 1
-    pool = layout.pool(7 * cache.parts)
-    assert layout.part_bytes == len(cache.places(0, 0))
+    pool = layout.pool(7 * cache.slices)
+    assert layout.slice_bytes == len(cache.places(0, 0))
     expected = copied_out(cache, layout, [last, 0], [5, 2], pool)
     assert np.array_equal(pool, expected)
     pool[...] = random_bytes(1, pool.size).reshape(pool.shape)
     before = pool.copy()
     expected = copied_in(cache, layout, pool, [6, 3], [1, last])
     assert np.array_equal(cache.bytes(), expected)
-    # One slot to several blocks.
+    # One slot goes to several blocks.
     expected = copied_in(cache, layout, pool, [4, 4], [0, 1])
     assert np.array_equal(cache.bytes(), expected)
     assert np.array_equal(pool, before), "a copy into the cache changes no row"
 
 
 @every_cache
-def test_every_byte_of_a_block_goes_to_its_place_and_no_other_changes(kind: str, device: str) -> None:
+def test_every_byte_of_a_block_goes_to_its_own_place(kind: str, device: str) -> None:
     check_every_byte(CACHES[kind](device))
 
 
 @pytest.mark.parametrize("kind", ["BHLNC in ranges and parts", "LHBNC of 2 kernel blocks", "states over attention"])
 def test_every_byte_is_right_memory_checked(kind: str, device: str) -> None:
-    """Those with the most pieces, once more, where a tool watches."""
+    """Because of its name, `make gpu-test` also runs this test under a memory checker, with the caches of the most
+    pieces."""
     check_every_byte(CACHES[kind](device))
 
 
@@ -90,10 +91,8 @@ def test_every_byte_is_right_in_copies_of_many_calls(kind: str, device: str, mon
     check_every_byte(CACHES[kind](device))
 
 
-def test_every_byte_is_right_where_the_driver_takes_one_run_at_a_time(
-    cuda: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the stand-in does with a driver older than CUDA 12.8."""
+def test_every_byte_is_right_if_the_driver_takes_one_run_per_call(cuda: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a driver older than CUDA 12.8, the replacement for vLLM's copy function makes one call per run."""
     driver = Driver()
     driver._batched = None
     monkeypatch.setattr(device_module, "batched_copy", lambda: driver.copy_batch)
@@ -102,7 +101,7 @@ def test_every_byte_is_right_where_the_driver_takes_one_run_at_a_time(
 
 
 def test_the_driver_queues_a_batch_in_one_call(cuda: str, copies: Copies) -> None:
-    """The figures of a benchmark name who makes the copies, so it must be that."""
+    """A benchmark's results name what makes the copies, so that name must be right."""
     if not isinstance(copies, Driver):
         pytest.skip(f"the copies are made by {copies.how}")
     check_every_byte(ordered(cuda))
@@ -111,8 +110,8 @@ def test_the_driver_queues_a_batch_in_one_call(cuda: str, copies: Copies) -> Non
     assert copies.how == BATCHED
 
 
-def test_the_calls_of_a_copy_have_so_many_runs_at_most(cuda: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than a driver takes in one call, and more than one call has."""
+def test_a_copys_calls_have_a_bounded_number_of_runs(cuda: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy has more runs than the driver accepts in one call."""
     calls: list[int] = []
     copy = device_module.batched_copy()
 
@@ -151,7 +150,7 @@ def test_copies_out_are_made_in_the_order_of_the_calls(device: str) -> None:
     assert np.array_equal(pool, cache.blocks()[[5, 5]])
 
 
-def test_nothing_to_copy_is_no_error(device: str) -> None:
+def test_an_empty_copy_is_no_error(device: str) -> None:
     layout = ordered(device).layout()
     pool = layout.pool(0)
     for copy in (layout.swap_out([], pool, []), layout.swap_in(pool, [], [], layout.fence())):
@@ -159,7 +158,7 @@ def test_nothing_to_copy_is_no_error(device: str) -> None:
         assert copy.done()
 
 
-def test_a_block_that_is_not_there_is_refused_before_any_byte_moves(device: str) -> None:
+def test_a_missing_block_is_refused_before_any_byte_moves(device: str) -> None:
     cache = ordered(device)
     layout = cache.layout()
     before, pool = cache.bytes(), layout.pool(2)
@@ -172,15 +171,15 @@ def test_a_block_that_is_not_there_is_refused_before_any_byte_moves(device: str)
     assert (pool == UNTOUCHED).all() and np.array_equal(cache.bytes(), before)
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_many_threads_copy_in_and_out_at_once(device: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has blocks and slots of its own. None has used the device before."""
+@pytest.mark.parametrize("slices", [1, 4])
+def test_many_threads_copy_in_and_out_at_once(device: str, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has blocks and slots of its own. No thread has used the device before."""
     monkeypatch.setattr("kvstore_client.engine.paged.layout.AT_ONCE_BYTES", 0)
     threads, rounds, blocks = 8, 12, 3
-    cache = ordered(device, num_blocks=threads * blocks, tokens=16, content=64, parts=parts)
+    cache = ordered(device, num_blocks=threads * blocks, tokens=16, content=64, slices=slices)
     layout = cache.layout()
     slots = 2 * threads * blocks
-    pool = layout.pool(slots * parts)
+    pool = layout.pool(slots * slices)
     pool[...] = UNTOUCHED
     by_slot = pool.reshape(slots, -1)
     begin = threading.Barrier(threads)
@@ -193,11 +192,11 @@ def test_many_threads_copy_in_and_out_at_once(device: str, parts: int, monkeypat
             wanted = random_bytes(1000 * number + turn, blocks * layout.block_bytes).reshape(blocks, -1)
             by_slot[mine] = wanted
             fence = layout.fence()
-            loaded = [layout.swap_in(pool, rows_of(mine, parts, part), mine, fence, part) for part in range(parts)]
+            loaded = [layout.swap_in(pool, rows_of(mine, slices, part), mine, fence, part) for part in range(slices)]
             for copy in loaded:
                 copy.wait()
             by_slot[mine] = UNTOUCHED
-            saved = [layout.swap_out(mine, pool, rows_of(back, parts, part), part) for part in range(parts)]
+            saved = [layout.swap_out(mine, pool, rows_of(back, slices, part), part) for part in range(slices)]
             for copy in reversed(saved):
                 copy.wait()
             assert np.array_equal(by_slot[back], wanted), f"thread {number}, round {turn}"

@@ -1,6 +1,6 @@
-"""The host memory of a device: page-locked, in pieces, as large as asked for, and given back.
+"""Page-locked host memory for a device: how it is locked in pieces, how large it is, and when it is released.
 
-On the CPU the driver is a stand-in that keeps books: it is about what is asked of one.
+On the CPU, a stand-in for the driver records its calls, and the tests check what was requested.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ ROW_BYTES = 1536
 
 
 class Locks:
-    """What is locked. It refuses what is locked already, as a driver does, and what it is told to refuse."""
+    """Records which memory is locked. Like a driver, it refuses memory that is locked already; it also refuses calls
+    beyond `most_calls`."""
 
     def __init__(self, device: str) -> None:
         self.locked: dict[int, int] = {}
@@ -68,7 +69,7 @@ def is_locked(memory: Rows) -> bool:
     return bool(torch.from_numpy(memory).is_pinned())
 
 
-def test_rows_are_locked_and_as_many_as_asked_for(device: str, locks: Locks) -> None:
+def test_the_requested_number_of_rows_is_locked(device: str, locks: Locks) -> None:
     pool = pinned_rows(11, ROW_BYTES, on(device))
     assert pool.shape == (11, ROW_BYTES) and pool.ctypes.data % mmap.PAGESIZE == 0
     assert locks.locked == {pool.ctypes.data: pool.nbytes}
@@ -77,7 +78,7 @@ def test_rows_are_locked_and_as_many_as_asked_for(device: str, locks: Locks) -> 
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["plain", "shared"])
-def test_rows_are_unlocked_with_the_last_view_of_them(device: str, locks: Locks, shared: bool) -> None:
+def test_rows_are_unlocked_with_their_last_view(device: str, locks: Locks, shared: bool) -> None:
     rows = host_memory(11, ROW_BYTES) if shared else None
     pool = pinned_rows(11, ROW_BYTES, on(device), rows)
     row: Rows = pool[3]
@@ -93,8 +94,8 @@ def test_rows_are_unlocked_with_the_last_view_of_them(device: str, locks: Locks,
     assert not locks.locked
 
 
-def test_the_last_view_may_be_another_threads(device: str, locks: Locks) -> None:
-    """One that has not used the device."""
+def test_the_last_view_may_belong_to_another_thread(device: str, locks: Locks) -> None:
+    """The thread that drops the last view has not used the device."""
     views = [pinned_rows(11, ROW_BYTES, on(device))[5]]
     thread = threading.Thread(target=views.clear)
     thread.start()
@@ -110,8 +111,8 @@ def test_a_thread_that_has_not_used_the_device_makes_rows(device: str, locks: Lo
     assert locks.locked == {made[0].ctypes.data: 11 * ROW_BYTES}
 
 
-def test_memory_that_was_released_can_be_locked_again(device: str, locks: Locks) -> None:
-    """It is the same memory, which outlives the array over it."""
+def test_released_memory_can_be_locked_again(device: str, locks: Locks) -> None:
+    """The same memory is locked again: it outlives the array over it."""
     buffer = mmap.mmap(-1, 8 * mmap.PAGESIZE)
 
     def lock() -> Rows:
@@ -132,7 +133,7 @@ def _over(buffer: mmap.mmap) -> Rows:
 
 
 def test_a_refusal_leaves_nothing_locked(device: str, locks: Locks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "PIECE_BYTES", 1)
+    monkeypatch.setattr(device_module, "PINNED_PIECE_BYTES", 1)
     locks.most_calls = 3
     with pytest.raises(ValueError, match=r"does not page-lock .* Lower cpu_bytes"):
         pinned_rows(64, ROW_BYTES, on(device))
@@ -145,11 +146,11 @@ def test_a_refusal_leaves_nothing_locked(device: str, locks: Locks, monkeypatch:
 def test_rows_in_many_pieces_are_copied_byte_by_byte(
     device: str, locks: Locks, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    """Each row is in one piece, and all of them are locked."""
-    monkeypatch.setattr(device_module, "PIECE_BYTES", 45_000)
+    """No row crosses two pieces, and all rows are locked."""
+    monkeypatch.setattr(device_module, "PINNED_PIECE_BYTES", 45_000)
     cache = ordered(device, num_blocks=100)
     layout = cache.layout()
-    assert layout.part_bytes == ROW_BYTES
+    assert layout.slice_bytes == ROW_BYTES
     pool = layout.pool(100, shared=shared)
     if device == "cpu":
         pool = pinned_rows(100, ROW_BYTES, on(device), pool if shared else None)
@@ -168,7 +169,7 @@ def test_rows_in_many_pieces_are_copied_byte_by_byte(
 
 
 def test_the_driver_locks_memory_once_and_unlocks_it(cuda: str) -> None:
-    """The functions themselves, without the books of the other tests."""
+    """The test calls the driver's real functions, without the records of the other tests."""
     register, unregister = device_module.host_register()
     buffer = mmap.mmap(-1, 8 * mmap.PAGESIZE)
     rows = _over(buffer)

@@ -1,5 +1,5 @@
-"""Who makes the copies of a device: vLLM where it can, else calls of the driver, which are then where the connector
-looks for vLLM's."""
+"""Which code makes a device's copies: vLLM's functions if they can be used, and otherwise calls of the CUDA driver that
+replace them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ with warnings.catch_warnings():
 
 
 class Calls:
-    """The driver, where there is none."""
+    """Replaces the driver on a machine without one."""
 
     how = "the CUDA driver"
 
@@ -35,7 +35,8 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def with_vllm(patch: pytest.MonkeyPatch, *, imported: bool = True, operator: bool = True) -> None:
-    """An installation of vLLM: whether its modules can be imported, and whether it has the operator for copies."""
+    """Simulate an installed vLLM. imported: whether its modules can be imported. operator: whether it has the copy
+    operator."""
     real = importlib.import_module
 
     def import_module(name: str, package: str | None = None) -> types.ModuleType | types.SimpleNamespace:
@@ -50,7 +51,7 @@ def with_vllm(patch: pytest.MonkeyPatch, *, imported: bool = True, operator: boo
     patch.setattr(torch.ops, "_C_cache_ops", types.SimpleNamespace(**operators))
 
 
-def test_vllm_makes_the_copies_where_it_can(patch: pytest.MonkeyPatch) -> None:
+def test_vllm_makes_the_copies_if_it_can(patch: pytest.MonkeyPatch) -> None:
     with_vllm(patch)
     before = device.batched_copy, device.host_register
     with driver.installed() as copies:
@@ -59,7 +60,7 @@ def test_vllm_makes_the_copies_where_it_can(patch: pytest.MonkeyPatch) -> None:
     assert (device.batched_copy, device.host_register) == before
 
 
-def test_without_vllm_the_driver_makes_the_copies_and_locks_the_memory(patch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_driver_copies_and_locks_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(importlib.util, "find_spec", lambda name: None)
     before = device.batched_copy, device.host_register
     with driver.installed() as copies:
@@ -72,7 +73,7 @@ def test_without_vllm_the_driver_makes_the_copies_and_locks_the_memory(patch: py
 
 
 @pytest.mark.parametrize("imported", [False, True], ids=["cannot be imported", "has no operators"])
-def test_a_vllm_that_was_built_for_another_torch_makes_no_copies(patch: pytest.MonkeyPatch, imported: bool) -> None:
+def test_a_vllm_built_for_another_torch_makes_no_copies(patch: pytest.MonkeyPatch, imported: bool) -> None:
     with_vllm(patch, imported=imported, operator=False)
     why = "no operator swap_blocks_batch" if imported else "undefined symbol"
     assert driver.why_not_vllm().startswith("vLLM cannot be used: ") and why in driver.why_not_vllm()

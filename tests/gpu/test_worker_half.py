@@ -1,6 +1,6 @@
-"""The worker's half of the connector on a paged cache of tensors and a real store, step by step.
+"""The connector's worker half with a paged cache of tensors and a real store, step by step.
 
-Every byte that is saved or loaded is checked, and so is what must not change.
+The tests check every byte that is saved or loaded, and every byte that must not change.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ StartRank = Callable[..., Rank]
 KINDS: dict[str, Callable[[str], Any]] = {
     "whole": ordered,
     "in ranges": partial(ordered, order="LBNHC", ranges=2),
-    "in parts": partial(ordered, order="LHBNC", parts=4),
-    "in ranges and parts": partial(ordered, order="BHLNC", ranges=2, parts=6),
-    "of groups": partial(over_each_other, parts=2),
+    "in parts": partial(ordered, order="LHBNC", slices=4),
+    "in ranges and parts": partial(ordered, order="BHLNC", ranges=2, slices=6),
+    "of groups": partial(over_each_other, slices=2),
 }
 every_kind = pytest.mark.parametrize("kind", list(KINDS))
 
@@ -48,13 +48,13 @@ def as_bytes(some: Bytes) -> list[bytes]:
     return [row.tobytes() for row in some]
 
 
-def test_the_workers_half_is_imported_where_vllm_is_missing() -> None:
+def test_the_workers_half_can_be_imported_without_vllm() -> None:
     code = "import sys; sys.modules['vllm'] = None; import kvstore_client.engine.paged.worker"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment(), timeout=DEADLINE_S, check=True)
 
 
 @every_kind
-def test_what_is_saved_is_in_the_store_byte_by_byte_memory_checked(
+def test_saved_blocks_are_in_the_store_byte_by_byte_memory_checked(
     kind: str, device: str, tcp_server: Server, start_rank: StartRank
 ) -> None:
     rank = start_rank(tcp_server.endpoint, KINDS[kind](device))
@@ -72,10 +72,11 @@ def test_what_is_saved_is_in_the_store_byte_by_byte_memory_checked(
 
 
 @every_kind
-def test_loads_write_the_blocks_of_the_store_and_of_slots_byte_by_byte_memory_checked(
+def test_loads_write_blocks_of_store_and_slots_byte_by_byte_memory_checked(
     kind: str, device: str, tcp_server: Server, start_rank: StartRank
 ) -> None:
-    """Several in one step: into slots, through rows that are lent, and from slots, which keep their blocks."""
+    """One step has several loads: into slots, through rows lent for the load, and from slots, which keep their
+    blocks."""
     rank = start_rank(tcp_server.endpoint, KINDS[kind](device))
     expected = rank.cache.blocks()
     keys = make_keys(3)
@@ -100,10 +101,10 @@ def test_loads_write_the_blocks_of_the_store_and_of_slots_byte_by_byte_memory_ch
     assert not rank.failed and not rank.counters.take().get("defects")
 
 
-def test_blocks_that_the_model_computes_in_this_step_are_saved_as_they_are_then(
+def test_blocks_computed_in_this_step_are_saved_with_their_new_bytes(
     device: str, tcp_server: Server, start_rank: StartRank
 ) -> None:
-    """Each part when its last layer is computed, and not before."""
+    """A part is saved only after its last layer is computed."""
     rank = start_rank(tcp_server.endpoint, KINDS["in parts"](device))
     wanted = rows(1, 2, rank)
     uploaded = rank.cache.upload(wanted)
@@ -114,15 +115,15 @@ def test_blocks_that_the_model_computes_in_this_step_are_saved_as_they_are_then(
     assert rank.in_store([block.key for block in job.copied]) == as_bytes(wanted)
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_blocks_that_are_given_away_while_they_are_saved_are_saved_as_they_were(
-    device: str, parts: int, tcp_server: Server, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("slices", [1, 4])
+def test_blocks_reused_during_their_save_are_saved_with_their_old_bytes(
+    device: str, slices: int, tcp_server: Server, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a preemption: the next step writes to all of the cache at once. On a device that takes a fiftieth of the
-    time that the copies take, of 32 MiB."""
+    """After a preemption, the next step writes to the whole cache at once. On a device, this takes a fiftieth of the
+    time that the copies of 32 MiB take."""
     copies_by_a_thread(monkeypatch)
     layers, blocks, tokens = 4, 8, 1024 if device == "cuda" else 64
-    cache = ordered(device, layers=layers, heads=4, tokens=tokens, content=128, num_blocks=blocks, parts=parts)
+    cache = ordered(device, layers=layers, heads=4, tokens=tokens, content=128, num_blocks=blocks, slices=slices)
     rank = start_rank(tcp_server.endpoint, cache)
     before = cache.memory.clone()
     by_layer = cache.bytes().reshape(layers, blocks, -1)
@@ -139,12 +140,13 @@ def test_blocks_that_are_given_away_while_they_are_saved_are_saved_as_they_were(
         assert (cache.bytes() == turn).all()
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_a_load_comes_after_what_was_to_be_written_to_its_blocks_before(
-    device: str, parts: int, tcp_server: Server, start_rank: StartRank
+@pytest.mark.parametrize("slices", [1, 4])
+def test_a_load_comes_after_earlier_writes_to_its_blocks(
+    device: str, slices: int, tcp_server: Server, start_rank: StartRank
 ) -> None:
-    """The engine is a step ahead of its device: the step before still writes to blocks that were given away since."""
-    cache = ordered(device, tokens=16, content=64, parts=parts)
+    """The engine plans one step ahead of its device: when a load begins, the previous step still writes to blocks that
+    the engine has given to the load."""
+    cache = ordered(device, tokens=16, content=64, slices=slices)
     rank = start_rank(tcp_server.endpoint, cache)
     keys, wanted = make_keys(3), rows(1, 3, rank)
     rank.put_in_store(keys, wanted)
@@ -154,7 +156,7 @@ def test_a_load_comes_after_what_was_to_be_written_to_its_blocks_before(
     rank.until_stored(job)
     expected = cache.blocks()
     with model_stream(device):
-        for number in range(2):  # the first time, a device may load the code of what is called
+        for number in range(2):  # at the first attempt, a device may load code
             names = f"slot {number}", f"store {number}", f"slots {number}"
             rank.step(writes=[(block, poison[block]) for block in range(1, 6)], before=lambda: busy(rank.layout, 0.2))
             loads = [
@@ -169,7 +171,7 @@ def test_a_load_comes_after_what_was_to_be_written_to_its_blocks_before(
     assert not rank.failed
 
 
-def test_of_a_load_that_misses_a_block_the_rest_is_reported_and_not_written(
+def test_a_load_stops_at_a_missing_block_and_reports_the_rest(
     device: str, tcp_server: Server, start_rank: StartRank
 ) -> None:
     rank = start_rank(tcp_server.endpoint, ordered(device))
@@ -185,11 +187,11 @@ def test_of_a_load_that_misses_a_block_the_rest_is_reported_and_not_written(
 
 
 @pytest.mark.parametrize("how", ["stands still", "is gone"])
-def test_of_a_store_that_fails_nothing_is_written(
+def test_if_the_store_fails_nothing_is_written(
     device: str, how: str, start_server: StartServer, start_rank: StartRank
 ) -> None:
     server = start_server()
-    rank = start_rank(server.endpoint, ordered(device, parts=4), timeout_s=2.0)
+    rank = start_rank(server.endpoint, ordered(device, slices=4), timeout_s=2.0)
     expected = rank.cache.blocks()
     keys = make_keys(3)
     rank.put_in_store(keys, rows(1, 3, rank))
@@ -213,14 +215,15 @@ def test_of_a_store_that_fails_nothing_is_written(
     rank.check(expected)
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_a_load_that_is_aborted_ends_soon_and_nothing_comes_later(
-    device: str, parts: int, tcp_server: Server, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("slices", [1, 4])
+def test_an_aborted_load_ends_soon_and_writes_nothing_later(
+    device: str, slices: int, tcp_server: Server, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a link that stands still amid the blocks. What it did not load belongs to others from then on."""
+    """The link stops after some of the blocks. After the abort, the blocks that were not loaded belong to other
+    requests."""
     blocks = 64
-    cache = ordered(device, layers=4, heads=4, tokens=16, content=64, num_blocks=blocks, parts=parts)
-    monkeypatch.setattr(transfer_in, "CHUNK_BYTES", 4 * 32768)
+    cache = ordered(device, layers=4, heads=4, tokens=16, content=64, num_blocks=blocks, slices=slices)
+    monkeypatch.setattr(transfer_in, "LOAD_CHUNK_BYTES", 4 * 32768)
     with SlowLink(tcp_server.port) as link:
         rank = start_rank(link.endpoint, cache)
         assert rank.layout.block_bytes == 32768
@@ -238,14 +241,14 @@ def test_a_load_that_is_aborted_ends_soon_and_nothing_comes_later(
         rank.step(StepPlan(cancelled=["it", "no such request"]))
         rank.until_loaded("it", deadline_s=DEADLINE_S / 4)
         assert time.monotonic() - cancelled_at < DEADLINE_S / 4
-        assert rank.failed and (len(rank.failed) < blocks or parts > 1)  # two parts come at a time
+        assert rank.failed and (len(rank.failed) < blocks or slices > 1)  # two parts arrive together
         found = cache.blocks()
         loaded = [index for index, block in enumerate(targets) if block not in rank.failed]
         assert np.array_equal(found[[targets[index] for index in loaded]], wanted[loaded])
         with model_stream(device):
             rank.step(writes=[(block, poison[block]) for block in range(blocks)])
             link.release()
-            # Over the same link, and through the same rows.
+            # The next load uses the same link and the same rows.
             rank.step(StepPlan(loads=[Load("next", keys=keys[:8], block_ids=targets[:8], within_s=DEADLINE_S)]))
             rank.until_loaded("it", "next")
         expected[targets[:8]] = wanted[:8]
@@ -254,20 +257,20 @@ def test_a_load_that_is_aborted_ends_soon_and_nothing_comes_later(
         rank.check(expected)
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_a_server_on_this_host_reads_the_page_locked_pool_by_itself_memory_checked(
-    device: str, parts: int, start_server: StartServer, start_rank: StartRank, tmp_path: Path
+@pytest.mark.parametrize("slices", [1, 4])
+def test_a_local_server_reads_the_page_locked_pool_directly_memory_checked(
+    device: str, slices: int, start_server: StartServer, start_rank: StartRank, tmp_path: Path
 ) -> None:
-    """`store_on_host`. What the server has is checked over TCP."""
+    """The option `store_on_host` makes the server read the pool. The test checks the server's blocks over TCP."""
     server = start_server("--unix-socket", str(tmp_path / "s"))
-    rank = start_rank(server.endpoint, ordered(device, parts=parts), store_on_host=True)
+    rank = start_rank(server.endpoint, ordered(device, slices=slices), store_on_host=True)
     assert rank.guard.call(lambda client: client.stats.path, "") == "shared memory"
     expected = rank.cache.blocks()
     job = rank.saves(make_keys(4), [5, 0, 3, 2], [7, 1, 4, 0])
     rank.step(StepPlan(saves=job))
     rank.until_stored(job)
     assert rank.in_store([block.key for block in job.copied]) == as_bytes(expected[[5, 0, 3, 2]])
-    [link] = rank.guard.call(lambda client: client._core.links, [])
+    [link] = rank.guard.call(lambda client: client._pool.links, [])
     assert link.staging is not None and link.staging.ring is None, "no block went through memory of the client's"
     loads = [
         Load("slots", host_slots=[7, 4], host_block_ids=[0, 1]),
@@ -282,10 +285,10 @@ def test_a_server_on_this_host_reads_the_page_locked_pool_by_itself_memory_check
     assert not rank.failed
 
 
-def test_rows_that_are_lent_later_are_made_by_a_thread_that_has_not_used_the_device(
+def test_a_thread_without_device_use_makes_rows_for_later_loans(
     device: str, tcp_server: Server, start_rank: StartRank
 ) -> None:
-    """Those of loads that wait for blocks which another engine computes."""
+    """The rows are for loads that wait for blocks that another engine computes."""
     from kvstore_client import KVStoreClient
 
     rank = start_rank(tcp_server.endpoint, ordered(device))

@@ -1,8 +1,9 @@
-"""Saves and loads of a worker's half in many steps, in an order that chance decides, beside a model of their outcome.
+"""Saves and loads of the connector's worker half, in many steps and in random order, compared with a model of their
+outcome.
 
-What chance decides: which blocks the model computes, which are saved to which slots, which are loaded, from the store
-and from slots, into slots or not, what is not in the store, which requests are aborted, which steps follow a
-preemption. The model knows what every block of the cache, every slot and every key must hold then, byte by byte.
+Chance decides which blocks are computed, which are saved to which slots, and which are loaded, from the store or from
+slots, with slots or without. It also decides which blocks the store lacks, which requests are aborted, and which steps
+follow a preemption. The model knows the expected content of every cache block, slot and key, byte by byte.
 """
 
 from __future__ import annotations
@@ -39,18 +40,17 @@ small = partial(ordered, num_blocks=BLOCKS, tokens=16, content=32)
 
 @dataclass
 class UnderWay:
-    """A load, and what it must do."""
+    """A load, and its expected outcome."""
 
-    wanted: dict[int, int]  # block -> the row that it must get
-    missing: set[int]  # blocks that it cannot load
+    wanted: dict[int, int]  # block -> its expected row
+    missing: set[int]  # cache blocks that the load cannot fill
     reads: list[int] = field(default_factory=list)  # slots
     fills: dict[int, int] = field(default_factory=dict)  # slot -> row
     cancelled: bool = False
 
 
 class Schedule:
-    """The model. Contents are numbers of rows, which are random bytes; a row of the cache that is in no block is none
-    of them."""
+    """The model. The model of the outcome. A number stands for a row of random bytes."""
 
     def __init__(self, rank: Rank, seed: int, chance: random.Random) -> None:
         self.rank = rank
@@ -60,13 +60,13 @@ class Schedule:
         self.number_of = {row.tobytes(): number for number, row in enumerate(self.rows)}
         self.keys = iter(make_keys(100_000, first=seed))
         self.cache: dict[int, int | None] = dict.fromkeys(range(rank.cache.num_blocks))  # None: not known
-        self.slots: dict[int, int | None] = dict.fromkeys(range(SLOTS))  # None: nothing that can be read
+        self.slots: dict[int, int | None] = dict.fromkeys(range(SLOTS))  # None: the slot cannot be read
         self.store: dict[bytes, int] = {}
-        self.sent: dict[tuple[int, int], tuple[bytes, int]] = {}  # job and slot -> what is on its way
-        self.users: Counter[int] = Counter()  # slot -> jobs and loads that use it
+        self.sent: dict[tuple[int, int], tuple[bytes, int]] = {}  # job and slot -> key and row being sent
+        self.users: Counter[int] = Counter()  # slot -> the number of jobs and loads that use it
         self.copying: dict[int, list[tuple[int, int, int]]] = {}  # job -> its blocks, slots and rows
         self.loading: dict[str, UnderWay] = {}
-        self.held: set[str] = set()  # requests whose copies are made
+        self.held: set[str] = set()  # requests whose copies are complete
         self.counts: Counter[str] = Counter()
         keys = [next(self.keys) for _ in range(12)]
         self.store.update(zip(keys, range(12), strict=True))
@@ -102,7 +102,7 @@ class Schedule:
         return free
 
     def _load(self, usable: list[int]) -> Load | None:
-        """Some blocks from slots, then some from the store."""
+        """Add a load of some blocks from slots and then some from the store."""
         chance = self.chance
         name = f"load {self.counts['loads']}"
         readable = [slot for slot, row in self.slots.items() if row is not None]
@@ -142,7 +142,7 @@ class Schedule:
         if not some:
             return None
         job = self.rank.saves([next(self.keys) for _ in some], *zip(*some, strict=True))
-        if self.chance.random() < 0.3:  # another engine waits for them
+        if self.chance.random() < 0.3:  # as for blocks that another engine waits for
             job.copied = [block._replace(how=SendAs(handed_over=True)) for block in job.copied]
         copied: list[tuple[int, int, int]] = []
         for (key, *_), (block, slot) in zip(job.copied, some, strict=True):
@@ -178,7 +178,7 @@ class Schedule:
             for block, row in load.wanted.items():
                 if block not in lost:
                     self.cache[block] = row
-                elif rank.cache.parts > 1:  # some of its parts may be there
+                elif rank.cache.slices > 1:  # some of the block's parts may be stored
                     self.cache[block] = None
             for slot in (*load.reads, *load.fills):
                 self.users[slot] -= 1
@@ -200,7 +200,7 @@ class Schedule:
                 self.counts["stored"] += 1
 
     def finish(self) -> None:
-        """Until nothing is under way; then check everything."""
+        """Run steps until nothing is in progress, and then check everything."""
         self.rank.until(
             lambda: self._settle() or not (self.loading or self.copying or self.sent), what="all loads and saves end"
         )
@@ -234,8 +234,8 @@ class Schedule:
 
 KINDS: dict[str, Callable[[str], PagedCache]] = {
     "whole": small,
-    "in parts": partial(small, order="LBNHC", parts=4),
-    "in ranges and parts": partial(small, order="BHLNC", ranges=2, parts=3),
+    "in parts": partial(small, order="LBNHC", slices=4),
+    "in ranges and parts": partial(small, order="BHLNC", ranges=2, slices=3),
     "of groups": partial(over_each_other, num_blocks=BLOCKS),
 }
 
@@ -250,10 +250,11 @@ def run(
     patch: pytest.MonkeyPatch,
     **options: Any,
 ) -> Schedule:
-    """On the CPU, copies are made as late as a device may make them. Loads have chunks of two blocks."""
+    """Run a schedule of this many steps. On the CPU, copies are made as late as a device may make them. Loads have
+    chunks of two blocks."""
     copies_by_a_thread(patch)
     cache = KINDS[kind](device)
-    patch.setattr(transfer_in, "CHUNK_BYTES", 2 * cache.block_bytes)
+    patch.setattr(transfer_in, "LOAD_CHUNK_BYTES", 2 * cache.block_bytes)
     rank = start_rank(
         endpoint, cache, slots=SLOTS, layout_class=LateLayout if device == "cpu" else BlockLayout, **options
     )
@@ -267,7 +268,7 @@ def run(
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_whatever_the_order_every_byte_is_right(
+def test_every_byte_is_right_in_any_order(
     kind: str, device: str, start_server: StartServer, start_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = 250 if device == "cuda" else 120
@@ -277,7 +278,7 @@ def test_whatever_the_order_every_byte_is_right(
 
 
 @pytest.mark.parametrize("kind", ["whole", "in parts"])
-def test_whatever_the_order_every_byte_is_right_in_a_pool_that_a_server_reads(
+def test_every_byte_is_right_in_any_order_with_a_server_read_pool(
     kind: str,
     device: str,
     start_server: StartServer,

@@ -1,4 +1,4 @@
-"""docs/adding-an-engine.md: the toy engine and its adapter, in examples/paged_engine, against real servers."""
+"""The toy engine and its adapter of docs/adding-an-engine.md, in examples/paged_engine, with real servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Connect: TypeAlias = Callable[..., tuple[Any, Any]]
 
 
 def prompts(count: int, seed: int, common: int = 96) -> list[list[int]]:
-    """Prompts of `TOKENS` tokens, whose first ones are equal."""
+    """Return prompts of `TOKENS` tokens that begin alike."""
     drawn = np.random.default_rng(seed).integers(0, 512, (count, TOKENS))
     drawn[:, :common] = drawn[0, :common]
     return [row.tolist() for row in drawn]
@@ -33,7 +33,7 @@ def prompts(count: int, seed: int, common: int = 96) -> list[list[int]]:
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module of the engine, and that of the adapter as its `adapter`."""
+    """Return the module of the engine, with the adapter's module as its `adapter`."""
     monkeypatch.syspath_prepend(str(FOLDER))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def connect(toy: Any) -> Iterator[Connect]:
-    """-> an engine and its connector."""
+    """Return an engine and its connector."""
     made: list[Any] = []
 
     def connect(endpoint: str, num_blocks: int = 256, **how: Any) -> tuple[Any, Any]:
@@ -61,7 +61,7 @@ def connect(toy: Any) -> Iterator[Connect]:
         each.close()
 
 
-def test_the_example_runs_as_it_stands(server: Server) -> None:
+def test_the_example_runs_unchanged(server: Server) -> None:
     done = subprocess.run(
         [sys.executable, str(FOLDER / "adapter.py"), "--endpoint", server.endpoint],
         env=environment(),
@@ -71,13 +71,13 @@ def test_the_example_runs_as_it_stands(server: Server) -> None:
         check=True,
     )
     first = re.search(r"first engine, nothing cached: computed (\d+) of 400 tokens", done.stdout)
-    # Of the second prompt's 96 tokens that it shares with the first one, some may be in the store when it is admitted.
+    # When the engine admits the second prompt, the store may have some of the 96 tokens that it shares with the first.
     assert first is not None and int(first[1]) in range(400 - 96, 400 + 1), done.stdout
     assert "second engine, the same prompts: computed 16 of 400 tokens" in done.stdout
     assert "all answers are equal" in done.stdout
 
 
-def test_another_engine_loads_what_one_has_computed(server: Server, toy: Any, connect: Connect) -> None:
+def test_one_engine_loads_what_another_computed(server: Server, toy: Any, connect: Connect) -> None:
     asked = prompts(3, 1)
     expected = toy.Engine().generate(asked)
     first, connector = connect(server.endpoint)
@@ -87,7 +87,7 @@ def test_another_engine_loads_what_one_has_computed(server: Server, toy: Any, co
     assert second.tokens_computed == 3 * (TOKENS - (TOKENS - 1) // 16 * 16)
 
 
-def test_an_engine_loads_from_its_cpu_tier_when_the_store_is_gone(
+def test_an_engine_loads_from_its_cpu_tier_without_the_store(
     start_server: StartServer, toy: Any, connect: Connect
 ) -> None:
     server = start_server()
@@ -113,8 +113,10 @@ def test_nothing_is_loaded_after_a_purge(server: Server, toy: Any, connect: Conn
     assert engine.tokens_computed - computed == TOKENS
 
 
-def test_answers_are_right_where_everything_is_too_small(start_server: StartServer, toy: Any, connect: Connect) -> None:
-    """The engine's cache has room for two prompts, the CPU tier for half of one, the store for five."""
+def test_answers_are_right_where_every_cache_is_too_small(
+    start_server: StartServer, toy: Any, connect: Connect
+) -> None:
+    """The engine's cache has room for two prompts, the CPU tier for half a prompt, and the store for five prompts."""
     server = start_server(memory="1MiB", segment="1MiB")
     engines = [connect(server.endpoint, num_blocks=2 * 13, cpu_blocks=8) for _ in range(2)]
     expected = toy.Engine().generate(prompts(8, 4, common=32))
@@ -127,7 +129,7 @@ def test_answers_are_right_where_everything_is_too_small(start_server: StartServ
         assert not connector._tier.busy
 
 
-def test_the_adapter_uses_nothing_private() -> None:
+def test_the_adapter_uses_only_the_public_interface() -> None:
     tree = ast.parse((FOLDER / "adapter.py").read_text(encoding="utf-8"))
     imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     ours = [name for name in imported if name.startswith("kvstore")]

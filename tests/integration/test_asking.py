@@ -1,6 +1,7 @@
-"""The server's own connection to a shard: right answers from a right one, an `AskError` in time from any other.
+"""The server's own connection to a shard. A correct shard gives right answers; with any other, calls raise
+`ShardQueryError` in time.
 
-The client's connections share its dealer half, so the lies are told to both.
+The client's connections share the code of its dealer half, so the same wrong answers test both.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pytest
 
 from kvstore._cext import checksum, checksum_into
 from kvstore.wire import ShardAddress
-from kvstore.wire.asking import AskError, Asking, KeyArray, Refused
+from kvstore.wire.queries import KeyArray, Refused, ShardQueries, ShardQueryError
 from kvstore_client import KVStoreClient, ProtocolError
 from tests.support.harness import (
     CONTAINS,
@@ -69,13 +70,13 @@ def address(server: Server) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(("block_bytes", "count"), [(917_504, 9), (4096, 700), (5 << 20, 2), (1, 1300)])
-def test_blocks_go_there_and_come_back(
+def test_blocks_are_sent_and_received(
     server: Server, new_namespace: MakeNamespace, block_bytes: int, count: int
 ) -> None:
     namespace, keys = new_namespace(block_bytes), make_keys(count)
     blocks = blocks_of(keys, block_bytes)
     sums = sums_of(blocks)
-    with Asking(address(server), TIMEOUT_S, namespace.canonical()) as asking:
+    with ShardQueries(address(server), TIMEOUT_S, namespace.canonical()) as asking:
         reply = asking.set(matrix(keys), [memoryview(block) for block in blocks], sums)
         assert (reply.total, reply.created) == (count, count)
         assert asking.set(matrix(keys[:1]), [memoryview(blocks[0])], sums[:1]).existed == 1
@@ -86,20 +87,20 @@ def test_blocks_go_there_and_come_back(
             for number, position in enumerate(positions.tolist()):
                 came[position] = bytes(memory[number * block_bytes : (number + 1) * block_bytes])
                 assert found[number] == sums[position]
-            memory[:] = bytes(len(memory))  # it is the caller's
+            memory[:] = bytes(len(memory))  # the memory belongs to the caller
         assert came == dict(enumerate(blocks))
         listed, _, total = asking.hottest(0, 2)
         assert listed.tobytes() == keys[0] + keys[1] if count < 1000 else len(listed) == 2
         assert total == count
     with KVStoreClient(server.endpoint, namespace) as client:
-        assert client.get(keys).hit == count  # it checks the sums
+        assert client.get(keys).hit == count  # the client verifies the checksums
 
 
-def test_moving_a_block_is_no_use_of_it(server: Server, new_namespace: MakeNamespace) -> None:
+def test_moving_a_block_does_not_count_as_use(server: Server, new_namespace: MakeNamespace) -> None:
     namespace, keys = new_namespace(4096), make_keys(4)
     with KVStoreClient(server.endpoint, namespace) as client:
         client.set(keys, blocks_of(keys, 4096))
-        with Asking(address(server), TIMEOUT_S, namespace.canonical()) as asking:
+        with ShardQueries(address(server), TIMEOUT_S, namespace.canonical()) as asking:
             hottest, *_ = asking.hottest(0, 4)
             assert sum(len(positions) for positions, *_ in asking.get(hottest[::-1].copy())) == 4
             assert (asking.hottest(0, 4)[0] == hottest).all()
@@ -107,8 +108,8 @@ def test_moving_a_block_is_no_use_of_it(server: Server, new_namespace: MakeNames
         assert (mine.hits, mine.misses) == (0, 0)
 
 
-def test_it_says_who_the_shard_is_and_how_it_fares(server: Server, new_namespace: MakeNamespace) -> None:
-    with Asking(address(server), TIMEOUT_S) as asking:
+def test_a_shard_reports_its_identity_and_state(server: Server, new_namespace: MakeNamespace) -> None:
+    with ShardQueries(address(server), TIMEOUT_S) as asking:
         assert asking.welcome.shards[0].port == server.port and asking.welcome.block_bytes == 0
         assert asking.info().name == asking.welcome.shards[0].name
         assert asking.hello(new_namespace(4096).canonical(), 2).block_bytes == 4096
@@ -116,9 +117,9 @@ def test_it_says_who_the_shard_is_and_how_it_fares(server: Server, new_namespace
         assert list(asking.get(matrix(make_keys(3)))) == []
 
 
-def test_what_is_refused_costs_nothing_else(server: Server, new_namespace: MakeNamespace) -> None:
+def test_a_refused_request_has_no_other_effect(server: Server, new_namespace: MakeNamespace) -> None:
     keys = matrix(make_keys(1))
-    with Asking(address(server), TIMEOUT_S) as asking:
+    with ShardQueries(address(server), TIMEOUT_S) as asking:
         for ask in (lambda: asking.contains(keys), lambda: list(asking.get(keys)), lambda: asking.hottest(0, 1)):
             with pytest.raises(Refused, match="HELLO"):
                 ask()
@@ -132,7 +133,7 @@ def test_what_is_refused_costs_nothing_else(server: Server, new_namespace: MakeN
 
 def test_a_block_of_the_wrong_size_is_not_sent(server: Server, new_namespace: MakeNamespace) -> None:
     (key,) = make_keys(1)
-    with Asking(address(server), TIMEOUT_S, new_namespace(4096).canonical()) as asking:
+    with ShardQueries(address(server), TIMEOUT_S, new_namespace(4096).canonical()) as asking:
         with pytest.raises(ValueError, match="4096"):
             asking.set(matrix([key]), [memoryview(bytes(4095))], np.zeros(1, dtype=np.uint64))
         with pytest.raises(ValueError, match="2 blocks"):
@@ -140,26 +141,26 @@ def test_a_block_of_the_wrong_size_is_not_sent(server: Server, new_namespace: Ma
         assert not asking.contains(matrix([key])).any()
 
 
-def test_who_leaves_blocks_on_the_way_closes_the_connection(server: Server, new_namespace: MakeNamespace) -> None:
+def test_unread_blocks_close_the_connection(server: Server, new_namespace: MakeNamespace) -> None:
     namespace, keys = new_namespace(1 << 20), make_keys(8)
     blocks = blocks_of(keys, 1 << 20)
-    with Asking(address(server), TIMEOUT_S, namespace.canonical()) as asking:
+    with ShardQueries(address(server), TIMEOUT_S, namespace.canonical()) as asking:
         asking.set(matrix(keys), [memoryview(block) for block in blocks], sums_of(blocks))
         next(coming := asking.get(matrix(keys)))
         coming.close()
-        with pytest.raises(AskError, match="closed"):
+        with pytest.raises(ShardQueryError, match="closed"):
             asking.info()
 
 
-def test_blocks_that_are_looked_at_are_not_overwritten(server: Server, new_namespace: MakeNamespace) -> None:
+def test_blocks_in_use_are_not_overwritten(server: Server, new_namespace: MakeNamespace) -> None:
     namespace, keys = new_namespace(256 << 10), make_keys(64)
     blocks = blocks_of(keys, 256 << 10)
-    with Asking(address(server), TIMEOUT_S, namespace.canonical()) as asking:
+    with ShardQueries(address(server), TIMEOUT_S, namespace.canonical()) as asking:
         asking.set(matrix(keys), [memoryview(block) for block in blocks], sums_of(blocks))
         kept: list[tuple[np.ndarray, memoryview]] = []
         for turn in range(4):
             came = [(positions, memory) for positions, _, _, memory in asking.get(matrix(keys))]
-            kept += came[turn::4]  # the rest is let go, and used again
+            kept += came[turn::4]  # the other parts are released, and their memory is reused
             del came
         for positions, memory in kept:
             assert bytes(memory) == b"".join(blocks[position] for position in positions.tolist())
@@ -168,48 +169,48 @@ def test_blocks_that_are_looked_at_are_not_overwritten(server: Server, new_names
 # ---- a wrong one -----------------------------------------------------------------------------------------------------
 
 
-def test_nobody_there_is_an_error() -> None:
+def test_a_missing_shard_is_an_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        with pytest.raises(AskError, match="refused"):
-            Asking(taken.getsockname(), TIMEOUT_S)
+        with pytest.raises(ShardQueryError, match="refused"):
+            ShardQueries(taken.getsockname(), TIMEOUT_S)
 
 
 @pytest.mark.exclusive
-def test_silence_is_an_error_in_time(start_server: StartServer) -> None:
+def test_a_silent_shard_is_an_error_in_time(start_server: StartServer) -> None:
     server = start_server()
-    with Asking(address(server), 0.4, NAMESPACE.canonical()) as asking, server.stopped():
+    with ShardQueries(address(server), 0.4, NAMESPACE.canonical()) as asking, server.stopped():
         before = time.monotonic()
-        with pytest.raises(AskError, match=r"0\.4 s"):
+        with pytest.raises(ShardQueryError, match=r"0\.4 s"):
             asking.info()
-        with pytest.raises(AskError, match="closed"):
+        with pytest.raises(ShardQueryError, match="closed"):
             asking.info()
-        with pytest.raises(AskError, match=r"0\.3 s"):
-            Asking(address(server), 0.3)
+        with pytest.raises(ShardQueryError, match=r"0\.3 s"):
+            ShardQueries(address(server), 0.3)
         assert time.monotonic() - before < 1.5
 
 
 @pytest.mark.exclusive
-def test_a_shard_that_takes_nothing_is_an_error_in_time(start_server: StartServer) -> None:
+def test_a_shard_that_reads_nothing_is_an_error_in_time(start_server: StartServer) -> None:
     server = start_server()
     namespace, keys = make_namespace(1 << 20, "m"), make_keys(40)
     block = memoryview(bytes(1 << 20))
-    with Asking(address(server), TIMEOUT_S, namespace.canonical()) as asking, server.stopped():
+    with ShardQueries(address(server), TIMEOUT_S, namespace.canonical()) as asking, server.stopped():
         asking.timeout_s, before = 0.4, time.monotonic()
-        with pytest.raises(AskError, match=r"0\.4 s"):
+        with pytest.raises(ShardQueryError, match=r"0\.4 s"):
             asking.set(matrix(keys), [block] * 40, np.zeros(40, dtype=np.uint64))
         assert time.monotonic() - before < 1.5
 
 
-def test_another_thread_can_end_a_call(start_server: StartServer) -> None:
+def test_another_thread_can_interrupt_a_call(start_server: StartServer) -> None:
     server = start_server()
-    with Asking(address(server), 30.0) as asking, server.stopped():
+    with ShardQueries(address(server), 30.0) as asking, server.stopped():
         before = time.monotonic()
         threading.Timer(0.2, asking.interrupt).start()
-        with pytest.raises(AskError):
+        with pytest.raises(ShardQueryError):
             asking.info()
         assert time.monotonic() - before < 5
-    asking.interrupt()  # of no effect any more
+    asking.interrupt()  # the connection is closed, so this has no effect
 
 
 Answer = Callable[[list[Any], list[bytes]], list[bytes]]
@@ -217,12 +218,13 @@ Answer = Callable[[list[Any], list[bytes]], list[bytes]]
 
 @contextmanager
 def lying_shard(answer: Answer, hello: bytes = GREETING + ready_command(b"ROUTER")) -> Iterator[tuple[str, int]]:
-    """A shard that answers each message, its header's fields and other frames, with the bytes `answer` gives."""
+    """Run a shard that answers each message with the bytes that `answer` returns for its header's fields and its other
+    frames."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
         sock, _ = listener.accept()
-        with suppress(OSError), sock, sock.makefile("rb") as received:  # the other end may reset it
+        with suppress(OSError), sock, sock.makefile("rb") as received:  # the other side may reset the connection
             sock.sendall(hello)
             received.read(64)
             frames: list[bytes] = []
@@ -328,10 +330,10 @@ LIES: dict[str, tuple[int, Answer]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_an_error_and_the_end_of_the_connection(lie: str) -> None:
+def test_a_wrong_answer_is_an_error_and_closes_the_connection(lie: str) -> None:
     request, answer = LIES[lie]
     keys = matrix(make_keys(3))
-    with lying_shard(answer) as where, Asking(where, TIMEOUT_S, NAMESPACE.canonical()) as asking:
+    with lying_shard(answer) as where, ShardQueries(where, TIMEOUT_S, NAMESPACE.canonical()) as asking:
         asks: dict[int, Callable[[], object]] = {
             INFO: asking.info,
             CONTAINS: lambda: asking.contains(keys),
@@ -340,10 +342,10 @@ def test_a_lie_is_an_error_and_the_end_of_the_connection(lie: str) -> None:
             2: lambda: asking.set(keys, [memoryview(BLOCK)] * 3, np.zeros(3, dtype=np.uint64)),
         }
         before = time.monotonic()
-        with pytest.raises(AskError) as caught:
+        with pytest.raises(ShardQueryError) as caught:
             asks[request]()
         assert not isinstance(caught.value, Refused) and time.monotonic() - before < TIMEOUT_S
-        with pytest.raises(AskError, match="closed"):
+        with pytest.raises(ShardQueryError, match="closed"):
             asking.info()
 
 
@@ -363,18 +365,18 @@ def a_client(where: tuple[str, int]) -> KVStoreClient:
 
 
 @pytest.mark.parametrize("lie", LIES_ABOUT_BLOCKS)
-def test_a_lie_about_blocks_is_an_error_of_the_client_and_touches_no_other_memory(lie: str) -> None:
+def test_wrong_block_data_is_a_client_error_and_touches_no_other_memory(lie: str) -> None:
     out = np.full((5, 64), 0xEE, dtype=np.uint8)
     tell_the_client(lie, lambda client: client.get_into(make_keys(3), out, slots=[1, 2, 3]))
     assert (out[[0, 4]] == 0xEE).all()
 
 
 @pytest.mark.parametrize("lie", LIES_ABOUT_BLOCKS)
-def test_a_lie_about_blocks_is_an_error_of_a_stream(lie: str) -> None:
+def test_wrong_block_data_is_an_error_of_a_stream(lie: str) -> None:
     tell_the_client(lie, lambda client: list(client.stream_get(make_keys(3))))
 
 
-@pytest.mark.parametrize("connect", [lambda where: Asking(where, TIMEOUT_S, NAMESPACE.canonical()), a_client])
+@pytest.mark.parametrize("connect", [lambda where: ShardQueries(where, TIMEOUT_S, NAMESPACE.canonical()), a_client])
 @pytest.mark.parametrize(
     "changed",
     [
@@ -389,12 +391,12 @@ def test_a_lie_about_blocks_is_an_error_of_a_stream(lie: str) -> None:
         {"shards": SHARDS * 2},
     ],
 )
-def test_a_welcome_that_cannot_be_is_an_error(
+def test_an_impossible_welcome_is_an_error(
     changed: dict[str, Any], connect: Callable[[tuple[str, int]], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = welcome
     monkeypatch.setitem(globals(), "welcome", lambda fields: honest(fields, **changed))
-    with lying_shard(lambda *_: []) as where, pytest.raises((AskError, ProtocolError)):
+    with lying_shard(lambda *_: []) as where, pytest.raises((ShardQueryError, ProtocolError)):
         connect(where)
 
 
@@ -403,9 +405,9 @@ def test_a_welcome_that_cannot_be_is_an_error(
     [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64), GREETING + b"\0\1x", b""],
     ids=["a web server", "a frame before READY", "silence"],
 )
-def test_what_is_no_shard_is_an_error(greeting: bytes) -> None:
-    with lying_shard(lambda *_: [], greeting) as where, pytest.raises(AskError):
-        Asking(where, 0.5)
+def test_another_program_on_the_port_is_an_error(greeting: bytes) -> None:
+    with lying_shard(lambda *_: [], greeting) as where, pytest.raises(ShardQueryError):
+        ShardQueries(where, 0.5)
 
 
 def test_a_ping_is_answered() -> None:
@@ -417,8 +419,8 @@ def test_a_ping_is_answered() -> None:
     commands.clear()
     with (
         lying_shard(answer) as where,
-        Asking(where, TIMEOUT_S) as asking,
-        pytest.raises(AskError, match="ContainsReply"),
+        ShardQueries(where, TIMEOUT_S) as asking,
+        pytest.raises(ShardQueryError, match="ContainsReply"),
     ):
         asking.info()
     assert b"\x04PONGcontext" in commands

@@ -1,4 +1,4 @@
-"""Logins: who gets in, over TCP, TLS and the Unix socket, for how long, and who is told of it."""
+"""Logins over TCP, TLS and the Unix socket: which clients are admitted, for how long, and where this is recorded."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def run(command: list[str], folder: Path = ROOT) -> subprocess.CompletedProcess[
 
 @pytest.fixture(scope="module", autouse=True)
 def silent(guarded: Guarded) -> Iterator[Future[float]]:
-    """The seconds until a connection that does not log in is closed. It is there before the first test, and the others
-    run meanwhile."""
+    """The seconds until a connection without a login is closed. The connection is opened before the first test, and
+    waits while the other tests run."""
     with ThreadPoolExecutor(1) as waiting, RawClient(guarded.server) as raw:
         raw.sock.settimeout(20.0)
         began = time.monotonic()
@@ -72,12 +72,12 @@ def silent(guarded: Guarded) -> Iterator[Future[float]]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_wrong_token_is_refused_late_and_what_follows_it_too(guarded: Guarded, path: str) -> None:
+def test_a_wrong_token_is_refused_late_along_with_later_requests(guarded: Guarded, path: str) -> None:
     canonical = make_namespace(BLOCK_BYTES, "wrong").canonical()
     wrong = [guarded.tokens["wrong"], "kvs_nobody." + "A" * 43, "no token at all", "\xff" * 300]
     raws = [connect(guarded, path) for _ in wrong]
     began = time.monotonic()
-    for raw, token in zip(raws, wrong, strict=True):  # and what follows it at once must not be answered before it
+    for raw, token in zip(raws, wrong, strict=True):  # the request right behind the HELLO must not be answered first
         raw.send(pack(HELLO, 5, PROTOCOL, canonical, "raw", token.encode("latin-1")))
         raw.send(pack(harness.GET, 6, *KEYED), b"".join(KEYS))
     for raw in raws:
@@ -87,9 +87,9 @@ def test_a_wrong_token_is_refused_late_and_what_follows_it_too(guarded: Guarded,
         raw.close()
 
 
-def test_requests_behind_a_hello_wait_until_the_token_is_checked(guarded: Guarded) -> None:
-    token = rotate(guarded.file, "patterns")  # the shard has not seen it
-    keep_as_before(guarded.file, {"patterns": token})  # and its hash takes long to check
+def test_requests_behind_a_hello_wait_for_the_token_check(guarded: Guarded) -> None:
+    token = rotate(guarded.file, "patterns")  # the shard has not seen this token
+    keep_as_before(guarded.file, {"patterns": token})  # and the token's hash takes long to check
     guarded.tokens["patterns"] = token
     canonical = make_namespace(BLOCK_BYTES, "Qwen/x").canonical()
 
@@ -99,7 +99,7 @@ def test_requests_behind_a_hello_wait_until_the_token_is_checked(guarded: Guarde
             for frame in range(3):
                 raw.send(pack(harness.CONTAINS, 10 + frame, *KEYED), b"".join(KEYS))
             tags = [raw.reply()[0][0]]
-            if tags == [ERROR]:  # the file was not read again yet
+            if tags == [ERROR]:  # the shard has not read the file again yet
                 return False
             tags += [raw.reply()[0][0] for _ in range(3)]
             assert tags == [harness.WELCOME, *[harness.CONTAINS_REPLY] * 3]
@@ -108,9 +108,7 @@ def test_requests_behind_a_hello_wait_until_the_token_is_checked(guarded: Guarde
     wait_until(answered)
 
 
-def test_the_command_line_logs_in_with_a_file_and_purges_its_tenants_namespace(
-    guarded: Guarded, tmp_path: Path
-) -> None:
+def test_the_command_line_logs_in_with_a_file_and_purges_its_tenant(guarded: Guarded, tmp_path: Path) -> None:
     namespace = make_namespace(BLOCK_BYTES, "purged by command")
     keys = make_keys(3, 300)
     with KVStoreClient(guarded.server.endpoint, namespace, token=guarded.tokens["all"]) as client:
@@ -127,13 +125,13 @@ def test_the_command_line_logs_in_with_a_file_and_purges_its_tenants_namespace(
     assert "this server wants a token" in without.stderr
 
 
-def test_no_secret_is_told_anywhere(guarded: Guarded) -> None:
+def test_secrets_appear_nowhere(guarded: Guarded) -> None:
     server = guarded.server
     secrets = list(guarded.tokens.values()) + [
         line.split('"')[1] for line in guarded.file.read_text().splitlines() if line.startswith(("tokens", "member"))
     ]
     with KVStoreClient(server.endpoint, make_namespace(BLOCK_BYTES, "m"), token=guarded.tokens["all"]) as client:
-        said = [repr(client), repr(client._core.__dict__), repr(client.info()), server.log_text()]
+        said = [repr(client), repr(client._pool.__dict__), repr(client.info()), server.log_text()]
     with pytest.raises(NotAuthorized) as refused:
         KVStoreClient(server.endpoint, make_namespace(BLOCK_BYTES, "m"), token=guarded.tokens["wrong"])
     said.append(str(refused.value))
@@ -160,7 +158,7 @@ def test_failed_logins_and_administrative_acts_are_in_the_audit_log(guarded: Gua
     assert stat.S_IMODE(os.stat(guarded.audit).st_mode) == 0o600
 
 
-def test_an_engine_whose_token_is_refused_only_misses(guarded: Guarded) -> None:
+def test_an_engine_with_a_refused_token_only_misses(guarded: Guarded) -> None:
     counters = Counters()
     guard = StoreGuard(
         guarded.server.endpoint,
@@ -183,9 +181,7 @@ def test_the_async_client_logs_in(guarded: Guarded) -> None:
     assert asyncio.run(use()) == 2
 
 
-def test_a_revoked_token_ends_its_connections_and_a_new_one_in_the_file_is_used(
-    guarded: Guarded, tmp_path: Path
-) -> None:
+def test_a_revoked_token_ends_its_connections_and_its_replacement_is_used(guarded: Guarded, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(rotate(guarded.file, "other"))
     guarded.server.signal(signal.SIGHUP)
@@ -193,8 +189,8 @@ def test_a_revoked_token_ends_its_connections_and_a_new_one_in_the_file_is_used(
     with connect_when_known(guarded, namespace, token) as client:
         client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
         token.write_text(rotate(guarded.file, "other", end_old=True))
-        # The file is looked at within a second or so; then the old connection ends, and the client logs in again.
-        wait_until(lambda: "has other rights now" in guarded.server.log_text())
+        # The file is read again within about a second; then the old connection ends, and the client logs in again.
+        wait_until(lambda: "the rights of principal 'other' changed" in guarded.server.log_text())
         assert wait_until(lambda: hits(client) == 2)
 
 
@@ -205,7 +201,7 @@ def hits(client: KVStoreClient) -> int:
         return -1
 
 
-def test_a_bad_file_is_refused_and_the_last_good_policy_stays(guarded: Guarded) -> None:
+def test_a_bad_file_is_refused_and_the_last_valid_policy_stays(guarded: Guarded) -> None:
     good = guarded.file.read_text()
     try:
         guarded.file.write_text(good.replace('verbs = ["read"]', 'verbs = ["reed"]'))
@@ -227,14 +223,14 @@ def test_a_bad_file_is_refused_and_the_last_good_policy_stays(guarded: Guarded) 
         (["--auth", "FILE", "--nixl"], ["--nixl", "--insecure"]),
     ],
 )
-def test_a_server_that_anybody_could_use_does_not_start(arguments: list[str], said: list[str], tmp_path: Path) -> None:
+def test_a_server_open_to_everybody_does_not_start(arguments: list[str], said: list[str], tmp_path: Path) -> None:
     ran = run([*harness.server_command("--port", "0", "--memory", "64MiB"), *arguments], tmp_path)
     assert ran.returncode in (1, 2)
     for text in said:
         assert text in ran.stderr, ran.stderr
 
 
-def test_the_http_port_asks_for_a_token_of_who_may_see_all_tenants(guarded: Guarded) -> None:
+def test_http_requires_a_token_with_access_to_all_tenants(guarded: Guarded) -> None:
     url = guarded.server.http_url
     basic = base64.b64encode(f"anybody:{guarded.tokens['operator']}".encode()).decode()
     bearer = f"Bearer {guarded.tokens['operator']}"
@@ -260,10 +256,11 @@ def test_the_http_port_asks_for_a_token_of_who_may_see_all_tenants(guarded: Guar
     assert 'kvstore_tenant_connections{shard="0",tenant="a"}' in text and "kvstore_failed_logins_total" in text
 
 
-def test_a_namespace_that_only_half_decodes_costs_its_sender_an_error(guarded: Guarded) -> None:
-    """Members that the server does not use are passed over by its check, but not when the tenant is put in."""
+def test_a_half_decodable_namespace_is_an_error_for_its_sender_only(guarded: Guarded) -> None:
+    """The check of a namespace skips members that the server does not use. The code that inserts the tenant decodes all
+    members, and must not fail."""
     strange = (b'"x":1e999', b'"x":' + b"9" * 5000, b'"x":"\\ud800"')
-    token = guarded.tokens["write"] = rotate(guarded.file, "write")  # one that the shard has not checked yet
+    token = guarded.tokens["write"] = rotate(guarded.file, "write")  # a token that the shard has not checked yet
     with guarded.server.unharmed():
         for member in strange:
             canonical = b'{"block_bytes":4096,"model":"m","version":1,' + member + b"}"
@@ -276,5 +273,5 @@ def test_a_namespace_that_only_half_decodes_costs_its_sender_an_error(guarded: G
             wait_until(answered)
 
 
-def test_a_connection_that_does_not_log_in_is_closed(silent: Future[float]) -> None:
+def test_a_connection_without_a_login_is_closed(silent: Future[float]) -> None:
     assert 9.0 < silent.result() < 15.0

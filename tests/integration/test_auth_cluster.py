@@ -1,4 +1,4 @@
-"""Members of a cluster log in at each other with the secret of their --auth file, and with nothing less."""
+"""Members of a cluster log in to each other with the secret in their --auth file, and only with that secret."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_BYTES = 4096
 SECONDS = 6
 
 
-def test_blocks_are_handed_over_among_members_that_log_in_and_to_no_others(etcd: Etcd, tmp_path: Path) -> None:
+def test_members_hand_blocks_over_only_after_a_login(etcd: Etcd, tmp_path: Path) -> None:
     file, foreign = tmp_path / "auth.toml", tmp_path / "foreign.toml"
     token = add(file, "engine", "a", ["read", "write"])
     elsewhere = add(foreign, "engine", "a", ["read", "write"])
@@ -28,11 +28,11 @@ def test_blocks_are_handed_over_among_members_that_log_in_and_to_no_others(etcd:
         assert [member.cookie for member in cluster.members().values()] == [""]
         with cluster.client(namespace, token=token) as client:
             client.set(keys, blocks_of(keys, BLOCK_BYTES))
-        # Nobody takes what b has: its drain lasts as long as it may.
+        # Later no node accepts the blocks of node b, so its drain lasts until its deadline.
         cluster.start("b", auth=str(file), drain_seconds=2)
         cluster.wait_for(a="serving", b="serving")
-        wait_until(lambda: "joined=[b]" in first.log_text())  # before that, it would hand over to nobody
-        first.stop()  # drains first
+        wait_until(lambda: "joined=[b]" in first.log_text())  # before that, no node would accept the blocks of a
+        first.stop()  # this drains first
         cluster.wait_for(b="serving")
         with cluster.client(namespace, token=token) as client:
             assert client.get(keys).blocks == blocks_of(keys, BLOCK_BYTES)
@@ -56,6 +56,6 @@ def test_a_member_without_a_secret_does_not_start(etcd: Etcd, tmp_path: Path) ->
     file.write_text("\n".join(lines))
     with (
         Cluster(etcd.url("no-secret"), tmp_path) as cluster,
-        pytest.raises(AssertionError, match="has no member_secret, without which"),
+        pytest.raises(AssertionError, match="has no member_secret, which the members"),
     ):
         cluster.start("a", auth=str(file))

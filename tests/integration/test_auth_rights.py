@@ -1,4 +1,4 @@
-"""What a login allows: exactly the requests of a principal's verbs, in the tenant of its token, for its models."""
+"""What a login permits: exactly the requests for the principal's verbs, in its token's tenant, for its models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SCRUB, EXPIRE = 12, 19
 
 
 def requests() -> dict[str, tuple[set[str], list[bytes]]]:
-    """For each request the principals that may make it, and its frames."""
+    """Return, for each kind of request, the principals that may send it, and its frames."""
     keys = b"".join(KEYS)
     blocks = blocks_of(KEYS, BLOCK_BYTES)
 
@@ -70,7 +70,7 @@ def requests() -> dict[str, tuple[set[str], list[bytes]]]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("principal", ["none", *EVERYTHING, "all"])
-def test_exactly_the_requests_of_a_principals_verbs_pass(guarded: Guarded, path: str, principal: str) -> None:
+def test_only_requests_of_a_principals_verbs_are_allowed(guarded: Guarded, path: str, principal: str) -> None:
     canonical = make_namespace(BLOCK_BYTES, "matrix").canonical()
     with connect(guarded, path) as raw:
         if principal != "none":
@@ -88,8 +88,9 @@ def test_exactly_the_requests_of_a_principals_verbs_pass(guarded: Guarded, path:
                 assert reply[:3] == [ERROR, 7, NOT_AUTHORIZED], (name, reply)
 
 
-def test_a_set_that_is_not_allowed_is_read_to_its_end(guarded: Guarded) -> None:
-    """A SET by who may only read is refused with its header, and the connection goes on."""
+def test_a_forbidden_set_is_read_to_its_end(guarded: Guarded) -> None:
+    """A SET of a read-only principal is refused after its header. The server still reads the rest, and the connection
+    stays open."""
     blocks = blocks_of(KEYS, BLOCK_BYTES)
     with RawClient(guarded.server) as raw:
         canonical = make_namespace(BLOCK_BYTES, "matrix").canonical()
@@ -99,7 +100,7 @@ def test_a_set_that_is_not_allowed_is_read_to_its_end(guarded: Guarded) -> None:
         assert raw.ask(pack(harness.PING, 4, 1000))[0] == harness.PONG
 
 
-def test_a_tenant_cannot_name_read_or_remove_what_another_one_has(guarded: Guarded) -> None:
+def test_a_tenant_cannot_name_read_or_remove_anothers_blocks(guarded: Guarded) -> None:
     namespace = make_namespace(BLOCK_BYTES, "shared name")
     keys = make_keys(4, 100)
     server = guarded.server
@@ -116,7 +117,7 @@ def test_a_tenant_cannot_name_read_or_remove_what_another_one_has(guarded: Guard
         assert a.get(keys).blocks == blocks_of(keys, BLOCK_BYTES)
         names = [json.loads(each.namespace)["tenant"] for each in a.info().shards[0].namespaces]
         assert set(names) == {"a"}
-    # The tenant's own name is no other namespace than the one without it; a foreign one is refused.
+    # A tenant's own name gives the same namespace as no name; another tenant's is refused.
     with KVStoreClient(
         server.endpoint, msgspec.structs.replace(namespace, tenant="a"), token=guarded.tokens["all"]
     ) as a:
@@ -125,13 +126,13 @@ def test_a_tenant_cannot_name_read_or_remove_what_another_one_has(guarded: Guard
         KVStoreClient(server.endpoint, msgspec.structs.replace(namespace, tenant="a"), token=guarded.tokens["other"])
 
 
-def test_a_principal_uses_the_models_of_its_patterns_only(guarded: Guarded) -> None:
+def test_a_principal_uses_only_models_of_its_patterns(guarded: Guarded) -> None:
     token = guarded.tokens["patterns"]
-    with pytest.raises(NotAuthorized, match=r"may not use the model of this namespace: its patterns are Qwen/\*"):
+    with pytest.raises(NotAuthorized, match=r"may not use the model of .*: the principal's patterns are Qwen/\*"):
         KVStoreClient(guarded.server.endpoint, make_namespace(BLOCK_BYTES, "meta/l"), token=token)
 
 
-def test_patterns_of_models_hold_for_lists_and_purges_of_all(guarded: Guarded) -> None:
+def test_model_patterns_apply_to_lists_and_purges_of_all(guarded: Guarded) -> None:
     token = add(guarded.file, "qwen", "a", ["admin"], ["Qwen/*"])
     namespaces = [make_namespace(BLOCK_BYTES, "Qwen/q"), make_namespace(BLOCK_BYTES, "meta/l")]
     endpoint = guarded.server.endpoint
@@ -147,7 +148,7 @@ def test_patterns_of_models_hold_for_lists_and_purges_of_all(guarded: Guarded) -
         assert client.contains(KEYS).all()
 
 
-def test_an_operator_of_all_tenants_sees_and_empties_each(guarded: Guarded) -> None:
+def test_an_operator_of_all_tenants_sees_and_purges_each(guarded: Guarded) -> None:
     namespace = make_namespace(BLOCK_BYTES, "to be purged")
     keys = make_keys(2, 200)
     server = guarded.server
@@ -162,7 +163,7 @@ def test_an_operator_of_all_tenants_sees_and_empties_each(guarded: Guarded) -> N
         assert a.get(keys).hit == 0
 
 
-def test_a_hello_that_fails_leaves_no_rights_in_the_namespace_before_it(guarded: Guarded) -> None:
+def test_a_failed_hello_leaves_no_rights_in_the_earlier_namespace(guarded: Guarded) -> None:
     namespace = make_namespace(BLOCK_BYTES, "kept")
     with KVStoreClient(guarded.server.endpoint, namespace, token=guarded.tokens["all"]) as client:
         client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
@@ -175,7 +176,7 @@ def test_a_hello_that_fails_leaves_no_rights_in_the_namespace_before_it(guarded:
         assert client.contains(KEYS).all()
 
 
-def test_a_purge_empties_what_it_was_asked_to_although_a_hello_follows(guarded: Guarded) -> None:
+def test_a_purge_empties_its_namespace_despite_a_later_hello(guarded: Guarded) -> None:
     first, second = make_namespace(BLOCK_BYTES, "purged first"), make_namespace(BLOCK_BYTES, "kept second")
     token = guarded.tokens["all"]
     with (

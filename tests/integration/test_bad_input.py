@@ -1,4 +1,5 @@
-"""What nobody should send and somebody will: each is a clear error to its sender, and the server serves the others."""
+"""Requests that no client should send, but some client will. Each gives its sender a clear error, and the server
+continues to serve the others."""
 
 from __future__ import annotations
 
@@ -46,7 +47,6 @@ from tests.support.harness import (
     namespace_info,
     pack,
     ready_command,
-    server_command,
     set_frames,
     shard_info,
     sums_of,
@@ -60,7 +60,7 @@ BLOCK = 4 * KiB
 
 @pytest.fixture
 def client(server: Server, new_namespace: MakeNamespace) -> Iterator[KVStoreClient]:
-    """Somebody else, who must not notice anything."""
+    """Another client, which must not be affected."""
     with KVStoreClient(server.endpoint, new_namespace(BLOCK), timeout_s=5.0) as client:
         keys = make_keys(4, first=5000)
         client.set(keys, blocks_of(keys, BLOCK))
@@ -79,7 +79,7 @@ def raw(server: Server, client: KVStoreClient) -> Iterator[RawClient]:
 
 
 def refused(raw: RawClient, code: ErrorCode, request_id: int, *parts: object) -> None:
-    """The next reply is an ERROR that names `parts`, and the connection goes on."""
+    """Check that the next reply is an ERROR that names `parts`, and that the connection stays open."""
     reply, rest = raw.reply()
     assert reply[:3] == [ERROR, request_id, int(code)] and not rest, reply
     assert all(str(part) in reply[3] for part in parts), reply
@@ -141,7 +141,7 @@ SET3 = pack(SET, 7, 1000, 3, 16)
         ([pack(GET, 7, 1000, 3, 16, -5), KEYS], ErrorCode.PROTOCOL, 7, ["-5"]),
     ],
 )
-def test_a_request_that_breaks_a_rule_is_answered_with_what_was_wrong(
+def test_a_rule_violation_is_answered_with_the_reason(
     raw: RawClient, frames: list[bytes], code: ErrorCode, request_id: int, parts: list[object]
 ) -> None:
     raw.send(*frames)
@@ -149,14 +149,14 @@ def test_a_request_that_breaks_a_rule_is_answered_with_what_was_wrong(
 
 
 @pytest.mark.parametrize("cut", range(1, 4))
-def test_a_message_that_goes_on_too_long_is_one_error(raw: RawClient, cut: int) -> None:
+def test_a_message_that_is_too_long_is_one_error(raw: RawClient, cut: int) -> None:
     raw.send(*[SET3, KEYS[:-1], PAYLOAD][:cut], *[bytes(100_000)] * 50)
     reply = raw.reply()[0]
     assert reply[0] == ERROR
     assert raw.ask(pack(PING, 1, 1000)) == [PONG, 1], "one message, one error"
 
 
-def test_nothing_of_a_refused_set_is_there(raw: RawClient, client: KVStoreClient) -> None:
+def test_a_refused_set_stores_nothing(raw: RawClient, client: KVStoreClient) -> None:
     raw.send(SET3, KEYS, PAYLOAD, SUMS[:-1])
     refused(raw, ErrorCode.PROTOCOL, 7)
     assert not client.contains(K).any()
@@ -164,7 +164,7 @@ def test_nothing_of_a_refused_set_is_there(raw: RawClient, client: KVStoreClient
     assert client.get(K).blocks == blocks_of(K, BLOCK)
 
 
-def test_an_empty_set_and_an_empty_get_are_no_error(raw: RawClient) -> None:
+def test_empty_sets_and_gets_are_no_error(raw: RawClient) -> None:
     assert raw.ask(pack(SET, 7, 1000, 0, 16), b"", b"")[:8] == [SET_REPLY, 7, 0, 0, 0, 0, 0, 0]
     assert raw.ask(pack(GET, 8, 1000, 0, 16), b"") == [67, 8, b"", b"", True, 0, 0, 0, b"", b""]
     assert raw.ask(pack(CONTAINS, 9, 1000, 0, 16), b"") == [68, 9, b""]
@@ -176,7 +176,7 @@ def test_a_key_given_twice_is_stored_once(raw: RawClient, client: KVStoreClient)
     assert client.get(K[:2]).blocks == blocks_of(K[:2], BLOCK)
 
 
-def test_a_key_is_written_by_one_at_a_time(server: Server, raw: RawClient, client: KVStoreClient) -> None:
+def test_a_key_is_written_by_one_client_at_a_time(server: Server, raw: RawClient, client: KVStoreClient) -> None:
     with RawClient(server) as other:
         other.hello(client.namespace.canonical())
         other.send(SET3, KEYS, more=True)
@@ -196,7 +196,7 @@ def test_a_key_is_written_by_one_at_a_time(server: Server, raw: RawClient, clien
     assert client.get(K).blocks == blocks_of(K, BLOCK)
 
 
-def test_a_block_request_without_a_namespace_is_told_to_say_hello(server: Server) -> None:
+def test_a_block_request_without_namespace_asks_for_hello(server: Server) -> None:
     with RawClient(server) as raw:
         for frames in ([SET3, KEYS, PAYLOAD, SUMS], [pack(GET, 7, 1000, 3, 16), KEYS]):
             raw.send(*frames)
@@ -219,7 +219,7 @@ def test_a_block_request_without_a_namespace_is_told_to_say_hello(server: Server
         (b"x" * 8193, ErrorCode.LIMIT, [8193, 8192]),
     ],
 )
-def test_a_namespace_that_cannot_be_is_refused(
+def test_an_invalid_namespace_is_refused(
     raw: RawClient, canonical: bytes, code: ErrorCode, parts: list[object]
 ) -> None:
     raw.send(pack(HELLO, 5, PROTOCOL, canonical))
@@ -227,7 +227,7 @@ def test_a_namespace_that_cannot_be_is_refused(
     assert raw.ask(pack(INFO, 6, 1000))[0] == 72
 
 
-def test_the_client_raises_what_the_server_refuses(server: Server, new_namespace: MakeNamespace) -> None:
+def test_the_client_raises_the_servers_refusals(server: Server, new_namespace: MakeNamespace) -> None:
     with pytest.raises(ProtocolError, match="namespace version 2"):
         KVStoreClient(server.endpoint, new_namespace(64, version=2))
     with KVStoreClient(server.endpoint, new_namespace(64), fail_open=True) as client:
@@ -239,9 +239,9 @@ def test_the_client_raises_what_the_server_refuses(server: Server, new_namespace
             client.set(make_keys(1), [b"short"])
 
 
-def test_a_get_under_an_id_in_use_is_refused(raw: RawClient, client: KVStoreClient) -> None:
+def test_a_get_with_an_id_in_use_is_refused(raw: RawClient, client: KVStoreClient) -> None:
     client.set(K, blocks_of(K, BLOCK))
-    raw.send(pack(GET, 7, 10_000, 3, 16, 1), KEYS)  # credit for less than a block: it waits
+    raw.send(pack(GET, 7, 10_000, 3, 16, 1), KEYS)  # credit for less than a block, so the GET waits
     wait_until(lambda: shard_info(client).streams == 1)
     raw.send(pack(GET, 7, 10_000, 3, 16), KEYS)
     refused(raw, ErrorCode.PROTOCOL, 7, "in use")
@@ -259,7 +259,7 @@ def test_gets_in_progress_are_limited(raw: RawClient, client: KVStoreClient) -> 
     assert raw.reply()[0][:2] == [67, 1000]
 
 
-def test_info_of_many_large_namespaces_reaches_a_client_and_floods_nobody(
+def test_info_of_many_large_namespaces_is_sent_without_flooding_readers(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     server = start_server(memory="64MiB", segment="1MiB")
@@ -281,14 +281,14 @@ def test_info_of_many_large_namespaces_reaches_a_client_and_floods_nobody(
         assert client.ping() < 5
 
 
-def test_a_connection_that_is_refused_again_and_again_does_not_fill_the_log(server: Server, raw: RawClient) -> None:
+def test_repeated_refusals_do_not_fill_the_log(server: Server, raw: RawClient) -> None:
     before = server.log_text()
     for _ in range(500):
         assert raw.ask(b"garbage")[0] == ERROR
     assert server.log_text()[len(before) :].count("\n") < 10
 
 
-def test_many_small_messages_leave_the_server_to_others(server: Server, client: KVStoreClient) -> None:
+def test_many_small_messages_do_not_delay_other_clients(server: Server, client: KVStoreClient) -> None:
     with RawClient(server, receive_buffer=64 * KiB) as flood:
         flood.sock.settimeout(0.2)
         for message in (b"\0\0", zmtp_frame(pack(PING, 1, 1000), 0), zmtp_frame(b"garbage", 0)):
@@ -300,7 +300,7 @@ def test_many_small_messages_leave_the_server_to_others(server: Server, client: 
     assert shard.rss_bytes < shard.memory_limit_bytes + 256 * MiB
 
 
-def test_credit_and_cancel_for_nothing_are_ignored(raw: RawClient) -> None:
+def test_credit_and_cancel_without_a_request_are_ignored(raw: RawClient) -> None:
     raw.send(pack(10, 12345, 1 << 40))
     raw.send(pack(10, 1, -5))
     raw.send(pack(11, 12345))
@@ -310,7 +310,7 @@ def test_credit_and_cancel_for_nothing_are_ignored(raw: RawClient) -> None:
 # ---- frames and connections that break ZMTP ------------------------------------------------------------------------
 
 
-def test_a_frame_over_the_limit_is_refused_without_being_read(server: Server, raw: RawClient) -> None:
+def test_a_frame_over_the_limit_is_refused_unread(server: Server, raw: RawClient) -> None:
     size = 64 * MiB + 1
     raw.sock.sendall(b"\x02" + struct.pack(">Q", size))
     reply = raw.reply()[0]
@@ -320,7 +320,7 @@ def test_a_frame_over_the_limit_is_refused_without_being_read(server: Server, ra
 
 
 @pytest.mark.parametrize("size", [2**63, 2**64 - 16_384, 2**64 - 50, 2**64 - 1])
-def test_a_frame_of_absurd_size_ends_the_connection(raw: RawClient, size: int) -> None:
+def test_a_frame_of_absurd_size_closes_the_connection(raw: RawClient, size: int) -> None:
     raw.sock.sendall(b"\x03" + struct.pack(">Q", size))
     assert raw.reply()[0][:3] == [ERROR, 0, int(ErrorCode.LIMIT)]
     assert raw.closed()
@@ -338,7 +338,7 @@ def test_a_frame_of_absurd_size_ends_the_connection(raw: RawClient, size: int) -
     ],
     ids=["reserved bit", "all bits", "no name", "short name", "long command", "ERROR"],
 )
-def test_what_is_no_zmtp_frame_ends_the_connection(raw: RawClient, data: bytes) -> None:
+def test_an_invalid_zmtp_frame_closes_the_connection(raw: RawClient, data: bytes) -> None:
     raw.sock.sendall(data)
     assert raw.closed()
 
@@ -359,14 +359,14 @@ def test_what_is_no_zmtp_frame_ends_the_connection(raw: RawClient, data: bytes) 
     ],
     ids=["HTTP", "TLS", "zeros", "ones", "ZMTP 2", "PLAIN", "frame before READY", "PUB", "newline", "no type"],
 )
-def test_a_stranger_on_the_port_is_turned_away(server: Server, client: KVStoreClient, data: bytes) -> None:
+def test_a_foreign_program_on_the_port_is_rejected(server: Server, client: KVStoreClient, data: bytes) -> None:
     with RawClient(server, handshake=False) as stranger:
         stranger.sock.sendall(data)
         assert stranger.closed()
     assert "\nforged" not in server.log_text()
 
 
-def test_who_never_finishes_the_handshake_is_dropped(start_server: StartServer, clock: Clock) -> None:
+def test_an_unfinished_handshake_is_dropped(start_server: StartServer, clock: Clock) -> None:
     server = start_server(**clock.environment)
     with RawClient(server, handshake=False) as silent, RawClient(server, handshake=False) as half:
         half.sock.sendall(GREETING[:30])
@@ -377,9 +377,7 @@ def test_who_never_finishes_the_handshake_is_dropped(start_server: StartServer, 
             assert stranger.closed()
 
 
-def test_a_message_that_is_not_finished_by_its_deadline_is_dropped(
-    server: Server, raw: RawClient, client: KVStoreClient
-) -> None:
+def test_a_message_unfinished_at_its_deadline_is_dropped(server: Server, raw: RawClient, client: KVStoreClient) -> None:
     raw.send(pack(SET, 7, 300, 3, 16), KEYS, more=True)
     wait_until(lambda: namespace_info(client).writing == 3)
     assert raw.closed()
@@ -388,7 +386,7 @@ def test_a_message_that_is_not_finished_by_its_deadline_is_dropped(
 
 @pytest.mark.parametrize("kind", ["close", "reset"])
 @pytest.mark.parametrize("sent", [0, 1, BLOCK, 3 * BLOCK])
-def test_a_client_that_vanishes_in_a_set_leaves_nothing_behind(
+def test_a_client_that_vanishes_during_a_set_leaves_nothing_behind(
     raw: RawClient, client: KVStoreClient, sent: int, kind: str
 ) -> None:
     before = namespace_info(client)
@@ -407,7 +405,7 @@ def test_a_client_that_vanishes_in_a_set_leaves_nothing_behind(
     wait_until(lambda: shard_info(client).connections == connections - 1)
 
 
-def test_a_client_that_vanishes_in_a_stream_leaves_nothing_behind(
+def test_a_client_that_vanishes_during_a_stream_leaves_nothing_behind(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     server = start_server(memory="64MiB", segment="8MiB")
@@ -426,7 +424,9 @@ def test_a_client_that_vanishes_in_a_stream_leaves_nothing_behind(
         assert client.set(new, blocks_of(new, MiB)).created == 64, "no block is held any more"
 
 
-def test_a_reader_that_never_reads_harms_nobody_else(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_a_reader_that_never_reads_harms_no_other_client(
+    start_server: StartServer, new_namespace: MakeNamespace
+) -> None:
     server = start_server("--policy", "lru", memory="64MiB", segment="8MiB")  # new blocks push old ones out
     namespace = new_namespace(MiB)
     keys = make_keys(48)
@@ -451,8 +451,9 @@ def test_a_reader_that_never_reads_harms_nobody_else(start_server: StartServer, 
         assert shard.rss_bytes < shard.memory_limit_bytes + 256 * MiB
 
 
-def test_replies_nobody_reads_stop_the_requests(start_server: StartServer) -> None:
-    """The server reads no more from who does not read; what waits for him is bounded."""
+def test_unread_replies_stop_further_requests(start_server: StartServer) -> None:
+    """The server reads no more requests from a client that does not read its replies. So the unread replies are
+    bounded."""
     server = start_server()
     with server.unharmed(), RawClient(server, receive_buffer=64 * KiB) as flood, RawClient(server) as other:
         flood.sock.settimeout(0.5)
@@ -471,7 +472,7 @@ def test_replies_nobody_reads_stop_the_requests(start_server: StartServer) -> No
 
 
 def run_server(*arguments: str, **extra: str) -> tuple[int, str]:
-    """A server that is expected not to start. -> exit status and what it said."""
+    """Run a server that is expected not to start. Returns its exit status and output."""
     done = forked.run("kvstore", *arguments, env=environment(**extra), timeout=30)
     assert "Traceback" not in done.stderr, done.stderr
     assert "ready" not in done.stdout
@@ -497,7 +498,7 @@ def run_server(*arguments: str, **extra: str) -> tuple[int, str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and str(value[0]).startswith("-") else "",
 )
-def test_a_server_that_cannot_start_says_why(arguments: list[str], status: int, parts: list[str]) -> None:
+def test_a_server_that_cannot_start_gives_the_reason(arguments: list[str], status: int, parts: list[str]) -> None:
     returned, said = run_server(*arguments)
     assert returned == status, said
     assert all(part in said for part in parts), said
@@ -535,12 +536,10 @@ def test_settings_of_all_sources_reach_the_server(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-def test_the_version_and_the_help_are_there() -> None:
+def test_version_and_help_are_printed() -> None:
     for argument, part in (("--version", "kvstore-server "), ("--help", "--memory")):
-        done = subprocess.run(
-            server_command(argument), capture_output=True, text=True, timeout=30, env=environment(), check=True
-        )
-        assert part in done.stdout
+        done = forked.run("kvstore", argument, env=environment())
+        assert done.returncode == 0 and part in done.stdout
 
 
 def test_importing_the_client_is_quick_and_loads_no_framework() -> None:

@@ -1,4 +1,4 @@
-"""Clients with a block secret: who shares blocks with whom, and that MACs go wherever blocks go."""
+"""Clients with a block secret: which of them share blocks, and that MACs stay with their blocks everywhere."""
 
 from __future__ import annotations
 
@@ -56,14 +56,12 @@ def test_clients_with_one_secret_share_blocks_and_others_miss(server: Server, ne
         for other in (None, "the secret of another"):
             with open_client(server, namespace, other) as stranger:
                 assert stranger.get(KEYS).hit == 0
-                assert stranger.stats.checksum_errors == 0  # it does not even see them
+                assert stranger.stats.checksum_errors == 0  # the other client does not even see the blocks
                 assert stranger.set(KEYS, blocks_of(KEYS, BLOCK, 1)).created == len(KEYS)
         assert list(one.get(KEYS).blocks) == BLOCKS
 
 
-def test_without_the_secret_blocks_can_be_looked_for_and_removed_but_not_moved(
-    server: Server, client: KVStoreClient
-) -> None:
+def test_without_the_secret_blocks_can_be_found_and_removed_but_not_read(server: Server, client: KVStoreClient) -> None:
     client.set(KEYS, BLOCKS)
     with open_client(server, client.namespace, None) as operator:
         assert operator.contains(KEYS).all()
@@ -78,7 +76,7 @@ def test_without_the_secret_blocks_can_be_looked_for_and_removed_but_not_moved(
     assert not client.contains(KEYS).any()
 
 
-def test_the_environment_and_an_engine_give_the_secret(
+def test_environment_and_engine_can_provide_the_secret(
     server: Server, client: KVStoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.set(KEYS, BLOCKS)
@@ -106,7 +104,7 @@ def test_the_environment_and_an_engine_give_the_secret(
 
 
 @pytest.mark.parametrize("block_bytes", [1, 100, 4096, 917_504])
-def test_blocks_of_any_size_come_back_in_every_way(
+def test_blocks_of_any_size_are_read_in_every_way(
     server: Server, new_namespace: MakeNamespace, block_bytes: int
 ) -> None:
     keys = make_keys(8, key_bytes=20)
@@ -130,7 +128,9 @@ def test_blocks_of_any_size_come_back_in_every_way(
         assert client.stats.checksum_errors == 0
 
 
-def test_several_connections_and_waiting_for_promises(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_several_connections_and_waiting_for_promises_work(
+    start_server: StartServer, new_namespace: MakeNamespace
+) -> None:
     server, namespace = start_server("--shards", "2", memory="128MiB"), new_namespace(256 * KiB)
     keys, out = make_keys(64), np.zeros((64, 256 * KiB), dtype=np.uint8)
     blocks = blocks_of(keys, 256 * KiB)
@@ -138,8 +138,8 @@ def test_several_connections_and_waiting_for_promises(start_server: StartServer,
         KVStoreClient(server.endpoint, namespace, block_secret=SECRET, connections=3) as client,
         open_client(server, namespace) as producer,
     ):
-        client.contains(keys)  # so that there are links to all shards
-        wait_until(lambda: all(lane.sock for link in client._core.links for lane in link.lanes))
+        client.contains(keys)  # to connect to all shards
+        wait_until(lambda: all(lane.sock for link in client._pool.links for lane in link.lanes))
         with producer.promise(keys):
             producer.set(keys, blocks)
             assert client.get_into(keys, out, wait_s=5).all()
@@ -149,11 +149,12 @@ def test_several_connections_and_waiting_for_promises(start_server: StartServer,
 # ---- disk ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block_bytes", [1000, 64 * KiB])  # through the page cache, and past it
+@pytest.mark.parametrize("block_bytes", [1000, 64 * KiB])  # written through the page cache, and with direct I/O
 def test_macs_stay_with_their_blocks_on_disk(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace, block_bytes: int
 ) -> None:
-    """Also beside a namespace without MACs; and a block that is damaged there is found by the server itself."""
+    """A namespace with MACs and one without are on the same disk. The server itself finds damaged blocks in the one
+    with MACs."""
     server, keys = start_server(*disk_flags(folder)), make_keys(100)
     namespace, plain = new_namespace(block_bytes), new_namespace(block_bytes)
     with open_client(server, namespace) as client, open_client(server, plain, None) as other:
@@ -175,7 +176,7 @@ def test_macs_stay_with_their_blocks_on_disk(
         assert read(client, keys, block_bytes) == [False] * 10 + [True] * 90
         assert all(read(other, keys, block_bytes, version=1))
         assert disk_info(client).corrupt_blocks == 10
-        assert client.stats.checksum_errors == 0  # the damage did not come so far
+        assert client.stats.checksum_errors == 0  # the damage never reached the client
         fill(client, keys[:10], block_bytes)
         wait_until_written(client)
         assert all(read(client, keys, block_bytes))
@@ -185,7 +186,7 @@ def test_macs_stay_with_their_blocks_on_disk(
 
 
 def test_copies_keep_their_macs(cluster: Cluster, new_namespace: MakeNamespace) -> None:
-    """Copies of replicas, repairs by readers, and what a node hands over when it leaves."""
+    """Blocks keep their MACs on replicas, and when a reader repairs a replica."""
     cluster.start_listed("a", "b")
     namespace = new_namespace(BLOCK)
     with cluster.client(namespace, block_secret=SECRET, replicas=2) as client:
@@ -207,7 +208,7 @@ def test_copies_keep_their_macs(cluster: Cluster, new_namespace: MakeNamespace) 
         assert client.stats.checksum_errors == 0
 
 
-def test_a_node_that_leaves_hands_over_blocks_with_their_macs(cluster: Cluster, new_namespace: MakeNamespace) -> None:
+def test_a_leaving_node_hands_over_blocks_with_their_macs(cluster: Cluster, new_namespace: MakeNamespace) -> None:
     namespace = new_namespace(BLOCK)
     cluster.start("a")
     leaving = cluster.start("b", drain_seconds=20)

@@ -1,4 +1,5 @@
-"""The ``timeout_s`` of a single call: shorter or longer than the client's own, and no matter of anybody else's."""
+"""The ``timeout_s`` of a single call, which may be shorter or longer than the client's own and affects no other
+call."""
 
 from __future__ import annotations
 
@@ -36,12 +37,12 @@ calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.exclusive
 @calls
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_call_ends_in_the_time_it_was_given(
+def test_a_call_ends_within_its_own_timeout(
     start_server: StartServer, new_namespace: MakeNamespace, call: Callable[..., Any], shards: int
 ) -> None:
     server = start_server("--shards", str(shards))
     with KVStoreClient(server.endpoint, new_namespace(BLOCK_BYTES), timeout_s=LONG_S) as client:
-        call(client)  # every shard is connected to
+        call(client)  # to connect to every shard
         with server.stopped():
             started = time.monotonic()
             with pytest.raises(Timeout):
@@ -51,7 +52,7 @@ def test_a_call_ends_in_the_time_it_was_given(
 
 
 @calls
-def test_a_call_may_take_longer_than_the_client_allows_others(
+def test_a_call_may_take_longer_than_the_clients_timeout(
     start_server: StartServer, new_namespace: MakeNamespace, call: Callable[..., Any]
 ) -> None:
     server = start_server()
@@ -68,7 +69,7 @@ def test_a_call_may_take_longer_than_the_client_allows_others(
 
 @pytest.mark.exclusive
 @calls
-def test_a_client_that_fails_open_misses_at_the_calls_deadline(
+def test_a_fail_open_client_misses_at_the_calls_deadline(
     start_server: StartServer, new_namespace: MakeNamespace, call: Callable[..., Any]
 ) -> None:
     server = start_server()
@@ -82,7 +83,7 @@ def test_a_client_that_fails_open_misses_at_the_calls_deadline(
 
 @calls
 @pytest.mark.parametrize("timeout_s", [0, -1, wire.MAX_DEADLINE_MS / 1000 + 1, float("nan")])
-def test_a_time_that_cannot_be_is_an_error(
+def test_an_invalid_timeout_is_an_error(
     server: Server, new_namespace: MakeNamespace, call: Callable[..., Any], timeout_s: float
 ) -> None:
     with KVStoreClient(server.endpoint, new_namespace(BLOCK_BYTES)) as client:
@@ -93,7 +94,7 @@ def test_a_time_that_cannot_be_is_an_error(
 
 @pytest.mark.exclusive
 @calls
-def test_the_asynchronous_client_passes_it_on(
+def test_the_asynchronous_client_passes_the_timeout_on(
     start_server: StartServer, new_namespace: MakeNamespace, call: Callable[..., Any]
 ) -> None:
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
@@ -112,10 +113,11 @@ def test_the_asynchronous_client_passes_it_on(
     assert asyncio.run(run()) < SHORT_S + SLACK_S
 
 
-def test_a_call_that_gives_up_early_takes_nothing_from_one_that_waits(
+def test_an_impatient_call_takes_nothing_from_a_patient_one(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
-    """A silence shorter than what the client allows says nothing about the shard."""
+    """A call with a short timeout fails, but the shard is not given up: it was silent for less than the client's
+    timeout."""
     server = start_server()
     with KVStoreClient(server.endpoint, new_namespace(BLOCK_BYTES), timeout_s=LONG_S) as client:
         client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES), deferred=False)
@@ -123,17 +125,16 @@ def test_a_call_that_gives_up_early_takes_nothing_from_one_that_waits(
         with server.stopped():
             patient = threading.Thread(target=lambda: found.append(client.match_prefix(KEYS)))
             patient.start()
-            wait_until(lambda: client._core.links[0].pending)
+            wait_until(lambda: client._pool.links[0].pending)
             with pytest.raises(Timeout):
                 client.contains(KEYS, timeout_s=SHORT_S)
         patient.join(10)
         assert found == [3] and client.stats.failures == 0
 
 
-def test_a_call_that_never_had_its_turn_to_send_breaks_nothing(
-    start_server: StartServer, new_namespace: MakeNamespace
-) -> None:
-    """Another call's blocks fill the connection to a shard that stands still for a moment."""
+def test_a_call_that_never_got_to_send_breaks_nothing(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    """The shard stops for a moment, and the blocks of another call fill the connection, so the short call cannot send
+    anything."""
     server = start_server(memory="256MiB")
     keys = make_keys(64)
     with KVStoreClient(server.endpoint, new_namespace(1 << 20), timeout_s=LONG_S) as client:
@@ -142,7 +143,7 @@ def test_a_call_that_never_had_its_turn_to_send_breaks_nothing(
             blocks = np.zeros((64, 1 << 20), dtype=np.uint8)
             sender = threading.Thread(target=lambda: results.append(client.set(keys, blocks)))
             sender.start()
-            wait_until(lambda: client._core.links[0].sending.owner is not None)
+            wait_until(lambda: client._pool.links[0].sending.owner is not None)
             with pytest.raises(Timeout):
                 client.contains(keys, timeout_s=SHORT_S)
         started = time.monotonic()
@@ -152,7 +153,7 @@ def test_a_call_that_never_had_its_turn_to_send_breaks_nothing(
         assert client.stats.failures == 0 and client.stats.reconnects == 0
 
 
-def test_impatient_calls_beside_large_ones_cost_those_nothing(server: Server, new_namespace: MakeNamespace) -> None:
+def test_impatient_calls_do_not_slow_down_large_ones(server: Server, new_namespace: MakeNamespace) -> None:
     keys = make_keys(64)
     blocks = np.zeros((64, 1 << 20), dtype=np.uint8)
     with KVStoreClient(server.endpoint, new_namespace(1 << 20), timeout_s=LONG_S) as client:
@@ -167,16 +168,16 @@ def test_impatient_calls_beside_large_ones_cost_those_nothing(server: Server, ne
 
 
 @pytest.mark.exclusive
-def test_a_call_does_not_wait_for_another_ones_connecting_beyond_its_own_time(
+def test_a_call_waits_for_anothers_connect_only_within_its_timeout(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     server = start_server()
     with KVStoreClient(server.endpoint, new_namespace(BLOCK_BYTES), timeout_s=5.0) as client:
         with server.stopped():
-            client._core.links[0].close()  # as if the connection had been found dead
+            client._pool.links[0].close()  # as if the connection had been found dead
             patient = threading.Thread(target=lambda: client.contains(KEYS))
             patient.start()
-            wait_until(lambda: client._core.links[0].connecting.owner is not None)
+            wait_until(lambda: client._pool.links[0].connecting.owner is not None)
             started = time.monotonic()
             with pytest.raises(Timeout):
                 client.contains(KEYS, timeout_s=SHORT_S)

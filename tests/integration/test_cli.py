@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from kvstore.wire import DiskInfo
+from kvstore_cli.main import COMMAND_GROUPS, app
 from kvstore_client import KVStoreClient
 from tests.support import forked
 from tests.support.harness import (
@@ -25,7 +28,6 @@ from tests.support.harness import (
     StartServer,
     blocks_of,
     environment,
-    interruptible,
     make_keys,
     make_namespace,
     namespace_info,
@@ -54,7 +56,7 @@ def kvstore(
 
 
 def answer(*arguments: str, status: int = 0) -> Any:
-    """The one document that --json prints."""
+    """Run a command with --json, and return the document that it prints."""
     done = kvstore(*arguments, "--json", status=status)
     document = json.loads(done.stdout)
     if status:
@@ -73,13 +75,13 @@ def block_file(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def free_port() -> Iterator[int]:
-    """A port on which nobody listens."""
+    """A port on which no process listens."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         yield sock.getsockname()[1]
 
 
-def test_a_server_runs_its_own_code_whatever_the_working_directory_holds(tmp_path: Path) -> None:
+def test_a_server_runs_its_own_code_from_any_working_directory(tmp_path: Path) -> None:
     decoy = tmp_path / "kvstore"
     decoy.mkdir()
     (decoy / "__init__.py").write_text("raise SystemExit('the decoy was imported')")
@@ -102,9 +104,7 @@ def test_a_server_runs_its_own_code_whatever_the_working_directory_holds(tmp_pat
 # ---- single blocks ---------------------------------------------------------------------------------------------------
 
 
-def test_a_block_set_from_a_file_comes_back_and_can_be_deleted(
-    server: Server, block_file: Path, tmp_path: Path
-) -> None:
+def test_a_block_set_from_a_file_is_read_back_and_deleted(server: Server, block_file: Path, tmp_path: Path) -> None:
     common = ("--namespace", NAMESPACE, "--endpoint", server.endpoint)
     assert kvstore("set", KEY, str(block_file), *common).stdout == "created\n"
     assert kvstore("set", KEY, str(block_file), *common).stdout == "existed already\n"
@@ -117,14 +117,14 @@ def test_a_block_set_from_a_file_comes_back_and_can_be_deleted(
     assert answer("delete", KEY, OTHER_KEY, *common) == {"deleted": 1}
 
 
-def test_a_miss_is_status_3_and_writes_no_file(server: Server, tmp_path: Path) -> None:
+def test_a_miss_has_status_3_and_writes_no_file(server: Server, tmp_path: Path) -> None:
     common = ("--namespace", NAMESPACE, "--endpoint", server.endpoint, "--output", str(tmp_path / "out"))
     assert OTHER_KEY in kvstore("get", OTHER_KEY, *common, status=3).stderr
     assert answer("get", OTHER_KEY, *common, status=3)["error"]["kind"] == "not_found"
     assert not (tmp_path / "out").exists()
 
 
-def test_a_block_goes_in_and_out_through_pipes(server: Server) -> None:
+def test_a_block_is_set_and_read_through_pipes(server: Server) -> None:
     block = os.urandom(4096)
     common = ("--namespace", NAMESPACE, "--endpoint", server.endpoint)
     kvstore("set", "ab" * 16, "-", *common, stdin=block)
@@ -143,24 +143,24 @@ def test_a_block_is_not_written_to_a_terminal_unless_forced(server: Server, bloc
 
 
 def on_terminal(*arguments: str, typed: bytes = b"", status: int = 0) -> bytes:
-    """What a command writes to a terminal, standard output and standard error together."""
+    """Return the text that a command writes to a terminal, on standard output and standard error together."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(command(*arguments), stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
-    os.close(theirs)
+    with open(theirs, "r+b", buffering=0) as end:
+        process = forked.start("kvstore_cli", arguments, stdin=end, stdout=end, stderr=end, env=environment())
     os.write(ours, typed)
     shown = b""
-    with process, open(ours, "rb", buffering=0) as terminal:
+    with open(ours, "rb", buffering=0) as terminal:
         while True:
             try:
                 part = terminal.read(4096)
-            except OSError:  # nobody writes to it any more
+            except OSError:  # the other end is closed
                 break
             shown += part
-    assert process.returncode == status, shown
+    assert process.wait(60) == status, shown
     return shown
 
 
-def test_a_file_that_cannot_be_written_is_named(server: Server, block_file: Path) -> None:
+def test_an_unwritable_file_is_named(server: Server, block_file: Path) -> None:
     common = ("--namespace", NAMESPACE, "--endpoint", server.endpoint)
     kvstore("set", KEY, str(block_file), *common)
     failed = kvstore("get", KEY, "--output", "/nosuch/x", *common, status=2)
@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_written_is_named(server: Server, block_file: Path
 
 
 @pytest.mark.parametrize("size", [100, 4095, 4097, 100_000])
-def test_a_file_of_a_wrong_size_is_bad_usage_and_both_sizes_are_told(tmp_path: Path, size: int) -> None:
+def test_a_file_of_the_wrong_size_is_bad_usage_with_both_sizes(tmp_path: Path, size: int) -> None:
     file = tmp_path / "wrong"
     file.write_bytes(b"x" * size)
     failed = kvstore("set", KEY, str(file), "--namespace", NAMESPACE, "--endpoint", NOWHERE, status=2)
@@ -178,7 +178,9 @@ def test_a_file_of_a_wrong_size_is_bad_usage_and_both_sizes_are_told(tmp_path: P
     assert f"standard input has {has} bytes: expected 4096" in failed.stderr
 
 
-def test_a_namespace_may_come_from_a_file_or_the_environment(server: Server, block_file: Path, tmp_path: Path) -> None:
+def test_the_namespace_may_come_from_a_file_or_the_environment(
+    server: Server, block_file: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "ns.json"
     file.write_text(NAMESPACE + "\n")
     kvstore("set", KEY, str(block_file), "--namespace", f"@{file}", "--endpoint", server.endpoint)
@@ -193,7 +195,7 @@ def test_a_namespace_may_come_from_a_file_or_the_environment(server: Server, blo
 # ---- addresses -------------------------------------------------------------------------------------------------------
 
 
-def test_an_address_may_come_from_the_environment_and_options_go_first(server: Server) -> None:
+def test_the_address_may_come_from_the_environment_and_options_win(server: Server) -> None:
     kvstore("ping", KVSTORE_ENDPOINT=server.endpoint)
     kvstore("ping", "-e", server.endpoint, KVSTORE_ENDPOINT=NOWHERE)
     two = kvstore("info", "--json", KVSTORE_ENDPOINT=f"{server.endpoint},{NOWHERE}", status=1)
@@ -201,11 +203,11 @@ def test_an_address_may_come_from_the_environment_and_options_go_first(server: S
 
 
 @pytest.mark.parametrize("form", ["{0}", "{0}/", "tcp://{0}", "tcp://{0}/"])
-def test_an_address_may_be_written_short(server: Server, form: str) -> None:
+def test_an_address_may_be_abbreviated(server: Server, form: str) -> None:
     assert "1 shard(s) answered" in kvstore("ping", "-e", form.format(f"{server.host}:{server.port}")).stdout
 
 
-def test_a_server_that_is_not_there_is_status_1_and_names_the_address(free_port: int) -> None:
+def test_an_unreachable_server_is_status_1_and_named(free_port: int) -> None:
     address = f"127.0.0.1:{free_port}"
     common = ("--endpoint", f"tcp://{address}", "--timeout", "1")
     for arguments in (("ping",), ("info",), ("bench",), ("contains", KEY, "--namespace", NAMESPACE)):
@@ -218,7 +220,7 @@ def test_a_server_that_is_not_there_is_status_1_and_names_the_address(free_port:
 # ---- info ------------------------------------------------------------------------------------------------------------
 
 
-def test_ping_and_info_tell_shards_and_namespaces(server: Server, block_file: Path) -> None:
+def test_ping_and_info_show_shards_and_namespaces(server: Server, block_file: Path) -> None:
     kvstore("set", KEY, str(block_file), "--namespace", NAMESPACE, "--endpoint", server.endpoint)
     found = answer("ping", "--endpoint", server.endpoint)
     assert found["ok"] is True and found["shards"] == 1 and found["seconds"] > 0
@@ -226,12 +228,14 @@ def test_ping_and_info_tell_shards_and_namespaces(server: Server, block_file: Pa
     (shard,) = document["shards"]
     assert document["silent"] == []
     assert any('"model":"cli"' in namespace["namespace"] for namespace in shard["namespaces"])
-    table = kvstore("info", "--endpoint", server.endpoint).stdout
-    assert "cli" in table and "resident" in table
+    summary = kvstore("info", "--endpoint", server.endpoint).stdout
+    assert "cli" in summary and "kvstore info --shards" in summary and "resident" not in summary
+    table = kvstore("info", "--shards", "--endpoint", server.endpoint).stdout
+    assert "resident" in table and "lent         blocks that clients" in table
 
 
 @pytest.mark.parametrize("columns", ["80", "200", None])
-def test_info_fits_80_columns_and_a_pipe_with_full_names(
+def test_info_fits_80_columns_and_a_pipe_gets_full_names(
     start_server: StartServer, tmp_path: Path, columns: str | None
 ) -> None:
     server = start_server("--shards", "2", "--disk", str(tmp_path / "disk"), "--disk-size", "128MiB")
@@ -240,16 +244,19 @@ def test_info_fits_80_columns_and_a_pipe_with_full_names(
         client.set(keys, blocks_of(keys, 4096))
         client.get(keys)
     extra = {"COLUMNS": columns} if columns else {}
-    done = subprocess.run(
-        command("info", "--endpoint", server.endpoint),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={name: value for name, value in environment(**extra).items() if columns or name != "COLUMNS"},
-        check=True,
-    )
-    shown = done.stdout
-    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown, shown
+    variables = {name: value for name, value in environment(**extra).items() if columns or name != "COLUMNS"}
+    done = forked.run("kvstore_cli", "info", "--endpoint", server.endpoint, env=variables)
+    assert done.returncode == 0, done.stderr
+    most = int(columns or 80)
+    assert max(map(len, done.stdout.splitlines())) <= most and "…" not in done.stdout, done.stdout
+    row = next(line for line in done.stdout.splitlines() if line.startswith(f"{server.host}:{server.port}"))
+    assert "2/2" in row and "100.0%" in row and re.search(r"\d+% of \d", row), done.stdout
+    assert ("set p99" in done.stdout.split("wider")[0]) is (most >= 200)
+    done = forked.run("kvstore_cli", "info", "--shards", "--endpoint", server.endpoint, env=variables)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.partition("Shards")[2]
+    legend = shown.index("resident     memory")
+    assert max(map(len, shown[:legend].splitlines())) <= 80 and "…" not in shown, shown
     words = ("shard", "policy", "clients", "resident", "lookups", "received", "to be written", "recovered", "hit rate")
     assert all(word in shown for word in words), shown
     assert "meta-llama/Llama-3.1-8B-Instruct" in shown and "100.0%" in shown
@@ -265,11 +272,11 @@ def test_info_shows_both_tiers(start_server: StartServer, tmp_path: Path) -> Non
     (shard,) = answer("info", "--endpoint", server.endpoint)["shards"]
     assert shard["policy"] == "lru" and shard["index_bytes"] > 0
     assert (shard["disk"]["state"], shard["disk"]["written_blocks"]) == ("on", 50)
-    table = kvstore("info", "--endpoint", server.endpoint).stdout
+    table = kvstore("info", "--shards", "--endpoint", server.endpoint).stdout
     assert "lru" in table and "64.0 MiB" in table and "on disk" in table and "50 (200.0 KiB)" in table
 
 
-def test_info_tells_why_a_disk_tier_is_off(start_server: StartServer, tmp_path: Path) -> None:
+def test_info_gives_the_reason_why_a_disk_tier_is_off(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
     with KVStoreClient(server.endpoint, make_namespace(4096, "off")) as client:
         wait_until(lambda: (disk := client.info().shards[0].disk) and disk.state == "on", what="the tier is on")
@@ -283,20 +290,19 @@ def test_info_tells_why_a_disk_tier_is_off(start_server: StartServer, tmp_path: 
     assert "disk tier is off" in failed.stdout and "not complete" in failed.stderr
 
 
-def test_info_of_a_server_without_a_disk_tier_shows_none(server: Server) -> None:
+def test_info_without_a_disk_tier_shows_none(server: Server) -> None:
     (shard,) = answer("info", "--endpoint", server.endpoint)["shards"]
     assert shard["disk"] is None
-    assert "to be written" not in kvstore("info", "--endpoint", server.endpoint).stdout
+    assert "to be written  " not in kvstore("info", "--shards", "--endpoint", server.endpoint).stdout
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_info_shows_the_node_that_answers_and_names_the_one_that_does_not(
-    server: Server, free_port: int, order: int
-) -> None:
+def test_info_shows_the_answering_node_and_names_the_other(server: Server, free_port: int, order: int) -> None:
     endpoints = [server.endpoint, f"tcp://127.0.0.1:{free_port}"][::order]
     arguments = ("info", "--endpoint", endpoints[0], "--endpoint", endpoints[1])
     shown = kvstore(*arguments, status=1)
-    assert f"{server.host}:" in shown.stdout or "Shards" in shown.stdout
+    assert re.search(rf"^127.0.0.1:{free_port} +0/1 ", shown.stdout, re.MULTILINE), shown.stdout
+    assert re.search(r"^all +1/2 ", shown.stdout, re.MULTILINE), shown.stdout
     reason = f"127.0.0.1:{free_port}: Connection refused"
     assert shown.stderr == f"error: 1 of 2 shards did not answer: {reason}\n"
     document = answer(*arguments, status=1)
@@ -307,10 +313,20 @@ def test_info_shows_the_node_that_answers_and_names_the_one_that_does_not(
     kvstore("ping", "--endpoint", endpoints[0], "--endpoint", endpoints[1], status=1)
 
 
+def test_info_shows_at_most_twenty_namespaces_and_counts_the_others(start_server: StartServer) -> None:
+    server = start_server(memory="64MiB", segment="1MiB")
+    for number in range(23):
+        with KVStoreClient(server.endpoint, make_namespace(4096, f"model-{number:02}")) as client:
+            keys = make_keys(1)
+            client.set(keys, blocks_of(keys, 4096), deferred=False)
+    shown = kvstore("info", "--endpoint", server.endpoint).stdout
+    assert shown.count("model-") == 20 and "3 more namespaces use less memory" in shown, shown
+
+
 # ---- bench -----------------------------------------------------------------------------------------------------------
 
 
-def test_bench_reports_rates_and_latencies_and_leaves_nothing_behind(server: Server) -> None:
+def test_bench_reports_rates_and_latencies_and_removes_its_blocks(server: Server) -> None:
     arguments = ("bench", "--endpoint", server.endpoint, "--block-bytes", "65536", "--blocks", "64", "--rounds", "2")
     report = answer(*arguments)
     rows = {row["operation"]: row for row in report["operations"]}
@@ -324,8 +340,8 @@ def test_bench_reports_rates_and_latencies_and_leaves_nothing_behind(server: Ser
 
 
 def bench_blocks(server: Server) -> int:
-    (shard,) = answer("info", "--endpoint", server.endpoint)["shards"]
-    return sum(some["blocks"] for some in shard["namespaces"] if "kvstore-bench" in some["namespace"])
+    with KVStoreClient(server.endpoint, make_namespace(4096, "operator")) as client:
+        return sum(each.blocks for each in shard_info(client).namespaces if "kvstore-bench" in each.namespace)
 
 
 def disk_of(client: KVStoreClient) -> DiskInfo:
@@ -335,8 +351,8 @@ def disk_of(client: KVStoreClient) -> DiskInfo:
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_bench_refuses_to_evict_blocks_of_a_cache_in_use(start_server: StartServer, tmp_path: Path, disk: bool) -> None:
-    """With a disk tier, memory is free and the disk is full."""
+def test_bench_refuses_to_evict_a_used_caches_blocks(start_server: StartServer, tmp_path: Path, disk: bool) -> None:
+    """Without a disk tier, memory is full. With one, memory has free space, but the disk is full."""
     sizes = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB") if disk else ()
     server = start_server(*sizes, memory="128MiB" if disk else "64MiB", segment="4MiB")
     namespace = make_namespace(1 << 20, "in-use")
@@ -354,36 +370,44 @@ def test_bench_refuses_to_evict_blocks_of_a_cache_in_use(start_server: StartServ
         if disk:
             assert namespace_info(client).disk_evicted == 0 and disk_of(client).blocks == on_disk
         else:
-            # As many as it says fit do no harm.
+            # The number of blocks that the error suggests evicts nothing.
             fitting = refused["message"].split("--blocks ")[1].split(",")[0]
             answer(*arguments, fitting)
             assert client.contains(keys).all() and namespace_info(client).evicted == 0
-            # And the operator can have it run anyway.
+            # With --evict, an operator can run the benchmark anyway.
             answer(*arguments, "40", "--evict")
             assert namespace_info(client).evicted > 0
 
 
+def test_bench_takes_as_many_blocks_as_fit_unless_told_otherwise(start_server: StartServer) -> None:
+    server = start_server(memory="64MiB", segment="4MiB")
+    arguments = ("bench", "--endpoint", server.endpoint, "--block-bytes", "1048576", "--rounds", "1")
+    report = answer(*arguments)
+    assert 0 < report["blocks"] <= 64 and report["removed_blocks"] == report["blocks"]
+    refused = answer(*arguments, "--blocks", "100", status=2)["error"]["message"]
+    assert "do not fit" in refused and "others" not in refused
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_bench_that_is_interrupted_removes_its_blocks(server: Server, number: int) -> None:
-    process = interruptible(
-        command("bench", "--endpoint", server.endpoint, "--block-bytes", "65536", "--rounds", "100000"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-    )
-    try:
+def test_an_interrupted_bench_removes_its_blocks(server: Server, number: int) -> None:
+    arguments = ("--block-bytes", "65536", "--blocks", "64", "--rounds", "100000")
+    with forked.running("kvstore_cli", "bench", "--endpoint", server.endpoint, *arguments, env=environment()) as bench:
         wait_until(lambda: bench_blocks(server), what="the benchmark has set blocks")
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert process.returncode == 130, stderr
-    assert b"Traceback" not in stderr
+        bench.send_signal(number)
+        done = bench.finish(30)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
     assert bench_blocks(server) == 0
 
 
-def test_bench_on_too_small_a_server_says_what_to_change(server: Server) -> None:
-    arguments = ("--block-bytes", "1048576", "--blocks", "280", "--rounds", "1")  # it has room for 256
+@pytest.mark.parametrize("unix_socket", ["off", "kv.sock"], ids=["tcp", "shared-memory"])
+def test_bench_on_too_small_a_server_says_what_to_change(
+    start_server: StartServer, tmp_path: Path, unix_socket: str
+) -> None:
+    server = start_server(
+        "--unix-socket", unix_socket if unix_socket == "off" else str(tmp_path / unix_socket), memory="32MiB"
+    )
+    arguments = ("--block-bytes", "1048576", "--blocks", "40", "--rounds", "1")  # the server has room for 32 blocks
     failed = kvstore("bench", "--endpoint", server.endpoint, *arguments, "--evict", status=1)
     assert "more memory" in failed.stderr and "--blocks" in failed.stderr
 
@@ -426,7 +450,7 @@ def present(server: Server) -> list[int]:
     return found
 
 
-def test_purge_empties_one_namespace_or_all_in_memory_and_on_disk(full: Server, tmp_path: Path) -> None:
+def test_purge_empties_one_namespace_or_all_in_both_tiers(full: Server, tmp_path: Path) -> None:
     fill(full)
     file = tmp_path / "ns.json"
     file.write_bytes(ONE.canonical())
@@ -440,7 +464,7 @@ def test_purge_empties_one_namespace_or_all_in_memory_and_on_disk(full: Server, 
     assert answer("purge", "--all", "--yes", "--endpoint", full.endpoint) == {"namespaces": 0, "blocks": 0}
 
 
-def test_purge_without_yes_says_what_would_go_and_asks_on_a_terminal(full: Server) -> None:
+def test_purge_without_yes_lists_its_targets_and_asks_on_a_terminal(full: Server) -> None:
     fill(full)
     arguments = ("purge", "--all", "--endpoint", full.endpoint)
     error = answer(*arguments, status=2)["error"]
@@ -453,7 +477,7 @@ def test_purge_without_yes_says_what_would_go_and_asks_on_a_terminal(full: Serve
     assert present(full) == [0, 0]
 
 
-def test_purge_chooses_namespaces_by_model_or_by_the_beginning_of_their_id(full: Server) -> None:
+def test_purge_selects_namespaces_by_model_or_id_prefix(full: Server) -> None:
     fill(full)
     at = ("--yes", "--endpoint", full.endpoint)
     assert answer("purge", "--model", "purge-o*", *at) == {"namespaces": 1, "blocks": 100}
@@ -472,7 +496,9 @@ def test_purge_chooses_namespaces_by_model_or_by_the_beginning_of_their_id(full:
         ("--namespace", make_namespace(4096, "no-such-model").canonical().decode()),
     ],
 )
-def test_purge_of_what_is_not_there_is_status_3_and_lists_what_is(full: Server, chosen: tuple[str, str]) -> None:
+def test_purging_an_unknown_namespace_is_status_3_and_lists_the_known_ones(
+    full: Server, chosen: tuple[str, str]
+) -> None:
     fill(full)
     error = answer("purge", *chosen, "--yes", "--endpoint", full.endpoint, status=3)["error"]
     assert error["kind"] == "not_found"
@@ -481,27 +507,25 @@ def test_purge_of_what_is_not_there_is_status_3_and_lists_what_is(full: Server, 
     assert present(full) == [100, 100]
 
 
-def test_purge_waits_until_clients_with_copies_have_heard_and_names_those_that_have_not(full: Server) -> None:
+def test_purge_waits_for_clients_with_copies_and_names_late_ones(full: Server) -> None:
     fill(full)
     with KVStoreClient(full.endpoint, ONE, keeps_copies=True) as engine:
-        engine.contains(PURGED_KEYS)  # so that it is connected to both shards
+        engine.contains(PURGED_KEYS)  # to connect to both shards
         at = ("--model", "purge-one", "--yes", "--endpoint", full.endpoint)
         report = answer("purge", *at)
         assert report == {"namespaces": 1, "blocks": 100, "clients": {"told": 1, "silent": []}}
         assert engine.generation > 0
         assert "1 of 1 clients with copies of blocks have dropped them" in kvstore("purge", *at).stdout
-        listener = engine._core._listener
+        listener = engine._pool._listener
         assert listener is not None
-        listener.stop()  # as if its process stood still
+        listener.stop()  # as if the client's process had stopped
         wait_until(lambda: all(thread.name != "kvstore-listen" for thread in threading.enumerate()))
         silent = answer("purge", *at, status=1)
         assert len(silent["clients"]["silent"]) == 2, "its connections to both shards"
         assert silent["clients"]["silent"][0] in silent["error"]["message"]
 
 
-def test_purge_empties_the_shards_that_answer_and_fails_while_others_do_not(
-    full: Server, start_server: StartServer
-) -> None:
+def test_purge_empties_the_answering_shards_and_fails_for_the_others(full: Server, start_server: StartServer) -> None:
     fill(full)
     other = start_server()
     other.stop()
@@ -510,6 +534,30 @@ def test_purge_empties_the_shards_that_answer_and_fails_while_others_do_not(
     assert report["blocks"] == 200 and report["shards_left"] == [other.endpoint.removeprefix("tcp://")]
     assert "run this again" in report["error"]["message"] and present(full) == [0, 0]
     assert answer("purge", "--all", "--yes", "--endpoint", other.endpoint, status=1)["error"]["kind"] == "unreachable"
+
+
+# ---- options of a connection ---------------------------------------------------------------------------------------
+
+
+def test_options_of_a_connection_stand_before_or_after_the_command(server: Server, tmp_path: Path) -> None:
+    token = tmp_path / "a.token"
+    token.write_text("kv_" + "x" * 40)  # a server without --auth ignores it
+    at, log_in = ("--endpoint", server.endpoint), ("--token-file", str(token))
+    for arguments in ((*at, *log_in, "ping"), ("ping", *at, *log_in), (*log_in, "ping", *at)):
+        assert answer(*arguments)["ok"] is True
+    assert answer("--endpoint", NOWHERE, "ping", *at)["ok"] is True  # the nearer one counts
+    absent = answer("ping", *at, "--token-file", str(tmp_path / "none"), status=2)["error"]["message"]
+    assert "--token-file" in absent and "no such file" in absent
+
+
+def test_a_refused_connection_to_the_default_address_says_how_to_start_a_server() -> None:
+    variables = environment()
+    variables.pop("KVSTORE_ENDPOINT", None)
+    with socket.socket() as sock:
+        if sock.connect_ex(("127.0.0.1", 7070)) == 0:
+            pytest.skip("a server listens at the default address")
+    done = forked.run("kvstore_cli", "ping", "--timeout", "2", env=variables)
+    assert done.returncode == 1 and "Start a server with kvstore-server" in done.stderr
 
 
 # ---- bad usage, help, completion -------------------------------------------------------------------------------------
@@ -532,19 +580,22 @@ def test_purge_empties_the_shards_that_answer_and_fails_while_others_do_not(
         (("purge", "--yes", "--all", "--model", "*"), "--model GLOB"),
         (("purge", "--yes", "--model", " "), "--model is empty"),
         (("purge", "--yes", "--namespace-id", "0xyz"), "'0xyz': expected 1 to 32 hexadecimal digits"),
+        (("plan", "search", "--nodes", "1"), "--profile, --slo-ttft, --slo-tpot, --gpus-per-node"),
+        (("load",), "Missing option"),
         (("frobnicate",), "frobnicate"),
     ],
 )
-def test_bad_usage_is_status_2_and_names_what_was_wrong(arguments: tuple[str, ...], named: str) -> None:
+def test_bad_usage_is_status_2_and_names_the_mistake(arguments: tuple[str, ...], named: str) -> None:
     assert named in kvstore(*arguments, status=2).stderr
     error = answer(*arguments, status=2)["error"]
     assert error["kind"] == "usage" and named in error["message"]
 
 
-COMMANDS = ("ping", "info", "sync", "purge", "contains", "get", "set", "delete", "bench", "verify", "drain", "load")
+COMMANDS = ("ping", "info", "sync", "purge", "contains", "get", "set", "delete")
+COMMANDS += ("bench", "verify", "drain", "load", "size")
 
 
-def test_help_tells_the_exit_statuses_and_every_command_has_an_example() -> None:
+def test_help_lists_exit_statuses_and_an_example_for_every_command() -> None:
     shown = kvstore("-h").stdout
     assert shown == kvstore("--help").stdout
     for status in range(5):
@@ -555,7 +606,18 @@ def test_help_tells_the_exit_statuses_and_every_command_has_an_example() -> None
         assert name.split()[0] in shown
 
 
-def test_the_shell_completes_commands_and_options() -> None:
+def test_help_lists_every_command_under_a_heading_in_80_columns() -> None:
+    shown = kvstore("--help", COLUMNS="80").stdout
+    listed = [name for commands in COMMAND_GROUPS.values() for name in commands]
+    assert sorted(listed) == sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for heading, commands in COMMAND_GROUPS.items():
+        assert f"\n{heading}:\n" in shown
+        for name, line in commands.items():
+            assert re.search(rf"^  {name} +{re.escape(line)}$", shown, re.MULTILINE), name
+    assert max(map(len, shown.splitlines())) <= 80 and "..." not in shown.replace("COMMAND [ARGS]...", "")
+
+
+def test_shell_completion_knows_commands_and_options() -> None:
     def completed(words: str) -> list[str]:
         complete = {"_KVSTORE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         return kvstore(**complete).stdout.split()
@@ -567,7 +629,7 @@ def test_the_shell_completes_commands_and_options() -> None:
     assert "_KVSTORE_COMPLETE=complete_bash" in script
 
 
-def test_what_others_called_their_model_cannot_write_to_the_terminal(server: Server) -> None:
+def test_control_characters_in_model_names_do_not_reach_the_terminal(server: Server) -> None:
     model = "x[/y]\x1b[2J[red]\u202e"
     with KVStoreClient(server.endpoint, make_namespace(64, model)) as client:
         client.set(make_keys(1), [bytes(64)])

@@ -1,4 +1,5 @@
-"""What the client promises beyond set and get: prefixes in one round trip, times to live, emptying, asking all."""
+"""Calls of the client other than set and get: prefixes in one round trip, times to live, purges, requests to all
+shards."""
 
 from __future__ import annotations
 
@@ -54,13 +55,13 @@ def test_a_prefix_is_loaded_in_one_request(start_server: StartServer, namespace:
         after = shard_info(client)
         assert (after.gets - before.gets, after.lookups - before.lookups) == (1, 0)
         assert [row.tobytes() for row in out[:60]] == blocks_of(KEYS[:60], BLOCK_BYTES)
-        assert not out[60:].any()  # what stands behind the gap was not even sent
+        assert not out[60:].any()  # blocks behind the gap were not even sent
         assert (client.stats.hits, client.stats.misses) == (60, 40)
         assert namespace_info(client).hits == 60
 
 
 @pytest.mark.parametrize("there", [0, 1, 99, 100])
-def test_a_prefix_ends_where_the_chain_does(start_server: StartServer, namespace: Namespace, there: int) -> None:
+def test_a_prefix_ends_at_the_chains_end(start_server: StartServer, namespace: Namespace, there: int) -> None:
     with KVStoreClient(start_server().endpoint, namespace) as client:
         client.set(KEYS[:there], blocks_of(KEYS[:there], BLOCK_BYTES))
         assert client.load_prefix(iter(KEYS), room()) == there
@@ -69,7 +70,7 @@ def test_a_prefix_ends_where_the_chain_does(start_server: StartServer, namespace
             client.load_prefix(KEYS, room(99))
 
 
-def test_a_prefix_is_kept_from_eviction_while_it_is_sent(start_server: StartServer, namespace: Namespace) -> None:
+def test_a_prefix_is_not_evicted_while_it_is_sent(start_server: StartServer, namespace: Namespace) -> None:
     with KVStoreClient(start_server().endpoint, namespace) as client:
         client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
         client.load_prefix(KEYS[:40], room())
@@ -88,7 +89,7 @@ def test_over_several_nodes_a_prefix_ends_at_the_first_gap(start_server: StartSe
         assert sum(shard.lookups for shard in client.info().shards) == 0
 
 
-def test_a_prefix_survives_a_node_with_a_replica(start_server: StartServer, namespace: Namespace) -> None:
+def test_a_prefix_survives_a_node_if_it_has_a_replica(start_server: StartServer, namespace: Namespace) -> None:
     servers = [start_server(), start_server()]
     endpoints = [server.endpoint for server in servers]
     with KVStoreClient(endpoints, namespace, replicas=2, timeout_s=5) as client:
@@ -122,7 +123,9 @@ def test_a_prefix_comes_from_disk(start_server: StartServer, namespace: Namespac
 # ---- time to live --------------------------------------------------------------------------------------------------
 
 
-def test_a_set_says_how_long_its_blocks_live(start_server: StartServer, namespace: Namespace, clock: Clock) -> None:
+def test_a_set_can_give_its_blocks_a_time_to_live(
+    start_server: StartServer, namespace: Namespace, clock: Clock
+) -> None:
     short, long, ruled = KEYS[:10], KEYS[10:20], KEYS[20:30]
     server = start_server("--ttl-seconds", "3600", **clock.environment)
     with KVStoreClient(server.endpoint, namespace) as client:
@@ -141,9 +144,7 @@ def test_a_set_says_how_long_its_blocks_live(start_server: StartServer, namespac
         assert not client.contains(long).any()
 
 
-def test_a_time_to_live_of_its_own_wins_over_the_rule(
-    start_server: StartServer, namespace: Namespace, clock: Clock
-) -> None:
+def test_an_own_time_to_live_overrides_the_rule(start_server: StartServer, namespace: Namespace, clock: Clock) -> None:
     server = start_server("--ttl-seconds", "60", **clock.environment)
     with KVStoreClient(server.endpoint, namespace) as client:
         client.set(KEYS[:10], blocks_of(KEYS[:10], BLOCK_BYTES))
@@ -177,7 +178,7 @@ def test_a_purge_empties_one_namespace_and_no_other(start_server: StartServer, n
     server = start_server("--shards", "2")
     mine, other = new_namespace(BLOCK_BYTES), new_namespace(BLOCK_BYTES, rank=1, world=2)
     with KVStoreClient(server.endpoint, mine) as client, KVStoreClient(server.endpoint, other) as others:
-        keys = make_keys(10_000)  # several steps
+        keys = make_keys(10_000)  # enough for a purge in several steps
         client.set(keys, np.zeros((len(keys), BLOCK_BYTES), dtype=np.uint8))
         others.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
         assert client.purge() == len(keys)
@@ -189,7 +190,7 @@ def test_a_purge_empties_one_namespace_and_no_other(start_server: StartServer, n
         assert not client.contains(KEYS).any() and not others.contains(KEYS).any()
 
 
-def test_what_was_purged_does_not_come_back_from_disk(
+def test_purged_blocks_do_not_come_back_from_disk(
     start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
 ) -> None:
     server = start_server(*disk_flags(tmp_path / "disk", "64MiB"), memory="8MiB", segment="1MiB")
@@ -204,7 +205,7 @@ def test_what_was_purged_does_not_come_back_from_disk(
         assert disk_info(client).blocks == 5100
         assert client.purge(timeout_s=60) == 5000
         assert disk_info(client).blocks == 100
-    server.kill()  # at once: what was acknowledged holds
+    server.kill()  # at once: an acknowledged purge must survive
     server.start()
     with open_client(server, mine) as client, open_client(server, other) as others:
         wait_until_on(client)
@@ -215,7 +216,7 @@ def test_what_was_purged_does_not_come_back_from_disk(
 def test_a_purge_frees_the_memory_of_blocks_that_have_expired(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
-    """They take memory until the sweep for them comes by, which looks at some thousand slots at a time."""
+    """Expired blocks take memory until the sweep reaches them, which checks a few thousand slots at a time."""
     server = start_server(memory="64MiB")
     keys = make_keys(100_000)
     with KVStoreClient(server.endpoint, new_namespace(64)) as client:
@@ -225,7 +226,7 @@ def test_a_purge_frees_the_memory_of_blocks_that_have_expired(
         assert namespace_info(client).blocks == 0
 
 
-def test_a_purge_holds_nobody_up(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_a_purge_delays_no_other_request(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server(memory="256MiB")
     many, keys = new_namespace(64), make_keys(400_000)
     with KVStoreClient(server.endpoint, many) as client, KVStoreClient(server.endpoint, many) as other:
@@ -239,7 +240,7 @@ def test_a_purge_holds_nobody_up(start_server: StartServer, new_namespace: MakeN
         assert slowest < 0.25 and not other.contains(keys[:1000]).any()
 
 
-def test_a_purge_without_a_namespace_is_of_all_or_refused(start_server: StartServer, namespace: Namespace) -> None:
+def test_a_purge_without_a_namespace_means_all_or_is_refused(start_server: StartServer, namespace: Namespace) -> None:
     server = start_server()
     with KVStoreClient(server.endpoint, namespace) as client, RawClient(server) as raw:
         client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
@@ -249,7 +250,7 @@ def test_a_purge_without_a_namespace_is_of_all_or_refused(start_server: StartSer
         assert not client.contains(KEYS).any()
 
 
-def test_readers_during_a_purge_get_right_bytes_or_a_miss(start_server: StartServer, namespace: Namespace) -> None:
+def test_readers_during_a_purge_get_right_bytes_or_miss(start_server: StartServer, namespace: Namespace) -> None:
     with KVStoreClient(start_server().endpoint, namespace) as client:
         for _ in range(20):
             client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
@@ -261,7 +262,7 @@ def test_readers_during_a_purge_get_right_bytes_or_a_miss(start_server: StartSer
             assert not client.contains(KEYS).any()
 
 
-def test_a_purge_of_a_server_that_is_away_is_an_error(start_server: StartServer, namespace: Namespace) -> None:
+def test_a_purge_of_an_unreachable_server_is_an_error(start_server: StartServer, namespace: Namespace) -> None:
     server = start_server()
     with KVStoreClient(server.endpoint, namespace) as client, server.stopped(), pytest.raises(Timeout):
         client.purge(timeout_s=0.5)
@@ -270,7 +271,7 @@ def test_a_purge_of_a_server_that_is_away_is_an_error(start_server: StartServer,
 # ---- what the store says of itself ---------------------------------------------------------------------------------
 
 
-def test_free_blocks_are_those_that_nobody_else_has(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_free_blocks_are_those_no_namespace_has(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server(memory="16MiB", segment="1MiB")
     mine, other = new_namespace(BLOCK_BYTES), new_namespace(BLOCK_BYTES, rank=1, world=2)
     with KVStoreClient(server.endpoint, mine) as client, KVStoreClient(server.endpoint, other) as others:
@@ -280,12 +281,12 @@ def test_free_blocks_are_those_that_nobody_else_has(start_server: StartServer, n
         keys = make_keys(8000, first=1000)
         others.set(keys, np.zeros((len(keys), BLOCK_BYTES), dtype=np.uint8))
         info = client.info()
-        assert info.total_blocks == 4096 and info.free_blocks <= 256  # at most what is left of its own segment
+        assert info.total_blocks == 4096 and info.free_blocks <= 256  # at most the rest of its own segment
         others.purge()
         assert client.info().free_blocks == 4096 - client.info().full_blocks
 
 
-def test_shards_are_listed_with_who_does_not_answer(start_server: StartServer, namespace: Namespace) -> None:
+def test_shards_are_listed_including_those_that_do_not_answer(start_server: StartServer, namespace: Namespace) -> None:
     up, down = start_server("--shards", "2"), start_server()
     with KVStoreClient([up.endpoint, down.endpoint], namespace) as client:
         assert [shard.error for shard in client.shards()] == ["", "", ""]
@@ -313,7 +314,7 @@ def test_a_key_is_located_where_its_block_is(start_server: StartServer, namespac
             client.locate(KEYS[0], replicas=4)
 
 
-def test_a_client_of_a_cluster_tells_states_and_epoch(cluster: Cluster, namespace: Namespace) -> None:
+def test_a_cluster_client_reports_states_and_epoch(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a", "b")
     cluster.register("a", "serving", zone="x")
     with KVStoreClient(cluster.url, namespace) as client:
@@ -324,7 +325,7 @@ def test_a_client_of_a_cluster_tells_states_and_epoch(cluster: Cluster, namespac
         assert client.epoch > 0 and client.directory_error == ""
 
 
-def test_a_directory_that_is_away_costs_a_client_that_fails_open_a_second(namespace: Namespace) -> None:
+def test_an_unreachable_directory_costs_a_fail_open_client_one_second(namespace: Namespace) -> None:
     started = time.monotonic()
     with KVStoreClient("etcd://127.0.0.1:1/none", namespace, fail_open=True) as client:
         assert client.get(KEYS).hit == 0 and client.load_prefix(KEYS, room()) == 0
@@ -338,13 +339,13 @@ def test_a_directory_that_is_away_costs_a_client_that_fails_open_a_second(namesp
 @pytest.mark.parametrize(
     ("call", "error", "part"),
     [
-        (lambda c: c.get(KEYS, timeout_s="5"), TypeError, "timeout_s='5': a str: expected more than 0, at most 600"),
+        (lambda c: c.get(KEYS, timeout_s="5"), TypeError, "timeout_s='5' is of type str: expected more than 0"),
         (lambda c: c.ping(timeout_s=0), ValueError, "timeout_s=0: expected more than 0"),
         (lambda c: c.contains(KEYS, timeout_s=float("nan")), ValueError, "timeout_s=nan"),
         (lambda c: c.contains(KEYS, pin_s=100), ValueError, "pin_s=100: expected 0 or more, at most 60"),
         (lambda c: c.match_prefix(KEYS, pin_s=-1), ValueError, "pin_s=-1"),
         (lambda c: c.set(KEYS[:1], [bytes(BLOCK_BYTES)], priority=9), ValueError, "priority=9: expected 0 to 3"),
-        (lambda c: c.set(KEYS[:1], [bytes(BLOCK_BYTES)], priority="1"), TypeError, "priority='1': a str"),
+        (lambda c: c.set(KEYS[:1], [bytes(BLOCK_BYTES)], priority="1"), TypeError, "priority='1' is of type str"),
         (lambda c: c.set(KEYS[:1], [bytes(BLOCK_BYTES)], ttl_s=0), ValueError, "ttl_s=0: expected more than 0"),
         (lambda c: c.set(KEYS[:1], [bytes(BLOCK_BYTES)], ttl_s=1e10), ValueError, "ttl_s=10000000000.0"),
         (
@@ -357,7 +358,7 @@ def test_a_directory_that_is_away_costs_a_client_that_fails_open_a_second(namesp
         (lambda c: c.contains(KEYS, True), TypeError, "positional"),
     ],
 )
-def test_an_argument_that_cannot_be_is_named(
+def test_an_invalid_argument_is_named(
     start_server: StartServer,
     namespace: Namespace,
     call: Callable[[Any], object],
@@ -370,7 +371,7 @@ def test_an_argument_that_cannot_be_is_named(
         assert part in str(caught.value)
 
 
-def test_keys_are_any_iterable_of_every_call(start_server: StartServer, namespace: Namespace) -> None:
+def test_every_call_takes_keys_from_any_iterable(start_server: StartServer, namespace: Namespace) -> None:
     with KVStoreClient(start_server().endpoint, namespace) as client:
         client.set((key for key in KEYS), blocks_of(KEYS, BLOCK_BYTES))
         assert client.contains(dict.fromkeys(KEYS)).all() and client.match_prefix(tuple(KEYS)) == 100
@@ -378,7 +379,7 @@ def test_keys_are_any_iterable_of_every_call(start_server: StartServer, namespac
         assert len(list(client.stream_get(iter(KEYS)))) == 100 and client.delete(iter(KEYS)) == 100
 
 
-def test_the_asynchronous_client_has_it_all(start_server: StartServer, namespace: Namespace) -> None:
+def test_the_asynchronous_client_has_every_call(start_server: StartServer, namespace: Namespace) -> None:
     server = start_server()
 
     async def run() -> None:
@@ -395,7 +396,7 @@ def test_the_asynchronous_client_has_it_all(start_server: StartServer, namespace
 
 
 def test_a_cancelled_stream_ends_at_once(start_server: StartServer, namespace: Namespace) -> None:
-    """While a shard hangs, a thread is inside the stream; the task that is cancelled does not wait for it."""
+    """While a shard hangs, a thread waits in the stream. The cancelled task does not wait for that thread."""
     server = start_server()
 
     async def run() -> None:

@@ -1,5 +1,5 @@
-"""What goes wrong between a client and its shards costs what it must and nothing else: not the blocks of other shards,
-not other calls, not the caller's time, and never a right byte."""
+"""A failure between a client and a shard costs only blocks of that shard. Blocks of other shards, other calls and the
+caller's time are never lost, and no byte is wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvstore.wire import ShardAddress
 from kvstore_client import ConnectionLost, KVStoreClient, Namespace, Timeout
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._links import sending, watching
-from kvstore_client._links.core import Core
+from kvstore_client._links.link_pool import LinkPool
 from kvstore_client._links.view import View
 from tests.support.cluster import Cluster, nodes_of, owned_by
 from tests.support.faults import Cut, InBackground, Relay, connections_to, impostor, link_to
@@ -41,9 +41,9 @@ def big(new_namespace: MakeNamespace) -> Namespace:
 
 
 @pytest.fixture
-def no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first replica is asked first, always."""
-    monkeypatch.setattr(Core, "turn", 0)
+def one_preferred_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make clients always ask the first replica first."""
+    monkeypatch.setattr(LinkPool, "preferred_replica", 0)
     monkeypatch.setattr(View, "_prefer_the_faster", lambda self, found: None)
 
 
@@ -58,7 +58,7 @@ def within(seconds: float) -> Iterator[None]:
 # ---- bytes -------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_that_a_second_try_began_to_overwrite_is_not_present(cluster: Cluster, big: Namespace) -> None:
+def test_a_row_partly_overwritten_by_a_retry_counts_as_missing(cluster: Cluster, big: Namespace) -> None:
     cluster.start_listed("a")
     keys = make_keys(2)
     old, new = blocks_of(keys, BIG, 1), blocks_of(keys, BIG, 2)
@@ -69,7 +69,8 @@ def test_a_row_that_a_second_try_began_to_overwrite_is_not_present(cluster: Clus
             assert writer.set(keys, new, force=True, deferred=False).forced == 2
             relay.cut(0)
 
-        # The first connection ends in the second block, the next in the first block: of another version.
+        # The first connection ends in the second block. The next one ends in the first block, which has another version
+        # by then.
         with Relay(cluster.nodes["a"], Cut(BIG + 400_000, replace), Cut(500_000)) as relay:
             cluster.register("a", "serving", port=relay.port)
             with cluster.client(big, timeout_s=1.0, fail_open=True) as client:
@@ -80,7 +81,7 @@ def test_a_row_that_a_second_try_began_to_overwrite_is_not_present(cluster: Clus
                 assert not present.any()
 
 
-def test_a_torn_row_is_not_repaired(cluster: Cluster, big: Namespace, no_turns: None) -> None:
+def test_a_torn_row_is_not_used_for_repair(cluster: Cluster, big: Namespace, one_preferred_replica: None) -> None:
     cluster.start_listed("a", "b")
     with cluster.alone("b", big) as writer:
 
@@ -104,7 +105,7 @@ def test_a_torn_row_is_not_repaired(cluster: Cluster, big: Namespace, no_turns: 
                     assert not alone.contains(keys).any()
 
 
-def test_a_message_begun_on_one_connection_does_not_go_on_over_the_next(
+def test_a_message_is_not_continued_on_another_connection(
     cluster: Cluster, big: Namespace, in_background: InBackground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.start_listed("a")
@@ -119,7 +120,7 @@ def test_a_message_begun_on_one_connection_does_not_go_on_over_the_next(
             reading = in_background(client.get_into, keys, np.empty((8, BIG), dtype=np.uint8))
             wait_until(lambda: link.pending)
             assert link.sock is not None
-            link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # so that it is full now and then
+            link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # so that it fills up
             send_some = sending.Sending._send_some
             cuts = 0
 
@@ -132,7 +133,7 @@ def test_a_message_begun_on_one_connection_does_not_go_on_over_the_next(
                     wait_until(lambda: link.connections == 2 and link.sock is not None, what="the reader connects")
                 return sent
 
-            monkeypatch.setattr(sending, "WAIT_S", 0.0)
+            monkeypatch.setattr(sending, "READ_WAIT_S", 0.0)
             monkeypatch.setattr(sending.Sending, "_send_some", lose_the_connection_in_the_middle)
             assert client.set(others, blocks, deferred=False).created == 8, "the whole message is sent again"
             assert reading.result().all()
@@ -144,7 +145,7 @@ def test_a_message_begun_on_one_connection_does_not_go_on_over_the_next(
 
 
 @pytest.mark.exclusive
-def test_connections_to_all_replicas_that_died_unnoticed_cost_a_set_nothing(
+def test_connections_to_silently_dead_replicas_cost_a_set_nothing(
     start_server: StartServer, namespace: Namespace
 ) -> None:
     servers = [start_server(), start_server()]
@@ -159,14 +160,14 @@ def test_connections_to_all_replicas_that_died_unnoticed_cost_a_set_nothing(
 
 
 @pytest.mark.exclusive
-def test_a_shard_that_hangs_at_the_first_connection_costs_its_own_blocks(
+def test_a_shard_that_hangs_at_connect_costs_only_its_blocks(
     cluster: Cluster, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, in_background: InBackground
 ) -> None:
     cluster.start_listed("a", "b", "c")
     monkeypatch.setattr(random, "shuffle", lambda places: places.sort(key=lambda place: place.node))
     with cluster.nodes["a"].stopped(), cluster.client(namespace, timeout_s=2.0, fail_open=True) as client:
-        for link in client._core.links:
-            link.broken = None  # not known to hang any more
+        for link in client._pool.links:
+            link.broken = None  # forget that the shard hangs
         lost = len(owned_by(client, "a", KEYS))
         with cluster.alone("b", namespace) as b, cluster.alone("c", namespace) as c, within(2.3):
             setting = in_background(client.set, KEYS, BLOCKS)
@@ -175,11 +176,11 @@ def test_a_shard_that_hangs_at_the_first_connection_costs_its_own_blocks(
             result = setting.result()
         assert (result.created, result.error) == (COUNT - lost, lost)
         assert client.get(KEYS).hit == COUNT - lost
-        assert [place.node for place in client._core.view.places if place.link.broken] == ["a"]
+        assert [place.node for place in client._pool.view.places if place.link.broken] == ["a"]
 
 
 @pytest.mark.exclusive
-def test_a_shard_that_hangs_does_not_keep_a_client_from_starting(
+def test_a_hanging_shard_does_not_keep_a_client_from_starting(
     cluster: Cluster, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.start_listed("a", "b", "c")
@@ -190,13 +191,13 @@ def test_a_shard_that_hangs_does_not_keep_a_client_from_starting(
 
 
 def pause(client: KVStoreClient, seconds: float) -> None:
-    """As if the shards had been asked for nothing for so long."""
-    for link in client._core.links:
+    """Make the client believe that its shards have been silent for this long."""
+    for link in client._pool.links:
         link.liveness.last_received -= seconds
         link.liveness.last_moved -= seconds
 
 
-def test_a_call_of_little_time_after_a_pause_breaks_no_link(
+def test_a_short_call_after_a_pause_breaks_no_link(
     start_server: StartServer, namespace: Namespace, in_background: InBackground
 ) -> None:
     server = start_server()
@@ -205,7 +206,7 @@ def test_a_call_of_little_time_after_a_pause_breaks_no_link(
         pause(client, 1.1)
         with server.stopped():
             reading = in_background(client.get, KEYS)
-            wait_until(lambda: client._core.links[0].pending)
+            wait_until(lambda: client._pool.links[0].pending)
             with pytest.raises(Timeout):
                 client.get_into(KEYS, np.empty((COUNT, BLOCK_BYTES), dtype=np.uint8), timeout_s=0.05)
         assert reading.result().hit == COUNT, "another thread's call on the same link"
@@ -218,7 +219,7 @@ def test_a_slow_replica_after_a_pause_is_not_taken_for_dead(start_server: StartS
         client.set(KEYS, BLOCKS, deferred=False)
         pause(client, 1.1)
         out = np.empty((COUNT, BLOCK_BYTES), dtype=np.uint8)
-        port = min(client._core.links, key=lambda link: link.load_s).port  # a busy one would not be asked at all
+        port = min(client._pool.links, key=lambda link: link.load_s).port  # the client asks the less busy replica
         with next(server for server in servers if server.port == port).stopped():
             assert client.get_into(KEYS, out, timeout_s=0.2).all(), "the other replica has them"
         assert client.stats.found_elsewhere > 0
@@ -226,7 +227,7 @@ def test_a_slow_replica_after_a_pause_is_not_taken_for_dead(start_server: StartS
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 70])
-def test_a_host_that_cannot_be_is_one_that_cannot_be_reached(namespace: Namespace, host: str) -> None:
+def test_an_impossible_host_counts_as_unreachable(namespace: Namespace, host: str) -> None:
     endpoint = f"tcp://{host}:7070"
     with pytest.raises(ConnectionLost, match=host):
         KVStoreClient(endpoint, namespace)
@@ -239,7 +240,7 @@ def test_a_host_that_cannot_be_is_one_that_cannot_be_reached(namespace: Namespac
 
 
 @pytest.mark.parametrize("how", ["cluster", "list"])
-def test_another_program_on_the_port_of_a_dead_replica_fails_no_call(
+def test_a_foreign_program_on_a_dead_replicas_port_fails_no_call(
     cluster: Cluster, namespace: Namespace, how: str
 ) -> None:
     cluster.start_listed("a", "b")
@@ -256,14 +257,14 @@ def test_another_program_on_the_port_of_a_dead_replica_fails_no_call(
 
 
 @pytest.mark.exclusive
-def test_connecting_again_to_a_host_that_says_nothing_leaves_time_for_the_replica(
+def test_reconnecting_to_a_silent_host_leaves_time_for_the_replica(
     start_server: StartServer, namespace: Namespace
 ) -> None:
     a, b = start_server(), start_server()
     with KVStoreClient([a.endpoint, b.endpoint], namespace, replicas=2, timeout_s=2.0) as client:
         client.set(KEYS, BLOCKS, deferred=False)
         shards = a.shards()
-        psutil.Process(a.process.pid).suspend()  # it holds the port: connections are accepted
+        psutil.Process(a.process.pid).suspend()  # the supervisor keeps the port open, so connections are accepted
         for shard in shards:
             shard.kill()
         wait_until(lambda: connections_to(a.port) == 0)
@@ -272,8 +273,8 @@ def test_connecting_again_to_a_host_that_says_nothing_leaves_time_for_the_replic
 
 
 @pytest.mark.exclusive
-def test_a_read_behind_an_upload_that_is_stuck_turns_to_the_replica(
-    start_server: StartServer, big: Namespace, in_background: InBackground, no_turns: None
+def test_a_read_behind_a_stuck_upload_uses_the_replica(
+    start_server: StartServer, big: Namespace, in_background: InBackground, one_preferred_replica: None
 ) -> None:
     a, b = (start_server(memory="128MiB") for _ in range(2))
     with KVStoreClient([a.endpoint, b.endpoint], big, replicas=2, timeout_s=10.0, fail_open=True) as client:
@@ -282,7 +283,7 @@ def test_a_read_behind_an_upload_that_is_stuck_turns_to_the_replica(
         more = make_keys(24, first=1000)
         with a.stopped():
             uploading = in_background(client.set, more, blocks_of(more, BIG))
-            link = client._core.links[0]
+            link = client._pool.links[0]
             wait_until(lambda: link.pending and link.sending.owner is not None)
             stays(lambda: link.sending.owner is not None, 0.2, "the sockets are full")
             out = np.empty((8, BIG), dtype=np.uint8)
@@ -295,7 +296,7 @@ def test_a_read_behind_an_upload_that_is_stuck_turns_to_the_replica(
 
 
 @pytest.mark.exclusive
-def test_a_resolver_that_hangs_takes_no_longer_than_the_deadline(
+def test_a_hanging_resolver_takes_no_longer_than_the_deadline(
     start_server: StartServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start_server()
@@ -319,14 +320,14 @@ def test_a_resolver_that_hangs_takes_no_longer_than_the_deadline(
 
 
 @pytest.mark.exclusive
-def test_close_does_not_wait_for_shards_that_hang(cluster: Cluster, namespace: Namespace) -> None:
+def test_close_does_not_wait_for_hanging_shards(cluster: Cluster, namespace: Namespace) -> None:
     with impostor() as port:
         shards = [ShardAddress(f"hung/{number}", "127.0.0.1", port, 1.0) for number in range(8)]
         cluster.put(Member(node="hung", state="serving", shards=shards))
         client = cluster.client(namespace, timeout_s=0.5, fail_open=True)
         assert not client.contains(KEYS).any()
-        wait_until(lambda: all(link.broken for link in client._core.links))
-        wait_until(lambda: all(link.connecting.owner is not None for link in client._core.links), what="all are probed")
+        wait_until(lambda: all(link.broken for link in client._pool.links))
+        wait_until(lambda: all(link.connecting.owner is not None for link in client._pool.links), what="all are probed")
         with within(0.5):
             client.close()
 
@@ -335,7 +336,10 @@ def test_close_does_not_wait_for_shards_that_hang(cluster: Cluster, namespace: N
 
 
 def test_a_delete_cancels_repairs(
-    start_server: StartServer, new_namespace: MakeNamespace, monkeypatch: pytest.MonkeyPatch, no_turns: None
+    start_server: StartServer,
+    new_namespace: MakeNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    one_preferred_replica: None,
 ) -> None:
     namespace = new_namespace(65536)
     keys = make_keys(400)
@@ -366,7 +370,7 @@ def test_a_delete_cancels_repairs(
         assert not client.contains(keys).any(), "what was deleted is back"
 
 
-def test_what_was_replaced_while_a_node_joined_is_not_back_when_it_is_gone(
+def test_blocks_replaced_during_a_join_stay_replaced_after_the_node_left(
     cluster: Cluster, namespace: Namespace
 ) -> None:
     old, new = blocks_of(KEYS, BLOCK_BYTES, 1), blocks_of(KEYS, BLOCK_BYTES, 2)
@@ -385,22 +389,22 @@ def test_what_was_replaced_while_a_node_joined_is_not_back_when_it_is_gone(
 
 
 @pytest.mark.filterwarnings("ignore:unclosed", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_client_that_is_dropped_without_close_goes_away(cluster: Cluster, namespace: Namespace) -> None:
+def test_an_unclosed_client_is_garbage_collected(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a")
     port = cluster.nodes["a"].port
     clients = [cluster.client(namespace) for _ in range(3)] + [cluster.alone("a", namespace) for _ in range(3)]
     assert [int(client.contains(KEYS).sum()) for client in clients] == [0] * 6
     assert connections_to(port) == 6
-    cores = [weakref.ref(client._core) for client in clients]
+    pools = [weakref.ref(client._pool) for client in clients]
     clients.clear()
     gc.collect()
-    assert [core() for core in cores] == [None] * 6
+    assert [pool() for pool in pools] == [None] * 6
     assert connections_to(port) == 0
     cluster.register("a", "draining")
     wait_until(lambda: cluster.url not in watching._shared, what="nobody follows the cluster any more")
 
 
-def test_a_link_that_left_serves_the_call_that_uses_it_and_is_closed(
+def test_a_removed_link_serves_its_current_call_and_is_closed(
     cluster: Cluster, namespace: Namespace, in_background: InBackground
 ) -> None:
     cluster.start_listed("a", "b")
@@ -419,11 +423,11 @@ def test_a_link_that_left_serves_the_call_that_uses_it_and_is_closed(
         assert not client.contains(keys).all(), "by the shard that it was sent to"
         wait_until(lambda: client.contains(keys).any() and link.sock is None, what="the link is closed")
         with pytest.raises(ConnectionLost, match="left the cluster"):
-            client._core.dialer.ensure_up(link, time.monotonic() + 1.0)
+            client._pool.dialer.ensure_up(link, time.monotonic() + 1.0)
         assert link.sock is None
 
 
-def test_a_link_that_left_while_it_connected_is_closed(
+def test_a_link_removed_while_connecting_is_closed(
     cluster: Cluster, namespace: Namespace, in_background: InBackground
 ) -> None:
     cluster.start_listed("a", "b")
@@ -441,7 +445,7 @@ def test_a_link_that_left_while_it_connected_is_closed(
         assert connections_to(cluster.nodes["b"].port) == 0
 
 
-def test_changes_of_the_view_start_no_thread(cluster: Cluster, namespace: Namespace) -> None:
+def test_view_changes_start_no_threads(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a", "b")
     with cluster.client(namespace, timeout_s=10.0) as client:
         client.contains(KEYS)

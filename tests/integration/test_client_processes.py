@@ -1,4 +1,5 @@
-"""Client processes of benchmarks, small: everything they can do, all at once, and what is said when one fails."""
+"""The client processes of benchmarks, in small sizes: every operation in all processes, and the error if a process
+fails."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from contextlib import ExitStack
 
 import pytest
 
+from benchmarks.remote_kv_cache.bench_cores import SHARED_NAMES, TCP_NAMES
 from benchmarks.remote_kv_cache.client_processes import LIMITS, Clients, client_processes, operation_of
 from benchmarks.remote_kv_cache.plain import plain_peer
 from benchmarks.remote_kv_cache.processes import free_port, kvstore_server
 from benchmarks.remote_kv_cache.shapes import HEADLINE
-from benchmarks.remote_kv_cache.test_cores import SHARED_NAMES, TCP_NAMES
 from benchmarks.remote_kv_cache.transfers import connect
 
 BLOCKS = 3
@@ -31,7 +32,7 @@ def clients(endpoint: str) -> Iterator[Clients]:
         yield stack.enter_context(client_processes(endpoint, ports, BLOCKS, shared_memory=True))
 
 
-def test_every_operation_runs_in_all_processes_and_in_some(clients: Clients, endpoint: str) -> None:
+def test_every_operation_runs_in_all_or_some_processes(clients: Clients, endpoint: str) -> None:
     names = (*TCP_NAMES, *SHARED_NAMES)
     assert set(names) == {*LIMITS, *LIMITS.values()}
     for count in (COUNT, 1):
@@ -46,17 +47,17 @@ def test_every_operation_runs_in_all_processes_and_in_some(clients: Clients, end
         assert client.info().full_blocks == COUNT * BLOCKS
 
 
-def test_a_step_that_fails_in_a_process_fails_here_and_says_why(endpoint: str) -> None:
+def test_a_failed_step_in_a_process_fails_here_with_the_reason(endpoint: str) -> None:
     with (
         plain_peer(BLOCKS, HEADLINE.block_bytes) as port,
         client_processes(endpoint, [port], BLOCKS) as clients,
-        pytest.raises(RuntimeError, match=r"block 0: other bytes were read than were written"),
+        pytest.raises(RuntimeError, match=r"block 0: the bytes read differ from those written"),
     ):
         clients.do("before", "plain socket get", 1)
         clients.do("after", "plain socket get", 1)  # nothing was read
 
 
-def test_a_process_that_cannot_begin_says_why(endpoint: str) -> None:
+def test_a_process_that_cannot_start_gives_the_reason(endpoint: str) -> None:
     with (
         pytest.raises(RuntimeError, match="ConnectionRefusedError"),
         client_processes(endpoint, [free_port()], BLOCKS),

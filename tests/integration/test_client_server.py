@@ -45,7 +45,7 @@ SIZES = [1, 7, 4 * KiB, 917_504, 5 * MiB]
 
 @pytest.fixture
 def connect(server: Server) -> Iterator[Callable[..., KVStoreClient]]:
-    """`connect(namespace)`: a client of the shared server."""
+    """`connect(namespace)`: return a client of the shared server."""
     with contextlib.ExitStack() as clients:
         yield lambda namespace, **options: clients.enter_context(KVStoreClient(server.endpoint, namespace, **options))
 
@@ -63,7 +63,7 @@ def rows(blocks: Sequence[bytes]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("block_bytes", SIZES)
-def test_what_is_set_is_got_by_every_call(
+def test_set_blocks_are_read_by_every_call(
     connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace, block_bytes: int
 ) -> None:
     client = connect(new_namespace(block_bytes))
@@ -91,7 +91,7 @@ def test_what_is_set_is_got_by_every_call(
     assert client.delete(asked) == 9 and not client.contains(keys).any()
 
 
-def test_blocks_can_come_in_any_form(client: KVStoreClient) -> None:
+def test_blocks_may_have_any_form(client: KVStoreClient) -> None:
     keys, size = make_keys(6), 4 * KiB
     blocks = blocks_of(keys, size)
     table = np.zeros((6, 3 * size), dtype=np.uint8)
@@ -110,7 +110,9 @@ def test_blocks_can_come_in_any_form(client: KVStoreClient) -> None:
         assert client.delete(keys) == 6
 
 
-def test_blocks_of_a_tensor_go_to_a_tensor(connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace) -> None:
+def test_tensor_blocks_are_read_into_a_tensor(
+    connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace
+) -> None:
     torch = pytest.importorskip("torch")
     client = connect(new_namespace(8 * KiB))
     keys = make_keys(5)
@@ -122,7 +124,7 @@ def test_blocks_of_a_tensor_go_to_a_tensor(connect: Callable[..., KVStoreClient]
 
 
 @pytest.mark.parametrize("key_bytes", [8, 13, 32, 64])
-def test_keys_of_any_length(
+def test_keys_may_have_any_length(
     connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace, key_bytes: int
 ) -> None:
     client = connect(new_namespace(100))
@@ -133,7 +135,7 @@ def test_keys_of_any_length(
     assert client.contains(array).all()
 
 
-def test_what_exists_is_left_alone_unless_forced(client: KVStoreClient) -> None:
+def test_existing_blocks_stay_unless_forced(client: KVStoreClient) -> None:
     keys = make_keys(4)
     first, second = blocks_of(keys, 4 * KiB), blocks_of(keys, 4 * KiB, version=1)
     assert client.set(keys[:3], first[:3]) == SetResult(3, 3, 0, 0, 0, 0, copies=1)
@@ -146,7 +148,7 @@ def test_what_exists_is_left_alone_unless_forced(client: KVStoreClient) -> None:
     )
 
 
-def test_a_set_that_is_not_deferred_is_readable_at_once_by_others(
+def test_a_non_deferred_set_is_readable_at_once_by_others(
     connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace
 ) -> None:
     namespace = new_namespace(4 * KiB)
@@ -168,7 +170,7 @@ def test_after_a_sync_every_deferred_set_is_readable_by_others(
         assert reader.contains(keys).all()
 
 
-def test_keys_given_twice(client: KVStoreClient) -> None:
+def test_repeated_keys_are_handled(client: KVStoreClient) -> None:
     a, b, c = make_keys(3)
     blocks = blocks_of([a, b], 4 * KiB)
     result = client.set([a, b, a, a], [*blocks, *blocks_of([a, a], 4 * KiB, version=9)])
@@ -184,7 +186,7 @@ def test_keys_given_twice(client: KVStoreClient) -> None:
     assert client.delete([a, a, b]) == 2
 
 
-def test_empty_batches_are_fine(client: KVStoreClient) -> None:
+def test_empty_batches_are_accepted(client: KVStoreClient) -> None:
     empty = np.empty((0, 4 * KiB), dtype=np.uint8)
     assert client.set([], []) == client.set([], empty) == SetResult(0, 0, 0, 0, 0, 0, copies=0)
     assert client.get([]).total == 0 and list(client.get([]).blocks) == []
@@ -193,7 +195,9 @@ def test_empty_batches_are_fine(client: KVStoreClient) -> None:
     assert client.match_prefix([]) == 0 and client.delete([]) == 0
 
 
-def test_more_keys_than_one_request_holds(connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace) -> None:
+def test_more_keys_than_fit_one_request_are_split(
+    connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace
+) -> None:
     client = connect(new_namespace(16))
     keys = make_keys(20_000)
     blocks = rows(blocks_of(keys, 16))
@@ -214,7 +218,7 @@ def test_more_keys_than_one_request_holds(connect: Callable[..., KVStoreClient],
 # ---- get_into ------------------------------------------------------------------------------------------------------
 
 
-def test_get_into_places_blocks_where_slots_say(client: KVStoreClient) -> None:
+def test_get_into_places_blocks_in_the_given_slots(client: KVStoreClient) -> None:
     keys = make_keys(4)
     blocks = blocks_of(keys, 4 * KiB)
     client.set(keys[:3], blocks[:3])
@@ -225,7 +229,7 @@ def test_get_into_places_blocks_where_slots_say(client: KVStoreClient) -> None:
     assert (out[[1, 2, 3, 6, 7, 8]] == 7).all()
 
 
-def test_get_into_fills_rows_that_lie_apart(client: KVStoreClient) -> None:
+def test_get_into_fills_non_contiguous_rows(client: KVStoreClient) -> None:
     keys, size = make_keys(5), 4 * KiB
     blocks = blocks_of(keys, size)
     client.set(keys, blocks)
@@ -239,17 +243,17 @@ def test_get_into_fills_rows_that_lie_apart(client: KVStoreClient) -> None:
 def test_a_slot_outside_out_is_refused(client: KVStoreClient, slots: list[int]) -> None:
     out = np.zeros((2, 4 * KiB), dtype=np.uint8)
     wrong = next(slot for slot in slots if not 0 <= slot < 2)
-    with pytest.raises(IndexError, match=f"slot {wrong}: out has 2 rows"):
+    with pytest.raises(IndexError, match=f"slot {wrong} does not exist: out has 2 rows"):
         client.get_into(make_keys(2), out, slots)
 
 
-def test_slots_that_do_not_fit_the_keys_are_refused(client: KVStoreClient) -> None:
+def test_slots_that_do_not_match_the_keys_are_refused(client: KVStoreClient) -> None:
     out = np.zeros((3, 4 * KiB), dtype=np.uint8)
     with pytest.raises(ValueError, match="2 keys and 1 slots"):
         client.get_into(make_keys(2), out, [0])
     with pytest.raises(ValueError, match="twice"):
         client.get_into(make_keys(2), out, [1, 1])
-    with pytest.raises(IndexError, match="slot 3: out has 3 rows"):
+    with pytest.raises(IndexError, match="slot 3 does not exist: out has 3 rows"):
         client.get_into(make_keys(4), out)
 
 
@@ -263,7 +267,7 @@ def test_memory_that_does_not_fit_is_refused(client: KVStoreClient) -> None:
 # ---- stream_get ----------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_broken_off_early_leaves_the_client_usable(
+def test_an_abandoned_stream_leaves_the_client_usable(
     connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace
 ) -> None:
     client = connect(new_namespace(256 * KiB))
@@ -282,7 +286,7 @@ def test_a_stream_broken_off_early_leaves_the_client_usable(
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4 * KiB, 917_504])
-def test_buffers_of_a_stream_stay_right_while_they_are_kept(
+def test_buffers_of_a_stream_stay_valid_while_they_are_kept(
     connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace, block_bytes: int
 ) -> None:
     client = connect(new_namespace(block_bytes))
@@ -295,7 +299,7 @@ def test_buffers_of_a_stream_stay_right_while_they_are_kept(
         assert bytes(block) == block_of(keys[position], block_bytes)
 
 
-def test_other_calls_go_on_between_the_blocks_of_a_stream(
+def test_other_calls_run_between_the_blocks_of_a_stream(
     connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace
 ) -> None:
     client = connect(new_namespace(MiB))
@@ -313,7 +317,7 @@ def test_other_calls_go_on_between_the_blocks_of_a_stream(
 # ---- present or not ------------------------------------------------------------------------------------------------
 
 
-def test_match_prefix_counts_to_the_first_gap(client: KVStoreClient) -> None:
+def test_match_prefix_counts_up_to_the_first_gap(client: KVStoreClient) -> None:
     chain = make_keys(10)
     client.set(chain, blocks_of(chain, 4 * KiB))
     assert client.match_prefix(chain) == 10
@@ -326,7 +330,7 @@ def test_match_prefix_counts_to_the_first_gap(client: KVStoreClient) -> None:
 
 @pytest.fixture
 def small(start_server: StartServer, new_namespace: MakeNamespace) -> Iterator[KVStoreClient]:
-    """A client whose server holds 64 blocks."""
+    """A client of a server that holds 64 blocks."""
     server = start_server(memory="16MiB", segment="4MiB")
     with server.unharmed(), KVStoreClient(server.endpoint, new_namespace(256 * KiB)) as client:
         yield client
@@ -347,7 +351,7 @@ def test_the_tail_of_a_chain_is_evicted_before_its_head(small: KVStoreClient) ->
     assert namespace_info(small).evicted == 16
 
 
-def test_a_refresh_protects_and_a_plain_lookup_does_not(small: KVStoreClient) -> None:
+def test_a_refresh_protects_blocks_and_a_plain_lookup_does_not(small: KVStoreClient) -> None:
     old, used, filler = make_keys(16), make_keys(16, first=100), make_keys(16, first=200)
     for keys in (used, old, filler):
         small.set(keys, blocks_of(keys, 256 * KiB))
@@ -355,7 +359,7 @@ def test_a_refresh_protects_and_a_plain_lookup_does_not(small: KVStoreClient) ->
     assert small.contains(old, refresh=False).all()
     fill(small, 32, first=1000)
     assert small.contains(used).all()
-    # On a slow link a set goes in parts, and then the last block of `filler` may go before the first of `old`.
+    # On a slow link a set is sent in parts; then the last block of `filler` may be evicted before the first of `old`.
     left = int(small.contains(old).sum())
     assert left <= 1 and small.contains(filler).sum() == 16 - left
     assert small.match_prefix(used, refresh=True) == 16
@@ -363,7 +367,7 @@ def test_a_refresh_protects_and_a_plain_lookup_does_not(small: KVStoreClient) ->
     assert small.match_prefix(used) == 16
 
 
-def test_a_get_is_no_refresh_of_what_it_misses(small: KVStoreClient) -> None:
+def test_a_get_does_not_refresh_missing_blocks(small: KVStoreClient) -> None:
     assert small.get(make_keys(70)).hit == 0
     assert fill(small, 64, first=0).created == 64
 
@@ -391,7 +395,7 @@ def test_pins_never_take_a_whole_namespace(small: KVStoreClient) -> None:
     assert fill(small, 20, first=1000).created == 20
 
 
-def test_a_batch_larger_than_the_memory_keeps_what_fits(small: KVStoreClient) -> None:
+def test_a_batch_larger_than_memory_is_stored_as_far_as_it_fits(small: KVStoreClient) -> None:
     result = fill(small, 200, first=0)
     assert result.total == 200 == result.created + result.error
     got = small.get(make_keys(200))
@@ -410,7 +414,7 @@ def test_a_block_that_can_never_fit_is_refused(start_server: StartServer, new_na
 
 
 def half_set(server: Server, namespace: Namespace, keys: Sequence[bytes]) -> tuple[RawClient, list[bytes]]:
-    """A raw client in the middle of a SET, and the frames that complete it."""
+    """Begin a SET. Returns the raw client, and the frames that complete the SET."""
     raw = RawClient(server)
     raw.hello(namespace.canonical())
     header, joined, payload, sums = set_frames(5, keys, blocks_of(keys, namespace.block_bytes))
@@ -418,7 +422,7 @@ def half_set(server: Server, namespace: Namespace, keys: Sequence[bytes]) -> tup
     return raw, [payload, sums]
 
 
-def test_a_get_waits_for_a_block_that_is_being_written(server: Server, client: KVStoreClient) -> None:
+def test_a_get_waits_for_a_block_being_written(server: Server, client: KVStoreClient) -> None:
     keys = make_keys(3)
     client.set(keys[:1], blocks_of(keys[:1], 4 * KiB))
     raw, rest = half_set(server, client.namespace, keys[1:])
@@ -433,7 +437,7 @@ def test_a_get_waits_for_a_block_that_is_being_written(server: Server, client: K
         assert future.result(10).blocks == blocks_of(keys, 4 * KiB)
 
 
-def test_a_block_whose_writer_vanishes_is_a_miss(server: Server, client: KVStoreClient) -> None:
+def test_a_block_whose_writer_vanished_is_a_miss(server: Server, client: KVStoreClient) -> None:
     keys = make_keys(2)
     client.set(keys[:1], blocks_of(keys[:1], 4 * KiB))
     raw, _ = half_set(server, client.namespace, keys[1:])
@@ -447,7 +451,7 @@ def test_a_block_whose_writer_vanishes_is_a_miss(server: Server, client: KVStore
 
 
 @pytest.mark.exclusive
-def test_a_get_waits_no_longer_than_its_deadline(
+def test_a_get_waits_until_its_deadline_at_most(
     server: Server, connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace
 ) -> None:
     client = connect(new_namespace(4 * KiB), timeout_s=0.5)
@@ -461,7 +465,7 @@ def test_a_get_waits_no_longer_than_its_deadline(
         assert time.monotonic() - start < 1.0
 
 
-def test_a_block_being_replaced_is_read_as_it_was(server: Server, client: KVStoreClient) -> None:
+def test_a_block_being_replaced_is_read_in_its_old_version(server: Server, client: KVStoreClient) -> None:
     keys = make_keys(1)
     old, new = blocks_of(keys, 4 * KiB), blocks_of(keys, 4 * KiB, version=1)
     client.set(keys, old)
@@ -479,7 +483,7 @@ def test_a_block_being_replaced_is_read_as_it_was(server: Server, client: KVStor
 # ---- namespaces ----------------------------------------------------------------------------------------------------
 
 
-def test_namespaces_share_a_server_and_nothing_else(
+def test_namespaces_share_a_server_but_no_blocks(
     connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace
 ) -> None:
     keys = make_keys(8)
@@ -494,7 +498,7 @@ def test_namespaces_share_a_server_and_nothing_else(
 
 
 @pytest.mark.parametrize("changed", [{"rank": 1, "world": 2}, {"tenant": "other"}, {"extra": {"lora": "x"}}])
-def test_a_namespace_that_differs_in_one_field_sees_nothing(
+def test_a_namespace_with_one_different_field_sees_nothing(
     connect: Callable[..., KVStoreClient], client: KVStoreClient, changed: dict[str, object]
 ) -> None:
     keys = make_keys(3)
@@ -511,7 +515,7 @@ def test_a_namespace_that_differs_in_one_field_sees_nothing(
     assert connect(other).get(keys).miss == 3
 
 
-def test_info_tells_the_state(server: Server, client: KVStoreClient) -> None:
+def test_info_reports_the_state(server: Server, client: KVStoreClient) -> None:
     keys = make_keys(10)
     client.set(keys, blocks_of(keys, 4 * KiB))
     client.get([*keys, *make_keys(4, first=50)])
@@ -528,7 +532,7 @@ def test_info_tells_the_state(server: Server, client: KVStoreClient) -> None:
     assert 0 < client.ping() < 10
 
 
-def test_counters_of_the_client_follow_its_calls(client: KVStoreClient) -> None:
+def test_the_clients_counters_follow_its_calls(client: KVStoreClient) -> None:
     keys = make_keys(6)
     client.set(keys[:4], blocks_of(keys[:4], 4 * KiB))
     client.get(keys)
@@ -575,10 +579,11 @@ def test_a_wrong_checksum_is_a_miss_for_get_into_and_stream_get(server: Server, 
         assert read() and not client.contains([bad])[0]
 
 
-def test_a_stream_of_many_wrong_blocks_comes_to_its_end(
+def test_a_stream_with_many_wrong_blocks_ends_normally(
     server: Server, connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace
 ) -> None:
-    """More of them than the stream's credit: what is not handed out must be granted again, too."""
+    """The stream has more wrong blocks than credit, so the client must also renew the credit for blocks that it
+    drops."""
     client = connect(new_namespace(MiB), timeout_s=5.0)
     keys = make_keys(24)
     set_with_wrong_sums(server, client.namespace, keys)
@@ -588,7 +593,7 @@ def test_a_stream_of_many_wrong_blocks_comes_to_its_end(
     assert client.stats.checksum_errors == 24
 
 
-def test_without_verification_bytes_are_taken_as_they_come(
+def test_without_verification_bytes_are_accepted_unchecked(
     server: Server, connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace
 ) -> None:
     client = connect(new_namespace(4 * KiB), checksum=False)
@@ -601,7 +606,7 @@ def test_without_verification_bytes_are_taken_as_they_come(
 
 
 def exercise(client: KVStoreClient, block_bytes: int) -> None:
-    """Results come in the caller's order, wherever the blocks lie."""
+    """Check that results are in the caller's order, wherever the blocks are stored."""
     keys = make_keys(300)
     blocks = blocks_of(keys, block_bytes)
     there = [number for number in range(300) if number % 7]
@@ -621,7 +626,7 @@ def exercise(client: KVStoreClient, block_bytes: int) -> None:
     assert client.delete(keys) == len(there)
 
 
-def test_several_shards_are_one_store(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_several_shards_form_one_store(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server("--shards", "3", memory="96MiB")
     namespace = new_namespace(4 * KiB)
     with server.unharmed(), KVStoreClient(server.endpoint, namespace) as client:
@@ -640,7 +645,7 @@ def test_several_shards_are_one_store(start_server: StartServer, new_namespace: 
 def test_blocks_of_several_shards_arrive_interleaved(
     start_server: StartServer, new_namespace: MakeNamespace, checksum: bool
 ) -> None:
-    server = start_server("--shards", "3", memory="384MiB", segment="8MiB")  # any shard has room for 32 of the blocks
+    server = start_server("--shards", "3", memory="384MiB", segment="8MiB")  # each shard has room for 32 of the blocks
     with KVStoreClient(server.endpoint, new_namespace(3 * MiB), checksum=checksum) as client:
         keys = make_keys(45)
         client.set(keys, blocks_of(keys, 3 * MiB))
@@ -654,7 +659,7 @@ def test_blocks_of_several_shards_arrive_interleaved(
         assert client.get(keys).blocks == blocks_of(keys, 3 * MiB)
 
 
-def test_several_nodes_are_one_store(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_several_nodes_form_one_store(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     nodes = [start_server(), start_server("--shards", "2")]
     with KVStoreClient([node.endpoint for node in nodes], new_namespace(4 * KiB)) as client:
         exercise(client, 4 * KiB)
@@ -668,7 +673,7 @@ def test_several_nodes_are_one_store(start_server: StartServer, new_namespace: M
 # ---- threads, processes, event loops -------------------------------------------------------------------------------
 
 
-def test_threads_share_a_client(connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace) -> None:
+def test_threads_can_share_a_client(connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace) -> None:
     client = connect(new_namespace(64 * KiB))
     shared = make_keys(16, first=10_000)
     client.set(shared, blocks_of(shared, 64 * KiB))
@@ -690,7 +695,7 @@ def test_threads_share_a_client(connect: Callable[..., KVStoreClient], new_names
             future.result(60)
 
 
-def test_a_close_ends_the_calls_of_other_threads(server: Server, new_namespace: MakeNamespace) -> None:
+def test_close_ends_the_calls_of_other_threads(server: Server, new_namespace: MakeNamespace) -> None:
     client = KVStoreClient(server.endpoint, new_namespace(4 * KiB))
     keys = make_keys(1)
     raw, _ = half_set(server, client.namespace, keys)
@@ -707,7 +712,7 @@ def test_a_close_ends_the_calls_of_other_threads(server: Server, new_namespace: 
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_child_uses_the_client_it_inherited_while_its_parent_goes_on(client: KVStoreClient) -> None:
+def test_a_forked_child_and_its_parent_can_use_the_same_client(client: KVStoreClient) -> None:
     keys = make_keys(40)
     client.set(keys, blocks_of(keys, 4 * KiB))
     stop = threading.Event()
@@ -747,7 +752,7 @@ def test_a_child_uses_the_client_it_inherited_while_its_parent_goes_on(client: K
     assert client.contains(make_keys(30, first=1000)).all()
 
 
-def test_the_asyncio_client_does_the_same(server: Server, new_namespace: MakeNamespace) -> None:
+def test_the_asyncio_client_behaves_the_same(server: Server, new_namespace: MakeNamespace) -> None:
     keys, size = make_keys(20), 4 * KiB
     blocks = blocks_of(keys, size)
 
@@ -775,9 +780,7 @@ def test_the_asyncio_client_does_the_same(server: Server, new_namespace: MakeNam
     asyncio.run(main())
 
 
-def test_an_asyncio_stream_broken_off_early_leaves_the_client_usable(
-    server: Server, new_namespace: MakeNamespace
-) -> None:
+def test_an_abandoned_asyncio_stream_leaves_the_client_usable(server: Server, new_namespace: MakeNamespace) -> None:
     keys, size = make_keys(60), 256 * KiB
 
     async def main() -> None:
@@ -796,7 +799,7 @@ def test_an_asyncio_stream_broken_off_early_leaves_the_client_usable(
 # ---- mistakes ------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_of_the_wrong_size_are_refused_before_anything_is_sent(client: KVStoreClient) -> None:
+def test_blocks_of_the_wrong_size_are_refused_before_sending(client: KVStoreClient) -> None:
     keys = make_keys(2)
     for blocks in ([bytes(4096), bytes(4095)], np.zeros((2, 4095), dtype=np.uint8)):
         with pytest.raises(BlockSizeMismatch, match=r"4095 bytes: expected block_bytes=4096"):
@@ -815,7 +818,7 @@ def test_blocks_of_the_wrong_size_are_refused_before_anything_is_sent(client: KV
         ({"replicas": 0}, "replicas=0: expected 1 to 3"),
     ],
 )
-def test_options_that_cannot_be_are_named(
+def test_invalid_options_are_named(
     server: Server, new_namespace: MakeNamespace, options: dict[str, float], part: str
 ) -> None:
     with pytest.raises(ValueError, match=part):
@@ -823,7 +826,7 @@ def test_options_that_cannot_be_are_named(
 
 
 @pytest.mark.parametrize("endpoint", ["", "tcp://", "tcp://host", "tcp://host:x", "udp://h:1", "tcp://h:70707", []])
-def test_an_endpoint_that_is_none_is_named(new_namespace: MakeNamespace, endpoint: str) -> None:
+def test_an_invalid_endpoint_is_named(new_namespace: MakeNamespace, endpoint: str) -> None:
     with pytest.raises(ValueError, match="expected tcp://HOST:PORT"):
         KVStoreClient(endpoint, new_namespace())
 
@@ -840,7 +843,7 @@ def test_a_client_closes_its_connections(server: Server, client: KVStoreClient) 
 # ---- by hand -------------------------------------------------------------------------------------------------------
 
 
-def test_a_get_without_credit_comes_in_parts_of_whole_frames(server: Server, client: KVStoreClient) -> None:
+def test_a_get_without_credit_arrives_in_parts_of_whole_frames(server: Server, client: KVStoreClient) -> None:
     keys = make_keys(2500)
     client.set(keys, blocks_of(keys, 4 * KiB))
     with RawClient(server) as raw:
@@ -861,7 +864,7 @@ def test_a_get_without_credit_comes_in_parts_of_whole_frames(server: Server, cli
         assert sorted(seen) == list(range(2500)) and (hit, miss) == (2500, 0)
 
 
-def test_credit_bounds_what_is_sent_ahead(server: Server, client: KVStoreClient) -> None:
+def test_credit_bounds_what_is_sent_in_advance(server: Server, client: KVStoreClient) -> None:
     keys = make_keys(30)
     client.set(keys, blocks_of(keys, 4 * KiB))
     with RawClient(server) as raw:

@@ -9,12 +9,12 @@ import queue
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import pytest
 
@@ -22,7 +22,7 @@ from kvstore_client import KVStoreClient, Namespace
 from tests.support import forked
 from tests.support.cluster import Cluster
 from tests.support.etcd import Etcd
-from tests.support.harness import blocks_of, environment, interruptible, make_keys, make_namespace, wait_until
+from tests.support.harness import blocks_of, environment, make_keys, make_namespace, wait_until
 
 BLOCK = 4096
 COUNT = 200
@@ -32,11 +32,7 @@ LONG_ID = "kvstore-17.an-id-as-long-as-a-pod-of-kubernetes-may-have-at-most"
 ZONES = {"n1": "a", "n2": "b", LONG_ID: ""}
 SERVE_S = 15.0
 PATIENT = ("--timeout", "15")  # etcd and the nodes share the machine with other tests
-TURN_S = 15.0  # for a command that watches to show what it is to show
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "kvstore_cli", *arguments]
+TURN_S = 15.0  # the time within which a watching command must show a change
 
 
 def kvstore(*arguments: str, status: int = 0, columns: int = 80) -> subprocess.CompletedProcess[str]:
@@ -51,7 +47,7 @@ def answer(*arguments: str, status: int = 0) -> Any:
 
 
 def start_all(cluster: Cluster, zones: dict[str, str]) -> Cluster:
-    """Start nodes in these zones, until all of them serve."""
+    """Start nodes in these zones, and wait until all of them serve."""
     for node, zone in zones.items():
         cluster.start(node, zone=zone)
     cluster.wait_for(SERVE_S, **dict.fromkeys(zones, "serving"))
@@ -63,7 +59,7 @@ StartCluster = Callable[..., Cluster]
 
 @pytest.fixture
 def start_cluster(etcd: Etcd, tmp_path: Path) -> Iterator[StartCluster]:
-    """`start_cluster("name", "n1", "n2", lease_seconds=60)`: a cluster that the test may harm."""
+    """`start_cluster("name", "n1", "n2", lease_seconds=60)` starts a cluster that the test may damage."""
     with ExitStack() as stack:
 
         def start(name: str, *nodes: str, **flags: object) -> Cluster:
@@ -74,7 +70,7 @@ def start_cluster(etcd: Etcd, tmp_path: Path) -> Iterator[StartCluster]:
 
 
 def names_in(cluster: Cluster) -> list[str]:
-    """The nodes that `cluster status` lists."""
+    """Return the nodes that `cluster status` lists."""
     return [node["node"] for node in answer("cluster", "status", "--endpoint", cluster.url, *PATIENT)["nodes"]]
 
 
@@ -86,7 +82,7 @@ def fill(cluster: Cluster, namespace: Namespace, replicas: int) -> None:
 
 
 def held(cluster: Cluster, node: str, namespace: Namespace) -> set[str]:
-    """The keys of the blocks a node has."""
+    """Return the keys of the blocks on a node."""
     with cluster.alone(node, namespace) as client:
         there = client.contains(KEYS)
     return {key.hex() for key, present in zip(KEYS, there.tolist(), strict=True) if present}
@@ -100,7 +96,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
 
 @pytest.fixture(scope="module")
 def shared(etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three nodes of two shards; none of the tests may harm it for longer than it lasts."""
+    """Three nodes of two shards each; a test that damages one must repair it."""
     folder = tmp_path_factory.mktemp("nodes")
     sizes = {"memory": "32MiB", "segment": "2MiB", "shards": 2}
     with Cluster(etcd.url("shared"), folder, grace_seconds=0, **sizes) as cluster:
@@ -109,7 +105,7 @@ def shared(etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clu
 
 @pytest.fixture(scope="module")
 def namespace(shared: Cluster) -> Namespace:
-    """Two copies of each of the keys' blocks are on the shared nodes."""
+    """A namespace with two copies of each key's block on the shared nodes."""
     namespace = make_namespace(BLOCK, "cluster-cli")
     fill(shared, namespace, replicas=2)
     return namespace
@@ -119,7 +115,7 @@ def namespace(shared: Cluster) -> Namespace:
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-def test_status_shows_every_node_by_its_full_id(shared: Cluster, namespace: Namespace, columns: int) -> None:
+def test_status_shows_every_nodes_full_id(shared: Cluster, namespace: Namespace, columns: int) -> None:
     shown = kvstore("cluster", "status", "--endpoint", shared.url, *PATIENT, columns=columns).stdout
     assert max(map(len, shown.splitlines())) <= columns
     rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
@@ -132,7 +128,7 @@ def test_status_shows_every_node_by_its_full_id(shared: Cluster, namespace: Name
     assert "b" in rows["n2"].split() or columns == 80
 
 
-def test_status_in_json_has_what_the_shards_say(shared: Cluster, namespace: Namespace) -> None:
+def test_status_as_json_has_the_shards_reports(shared: Cluster, namespace: Namespace) -> None:
     status = answer("cluster", "status", "--endpoint", shared.url, *PATIENT)
     assert (status["epoch"], status["directory"]) == (shared.membership().epoch, "")
     assert 1.0 <= status["balance"] < 3.0
@@ -150,14 +146,14 @@ def test_status_in_json_has_what_the_shards_say(shared: Cluster, namespace: Name
     assert sum(node["hits"] for node in nodes.values()) == COUNT
 
 
-def test_status_of_nodes_without_a_directory(shared: Cluster) -> None:
+def test_status_works_for_nodes_without_a_directory(shared: Cluster) -> None:
     endpoints = [shared.nodes[node].endpoint for node in ("n1", "n2")]
     status = answer("cluster", "status", "--endpoint", endpoints[0], "--endpoint", endpoints[1])
     assert [(node["state"], node["shards_up"]) for node in status["nodes"]] == [("listed", 2)] * 2
     assert {node["zone"] for node in status["nodes"]} == {"a", "b"}
 
 
-def test_a_shard_that_does_not_answer_is_status_1_and_shown(shared: Cluster) -> None:
+def test_an_unresponsive_shard_is_status_1_and_shown(shared: Cluster) -> None:
     arguments = ("cluster", "status", "--endpoint", shared.url, "--timeout", "1")
     shard = shared.nodes["n1"].shards()[1]
     shard.suspend()
@@ -186,7 +182,7 @@ def test_a_dead_node_is_shown_until_its_lease_ends(start_cluster: StartCluster) 
     assert "n2" in refused.stdout, "who owns a key can be said without the owner"
 
 
-def test_a_cluster_that_cannot_be_asked_is_status_1_and_says_why(etcd: Etcd) -> None:
+def test_an_unreachable_cluster_is_status_1_with_the_reason(etcd: Etcd) -> None:
     gone = "etcd://127.0.0.1:1/gone"
     failed = kvstore("cluster", "status", "--endpoint", gone, "--timeout", "1", status=1)
     assert failed.stderr.count("connection refused") == 1 and "no node is known" in failed.stderr
@@ -204,10 +200,11 @@ def test_a_cluster_that_cannot_be_asked_is_status_1_and_says_why(etcd: Etcd) -> 
 
 
 class Watching:
-    """A command that runs until it is interrupted; `next` is what it printed next, a chunk or a line."""
+    """A command that runs until it is interrupted. `next` returns the next part or line of its output."""
 
-    def __init__(self, process: subprocess.Popen[bytes], output: int, lines: bool) -> None:
+    def __init__(self, process: Any, stderr: IO[bytes], output: int, lines: bool) -> None:
         self.process = process
+        self._stderr = stderr
         self.shown = b""
         self._parts: queue.Queue[bytes] = queue.Queue()
         self._thread = threading.Thread(target=self._read, args=(output, lines), daemon=True)
@@ -218,7 +215,7 @@ class Watching:
             while True:
                 try:
                     part = file.readline() if lines else file.read(4096)
-                except OSError:  # a terminal nobody writes to any more
+                except OSError:  # a terminal that no process writes to any more
                     part = b""
                 if not part:
                     return
@@ -230,37 +227,30 @@ class Watching:
         return part
 
     def interrupt(self) -> None:
-        """SIGINT: it ends as if it had come to its end."""
+        """Send SIGINT, and check that the command ends normally."""
         self.process.send_signal(signal.SIGINT)
-        stderr = self.process.communicate(timeout=TURN_S)[1]
+        status = self.process.wait(TURN_S)
         self._thread.join(TURN_S)
-        assert (self.process.returncode, stderr) == (0, b""), self.shown[-2000:]
+        self._stderr.seek(0)
+        assert (status, self._stderr.read()) == (0, b""), self.shown[-2000:]
 
 
 @contextmanager
 def watching(*arguments: str, terminal: bool = False) -> Iterator[Watching]:
     ours, theirs = pty.openpty() if terminal else os.pipe()
-    try:
-        process = interruptible(
-            command(*arguments),
-            stdout=theirs,
-            stderr=subprocess.PIPE,
-            env=environment(COLUMNS="80", LINES="40", TERM="xterm"),
-        )
-    finally:
-        os.close(theirs)
-    try:
-        yield Watching(process, ours, lines=not terminal)
-    finally:
-        if process.poll() is None:
+    variables = environment(COLUMNS="80", LINES="40", TERM="xterm")
+    with TemporaryFile() as stderr:
+        with open(theirs, "wb", buffering=0) as output, open(os.devnull, "rb") as nothing:
+            process = forked.start("kvstore_cli", arguments, stdin=nothing, stdout=output, stderr=stderr, env=variables)
+        try:
+            yield Watching(process, stderr, ours, lines=not terminal)
+        finally:
             process.kill()
-        process.communicate()
+            process.wait(TURN_S)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_watch_shows_a_table_again_and_again_until_interrupted(
-    shared: Cluster, namespace: Namespace, terminal: bool
-) -> None:
+def test_watch_repeats_a_table_until_interrupted(shared: Cluster, namespace: Namespace, terminal: bool) -> None:
     arguments = ("cluster", "status", "--watch", "--interval", "0.2", "--endpoint", shared.url)
     with watching(*arguments, terminal=terminal) as watch:
         while watch.shown.count(LONG_ID.encode()) < 3:
@@ -268,7 +258,7 @@ def test_watch_shows_a_table_again_and_again_until_interrupted(
         watch.interrupt()
 
 
-def test_watch_in_json_is_a_document_a_line_and_follows_the_members(start_cluster: StartCluster) -> None:
+def test_watch_as_json_prints_documents_and_follows_the_members(start_cluster: StartCluster) -> None:
     cluster = start_cluster("watched", "n1", "n2")
     with watching("cluster", "status", "--watch", "--interval", "0.2", "--json", "--endpoint", cluster.url) as watch:
         first = json.loads(watch.next())
@@ -284,7 +274,7 @@ def test_watch_in_json_is_a_document_a_line_and_follows_the_members(start_cluste
 # ---- where -------------------------------------------------------------------------------------------------------
 
 
-def test_where_names_the_nodes_that_have_the_block(shared: Cluster, namespace: Namespace) -> None:
+def test_where_names_the_nodes_that_hold_a_block(shared: Cluster, namespace: Namespace) -> None:
     there = {node: held(shared, node, namespace) for node in ZONES}
     ask = ("--endpoint", shared.url, "--replicas", "2", "--namespace", namespace.canonical().decode())
     for key in [key.hex() for key in KEYS[:5]]:
@@ -309,8 +299,9 @@ def test_where_without_a_namespace_asks_no_shard(shared: Cluster, namespace: Nam
     assert shown.count("replica") == 2 and shown.count("tcp:") == 3
 
 
-def test_where_changes_nothing_of_a_namespace(shared: Cluster) -> None:
-    """Shards remember how many copies clients of a namespace keep, and a drain leaves out what has another copy."""
+def test_where_does_not_change_a_namespace(shared: Cluster) -> None:
+    """Shards remember the number of copies that clients of a namespace keep, and a drain skips blocks with another
+    copy. So `where --replicas` must not change that number."""
     namespace = make_namespace(BLOCK, "only-looked-at")
     with KVStoreClient(shared.url, namespace) as client:
         client.set(KEYS, blocks_of(KEYS, BLOCK), deferred=False)
@@ -339,7 +330,7 @@ def test_purge_removes_all_copies_from_all_nodes(shared: Cluster, namespace: Nam
 # ---- drain -------------------------------------------------------------------------------------------------------
 
 
-def test_a_drained_node_hands_its_blocks_over_and_is_listed_no_more(start_cluster: StartCluster) -> None:
+def test_a_drained_node_hands_its_blocks_over_and_is_unlisted(start_cluster: StartCluster) -> None:
     cluster = start_cluster("drained", "n1", "n2", "n3")
     namespace = make_namespace(BLOCK, "drained")
     fill(cluster, namespace, replicas=1)
@@ -367,12 +358,12 @@ def test_a_drained_node_hands_its_blocks_over_and_is_listed_no_more(start_cluste
         assert client.get(KEYS).hit == COUNT
     assert cluster.nodes["n2"].stop() == 0
 
-    # One that was drained joins again when it is started anew.
+    # A drained node joins again when it is restarted.
     cluster.nodes["n2"].restart()
     wait_until(lambda: names_in(cluster) == ["n1", "n2"], SERVE_S)
 
 
-def test_a_drain_that_has_no_time_says_what_was_not_moved(start_cluster: StartCluster) -> None:
+def test_a_drain_without_time_reports_the_blocks_not_moved(start_cluster: StartCluster) -> None:
     cluster = start_cluster("hasty", "n1", "n2")
     namespace = make_namespace(BLOCK, "hasty")
     fill(cluster, namespace, replicas=1)
@@ -407,10 +398,10 @@ def test_a_drain_that_has_no_time_says_what_was_not_moved(start_cluster: StartCl
         (("drain", "--endpoint", "etcd://127.0.0.1:1/c"), "node"),
     ],
 )
-def test_bad_usage_is_status_2_and_names_what_was_wrong(arguments: tuple[str, ...], named: str) -> None:
+def test_bad_usage_is_status_2_and_names_the_mistake(arguments: tuple[str, ...], named: str) -> None:
     assert named in kvstore(*arguments, status=2, columns=200).stderr
 
 
-def test_a_node_that_the_cluster_does_not_have_is_status_1_and_names_those_it_has(shared: Cluster) -> None:
+def test_an_unknown_node_is_status_1_and_the_known_ones_are_named(shared: Cluster) -> None:
     failed = kvstore("drain", "n9", "--endpoint", shared.url, status=1)
     assert "has no node 'n9'" in failed.stderr and all(repr(node) in failed.stderr for node in ZONES)

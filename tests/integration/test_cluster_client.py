@@ -1,5 +1,5 @@
-"""The client in a cluster: real servers and a real etcd; the members' records are written by the tests, so that each
-state can be had for as long as a test needs it."""
+"""The client in a cluster: real servers and a real etcd. The tests write the members' records themselves, so that each
+state lasts as long as a test needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BLOCKS = blocks_of(KEYS, BLOCK_BYTES)
 
 
 def holders(cluster: Cluster, namespace: Namespace) -> dict[str, np.ndarray]:
-    """Which of `KEYS` each node has."""
+    """Return which of `KEYS` each node has."""
     found = {}
     for node in cluster.nodes:
         with cluster.alone(node, namespace) as client:
@@ -48,7 +48,7 @@ def stores_and_reads(client: KVStoreClient, first: int = 0) -> None:
     assert list(client.get(keys).blocks) == blocks
 
 
-def test_a_cluster_is_one_store(cluster: Cluster, namespace: Namespace) -> None:
+def test_a_cluster_works_as_one_store(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a", "b", "c", shards=2)
     with cluster.client(namespace) as client:
         result = client.set(KEYS, BLOCKS, deferred=False)
@@ -64,7 +64,7 @@ def test_a_cluster_is_one_store(cluster: Cluster, namespace: Namespace) -> None:
         assert not client.contains(KEYS).any()
 
 
-def test_without_a_node_a_cluster_cannot_be_used(cluster: Cluster, namespace: Namespace) -> None:
+def test_a_cluster_without_nodes_cannot_be_used(cluster: Cluster, namespace: Namespace) -> None:
     with pytest.raises(ConnectionLost, match="no node is registered"):
         cluster.client(namespace, timeout_s=1.0)
     with cluster.client(namespace, timeout_s=1.0, fail_open=True) as client:
@@ -77,17 +77,17 @@ def test_without_a_node_a_cluster_cannot_be_used(cluster: Cluster, namespace: Na
         stores_and_reads(client)
 
 
-def test_a_cluster_whose_etcd_is_out_of_reach_is_named(namespace: Namespace) -> None:
+def test_a_cluster_with_an_unreachable_etcd_is_named(namespace: Namespace) -> None:
     with pytest.raises(ConnectionLost, match=r"etcd://127\.0\.0\.1:1/lost"):
         KVStoreClient("etcd://127.0.0.1:1/lost", namespace, timeout_s=1.0)
 
 
-def test_a_list_of_nodes_with_a_cluster_among_them_is_refused(namespace: Namespace) -> None:
+def test_a_node_list_that_contains_a_cluster_is_refused(namespace: Namespace) -> None:
     with pytest.raises(ValueError, match="expected tcp://HOST:PORT"):
         KVStoreClient(["tcp://127.0.0.1:1", "etcd://127.0.0.1:1/name"], namespace)
 
 
-def test_a_name_that_another_shard_answers_to_is_not_used(
+def test_an_address_with_another_shard_is_not_used(
     cluster: Cluster, start_server: StartServer, namespace: Namespace
 ) -> None:
     cluster.start_listed("a")
@@ -102,7 +102,7 @@ def test_a_name_that_another_shard_answers_to_is_not_used(
         assert not alone.contains(KEYS).any(), "blocks went to a shard that is not the one meant"
 
 
-def test_a_client_has_one_connection_a_shard(cluster: Cluster, namespace: Namespace) -> None:
+def test_a_client_has_one_connection_per_shard(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a", "b", shards=2)
     with cluster.client(namespace) as client, ThreadPoolExecutor(8) as threads:
         for _ in threads.map(lambda _: stores_and_reads(client), range(16)):
@@ -113,7 +113,7 @@ def test_a_client_has_one_connection_a_shard(cluster: Cluster, namespace: Namesp
 # ---- change ------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_joins_is_filled_by_what_is_read(cluster: Cluster, namespace: Namespace) -> None:
+def test_reads_fill_a_joining_node(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a", "b")
     with cluster.client(namespace) as client:
         client.set(KEYS, BLOCKS, deferred=False)
@@ -130,11 +130,11 @@ def test_a_node_that_joins_is_filled_by_what_is_read(cluster: Cluster, namespace
         assert client.get(KEYS).hit == COUNT
         assert client.stats.found_elsewhere == before, "each block is read from the old owner once"
         cluster.register("c", "serving")
-        wait_until(lambda: client._core.view._old is None)
+        wait_until(lambda: client._pool.view._old is None)
         assert client.get(KEYS).hit == COUNT, "and stays after the grace period"
 
 
-def test_a_stream_fills_a_node_that_joins(cluster: Cluster, namespace: Namespace) -> None:
+def test_streams_fill_a_joining_node(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a")
     with cluster.client(namespace) as client:
         client.set(KEYS, BLOCKS, deferred=False)
@@ -144,7 +144,7 @@ def test_a_stream_fills_a_node_that_joins(cluster: Cluster, namespace: Namespace
         wait_until(lambda: holders(cluster, namespace)["b"].sum() > COUNT / 3, what="the new node fills")
 
 
-def test_blocks_whose_checksum_nobody_checked_are_not_repaired(cluster: Cluster, namespace: Namespace) -> None:
+def test_blocks_with_unchecked_checksums_are_not_repaired(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a")
     with cluster.client(namespace, checksum=False) as client:
         client.set(KEYS, BLOCKS, deferred=False)
@@ -155,7 +155,7 @@ def test_blocks_whose_checksum_nobody_checked_are_not_repaired(cluster: Cluster,
         assert not holders(cluster, namespace)["b"].any()
 
 
-def test_what_is_set_while_a_node_joins_goes_to_the_new_owner(cluster: Cluster, namespace: Namespace) -> None:
+def test_blocks_set_during_a_join_go_to_the_new_owner(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a")
     cluster.start_listed("b", state="joining")
     with cluster.client(namespace) as client:
@@ -165,13 +165,13 @@ def test_what_is_set_while_a_node_joins_goes_to_the_new_owner(cluster: Cluster, 
         assert client.delete(KEYS) == COUNT
 
 
-def test_a_node_that_drains_is_read_from_and_not_set_on(cluster: Cluster, namespace: Namespace) -> None:
+def test_a_draining_node_is_read_from_but_not_set_on(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a", "b")
     with cluster.client(namespace) as client:
         client.set(KEYS[:100], BLOCKS[:100], deferred=False)
         kept = holders(cluster, namespace)["b"]
         cluster.register("b", "draining")
-        wait_until(lambda: client._core.view._old is not None)
+        wait_until(lambda: client._pool.view._old is not None)
         client.set(KEYS[100:], BLOCKS[100:], deferred=False)
         assert (holders(cluster, namespace)["b"] == kept).all(), "nothing new is set on it"
         assert client.get(KEYS).hit == COUNT, "what it has is still found"
@@ -184,7 +184,7 @@ def test_a_node_that_drains_is_read_from_and_not_set_on(cluster: Cluster, namesp
         assert client.get(KEYS).hit == COUNT
 
 
-def test_a_change_of_view_drops_no_request(cluster: Cluster, namespace: Namespace) -> None:
+def test_a_view_change_drops_no_request(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a", "b")
     with cluster.client(namespace, timeout_s=5.0) as client:
         wait_until(lambda: nodes_of(client) == {"a", "b"})
@@ -200,7 +200,7 @@ def test_a_change_of_view_drops_no_request(cluster: Cluster, namespace: Namespac
         assert client.stats.failures == 0
 
 
-def test_a_child_follows_the_cluster_itself(cluster: Cluster, namespace: Namespace) -> None:
+def test_a_forked_child_follows_the_cluster_itself(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a")
     with cluster.client(namespace) as client:
         client.set(KEYS, BLOCKS, deferred=False)
@@ -226,7 +226,7 @@ def test_a_child_follows_the_cluster_itself(cluster: Cluster, namespace: Namespa
 # ---- replicas ----------------------------------------------------------------------------------------------------
 
 
-def test_each_block_is_on_as_many_nodes_as_asked_for(cluster: Cluster, namespace: Namespace) -> None:
+def test_each_block_is_on_the_requested_number_of_nodes(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a", "b", "c", "d", shards=2)
     with cluster.client(namespace, replicas=3) as client:
         assert client.set(KEYS, BLOCKS, deferred=False).created == COUNT
@@ -248,7 +248,7 @@ def test_replicas_are_in_different_zones(cluster: Cluster, namespace: Namespace)
         assert (there["b1"] ^ there["b2"]).all()
 
 
-def test_more_replicas_than_nodes_are_as_many_as_there_are(cluster: Cluster, namespace: Namespace) -> None:
+def test_with_too_few_nodes_every_node_has_a_replica(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a", shards=3)
     with cluster.client(namespace, replicas=2) as client:
         assert client.set(KEYS, BLOCKS, deferred=False).created == COUNT
@@ -257,9 +257,7 @@ def test_more_replicas_than_nodes_are_as_many_as_there_are(cluster: Cluster, nam
 
 @pytest.mark.exclusive
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_with_a_replica_a_dead_node_costs_no_hit_and_no_deadline(
-    cluster: Cluster, namespace: Namespace, how: str
-) -> None:
+def test_with_a_replica_a_dead_node_costs_no_hit_or_deadline(cluster: Cluster, namespace: Namespace, how: str) -> None:
     cluster.start_listed("a", "b", "c")
     with cluster.client(namespace, replicas=2, timeout_s=2.0) as client:
         client.set(KEYS, BLOCKS, deferred=False)
@@ -286,7 +284,7 @@ def test_with_a_replica_a_dead_node_costs_no_hit_and_no_deadline(
             assert (out == np.frombuffer(b"".join(BLOCKS), dtype=np.uint8).reshape(COUNT, BLOCK_BYTES)).all()
             missing = make_keys(100, first=5000)
             with pytest.raises(Exception, match=str(victim.port)):
-                client.set(missing, blocks_of(missing, BLOCK_BYTES), deferred=False)  # not all replicas can have it
+                client.set(missing, blocks_of(missing, BLOCK_BYTES), deferred=False)  # a replica does not answer
         finally:
             if how == "stop":
                 victim.signal(18)
@@ -294,7 +292,7 @@ def test_with_a_replica_a_dead_node_costs_no_hit_and_no_deadline(
                     shard.resume()
 
 
-def test_a_replica_that_lost_its_blocks_gets_them_again(cluster: Cluster, namespace: Namespace) -> None:
+def test_a_replica_that_lost_its_blocks_gets_them_back(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a", "b")
     with cluster.client(namespace, replicas=2) as client:
         client.set(KEYS, BLOCKS, deferred=False)
@@ -305,11 +303,11 @@ def test_a_replica_that_lost_its_blocks_gets_them_again(cluster: Cluster, namesp
             30,
             "what a second replica had is set on the first",
         )
-        # A shard has a block before the client has its reply, which it counts.
+        # The shard has a block before the client counts the reply.
         wait_until(lambda: client.stats.repaired == COUNT, what="the client counts what it set again")
 
 
-def test_every_replica_is_read_from(cluster: Cluster, namespace: Namespace) -> None:
+def test_every_replica_serves_reads(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a", "b")
     with cluster.client(namespace, replicas=2) as client:
         client.set(KEYS, BLOCKS, deferred=False)
@@ -325,7 +323,7 @@ def test_every_replica_is_read_from(cluster: Cluster, namespace: Namespace) -> N
         wait_until(read, what="both have sent the block")
 
 
-def test_what_a_node_that_joins_got_is_found_after_another_joined(cluster: Cluster, namespace: Namespace) -> None:
+def test_blocks_of_a_joining_node_are_found_after_the_next_join(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a")
     cluster.start_listed("b", state="joining")
     with cluster.client(namespace) as client:
@@ -338,7 +336,7 @@ def test_what_a_node_that_joins_got_is_found_after_another_joined(cluster: Clust
         assert client.get(KEYS).hit == COUNT
 
 
-def test_a_block_with_wrong_bytes_is_read_from_the_other_replica(cluster: Cluster, namespace: Namespace) -> None:
+def test_a_block_with_wrong_bytes_is_read_from_another_replica(cluster: Cluster, namespace: Namespace) -> None:
     cluster.start_listed("a", "b")
     with cluster.client(namespace, replicas=2) as client:
         client.set(KEYS, BLOCKS, deferred=False)
@@ -355,7 +353,7 @@ def test_a_block_with_wrong_bytes_is_read_from_the_other_replica(cluster: Cluste
         assert {at: bytes(block) for at, block in client.stream_get(KEYS)} == dict(enumerate(BLOCKS))
 
 
-def test_a_list_of_nodes_can_have_replicas(start_server: StartServer, namespace: Namespace) -> None:
+def test_a_list_of_nodes_supports_replicas(start_server: StartServer, namespace: Namespace) -> None:
     servers = [start_server(), start_server(), start_server()]
     with KVStoreClient([server.endpoint for server in servers], namespace, replicas=2, timeout_s=3.0) as client:
         assert client.set(KEYS, BLOCKS, deferred=False).created == COUNT
@@ -368,7 +366,7 @@ def test_a_list_of_nodes_can_have_replicas(start_server: StartServer, namespace:
 
 
 @pytest.mark.exclusive
-def test_a_shard_that_vanishes_is_noticed_within_3_s(start_server: StartServer, namespace: Namespace) -> None:
+def test_a_vanished_shard_is_noticed_within_3_s(start_server: StartServer, namespace: Namespace) -> None:
     server = start_server()
     with KVStoreClient(server.endpoint, namespace, timeout_s=30.0) as client:
         client.set(KEYS, BLOCKS)
@@ -382,7 +380,7 @@ def test_a_shard_that_vanishes_is_noticed_within_3_s(start_server: StartServer, 
 
 
 @pytest.mark.exclusive
-def test_a_slow_shard_does_not_stall_a_batch_for_the_fast_ones(start_server: StartServer, namespace: Namespace) -> None:
+def test_a_slow_shard_does_not_delay_the_fast_ones(start_server: StartServer, namespace: Namespace) -> None:
     fast, slow = start_server(), start_server()
     with KVStoreClient([fast.endpoint, slow.endpoint], namespace, timeout_s=1.0, fail_open=True) as client:
         client.set(KEYS, BLOCKS, deferred=False)
@@ -396,10 +394,8 @@ def test_a_slow_shard_does_not_stall_a_batch_for_the_fast_ones(start_server: Sta
             assert result.existed == hit
 
 
-def test_a_set_tells_how_many_copies_there_are_and_can_demand_them(
-    start_server: StartServer, new_namespace: MakeNamespace
-) -> None:
-    """One node where two copies are wanted."""
+def test_a_set_reports_its_copies_and_can_require_them(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    """Two copies are wanted, but the client knows only one node at first."""
     server = start_server()
     namespace, keys = new_namespace(64), make_keys(10)
     blocks = blocks_of(keys, 64)

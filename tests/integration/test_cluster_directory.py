@@ -1,4 +1,4 @@
-"""The member list in a real etcd: what is written, what is read, and what its followers see when etcd has trouble."""
+"""The list of members in a real etcd: what nodes write, what clients read, and what followers see if etcd fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TTL_S = 2
 
 @pytest.fixture
 def url(etcd: Etcd, request: pytest.FixtureRequest) -> str:
-    """A cluster that no other test uses."""
+    """Return the URL of a cluster that no other test uses."""
     return etcd.url(f"t{abs(hash(request.node.name)) % 10**9}")
 
 
@@ -48,7 +48,7 @@ def member(node: str, state: State = "serving", port: int = 7070, instance: str 
 
 
 def put(url: str, key: str, value: bytes) -> None:
-    """As an operator with etcdctl would."""
+    """Write a value, as an operator can with etcdctl."""
     parsed = parse_cluster_url(url)
     assert isinstance(parsed, EtcdURL)
     (host, port), *_ = parsed.endpoints
@@ -63,7 +63,7 @@ def put(url: str, key: str, value: bytes) -> None:
 # ---- the directory -------------------------------------------------------------------------------------------------
 
 
-def test_a_member_is_listed_from_when_it_registers_until_it_withdraws(directory: EtcdDirectory) -> None:
+def test_a_member_is_listed_from_registration_to_withdrawal(directory: EtcdDirectory) -> None:
     assert list(directory.membership().members) == []
     lease = directory.grant(TTL_S)
     assert directory.register(member("b"), lease)
@@ -78,7 +78,7 @@ def test_a_member_is_listed_from_when_it_registers_until_it_withdraws(directory:
     assert not directory.keep_alive(lease) and directory.keep_alive(other)
 
 
-def test_a_lease_that_is_kept_alive_holds_and_one_that_is_not_ends(directory: EtcdDirectory) -> None:
+def test_only_a_lease_that_is_kept_alive_lasts(directory: EtcdDirectory) -> None:
     kept, left = directory.grant(TTL_S), directory.grant(TTL_S)
     assert directory.register(member("kept"), kept) and directory.register(member("left"), left)
     end = time.monotonic() + 3.5
@@ -88,7 +88,7 @@ def test_a_lease_that_is_kept_alive_holds_and_one_that_is_not_ends(directory: Et
     assert states_of(directory.membership()) == {"kept": "serving"}
 
 
-def test_a_record_is_changed_by_its_lease_only(directory: EtcdDirectory) -> None:
+def test_only_its_own_lease_can_change_a_record(directory: EtcdDirectory) -> None:
     mine, other = directory.grant(60), directory.grant(60)
     assert directory.register(member("a", "joining"), mine)
     assert directory.register(member("a", "serving"), mine)
@@ -96,18 +96,18 @@ def test_a_record_is_changed_by_its_lease_only(directory: EtcdDirectory) -> None
     assert directory.read_member("a") == member("a", "serving")
     assert directory.register(member("a", instance="2"), other, replace=True)
     assert not directory.register(member("a", "draining"), mine)
-    directory.withdraw("a", mine)  # what is not under its lease stays
+    directory.withdraw("a", mine)  # a record under another lease stays
     assert directory.read_member("a") == member("a", instance="2")
 
 
-def test_to_wait_for_a_change_wakes_at_once_and_misses_nothing(url: str, directory: EtcdDirectory) -> None:
+def test_waiting_for_a_change_wakes_at_once_and_misses_nothing(url: str, directory: EtcdDirectory) -> None:
     epoch = directory.membership().epoch
     began = time.monotonic()
     assert not directory.wait_for_change(epoch, 0.3)
     assert 0.25 < time.monotonic() - began < 2
     lease = directory.grant(60)
     assert directory.register(member("a"), lease)
-    assert directory.wait_for_change(epoch, 5)  # it was before the question
+    assert directory.wait_for_change(epoch, 5)  # the change came before the call
     epoch = directory.membership().epoch
     timer = threading.Timer(0.3, lambda: directory.withdraw("a", lease))
     timer.start()
@@ -117,7 +117,7 @@ def test_to_wait_for_a_change_wakes_at_once_and_misses_nothing(url: str, directo
     timer.join()
 
 
-def test_other_clusters_and_drains_are_no_change(url: str, directory: EtcdDirectory) -> None:
+def test_other_clusters_and_drain_requests_are_no_change(url: str, directory: EtcdDirectory) -> None:
     other = open_directory(url + "x")
     epoch = directory.membership().epoch
     assert other.register(member("a"), other.grant(60))
@@ -128,7 +128,7 @@ def test_other_clusters_and_drains_are_no_change(url: str, directory: EtcdDirect
 
 
 @pytest.mark.exclusive
-def test_closing_wakes_who_waits_for_a_change(directory: EtcdDirectory) -> None:
+def test_close_wakes_threads_that_wait_for_a_change(directory: EtcdDirectory) -> None:
     epoch = directory.membership().epoch
     ended: list[BaseException] = []
 
@@ -159,7 +159,7 @@ def test_closing_wakes_who_waits_for_a_change(directory: EtcdDirectory) -> None:
         encode_member(member("a")).replace(b"a/0", b"ok/0"),
     ],
 )
-def test_a_record_that_is_no_member_is_left_out_and_named(
+def test_an_invalid_record_is_ignored_and_named(
     url: str, directory: EtcdDirectory, record: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert directory.register(member("ok"), directory.grant(60))
@@ -170,7 +170,7 @@ def test_a_record_that_is_no_member_is_left_out_and_named(
     assert len(said) == 1 and "'a'" in said[0], said
 
 
-def test_a_drain_is_asked_for_written_on_and_ended(directory: EtcdDirectory) -> None:
+def test_a_drain_is_requested_updated_and_ended(directory: EtcdDirectory) -> None:
     assert directory.read_drain("a") is None
     directory.write_drain("a", Drain("1", 30.0))
     assert directory.read_drain("a") == Drain("1", 30.0, "asked")
@@ -181,12 +181,12 @@ def test_a_drain_is_asked_for_written_on_and_ended(directory: EtcdDirectory) -> 
 
 
 @pytest.mark.exclusive
-def test_an_endpoint_that_is_dead_or_silent_makes_room_for_the_next(own_etcd: Etcd, tmp_path: Path) -> None:
+def test_a_dead_or_silent_endpoint_is_replaced_by_the_next(own_etcd: Etcd, tmp_path: Path) -> None:
     (dead,) = free_ports(1)
     with Etcd(tmp_path / "silent") as silent:
         silent.signal(signal.SIGSTOP)
         url = f"etcd://127.0.0.1:{dead},127.0.0.1:{silent.port},127.0.0.1:{own_etcd.port}/n"
-        for _ in range(4):  # whichever is asked first
+        for _ in range(4):  # whichever endpoint is used first
             directory = open_directory(url, timeout_s=0.5)
             began = time.monotonic()
             assert directory.register(member("a"), directory.grant(60), replace=True)
@@ -195,7 +195,7 @@ def test_an_endpoint_that_is_dead_or_silent_makes_room_for_the_next(own_etcd: Et
             directory.close()
 
 
-def test_nobody_there_is_an_error_with_every_reason() -> None:
+def test_with_no_endpoint_alive_the_error_has_every_reason() -> None:
     ports = free_ports(2)
     directory = open_directory(f"etcd://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}/n")
     with pytest.raises(DirectoryError) as caught:
@@ -207,7 +207,7 @@ def test_nobody_there_is_an_error_with_every_reason() -> None:
 # ---- following -----------------------------------------------------------------------------------------------------
 
 
-def test_a_follower_tells_of_every_change_once(url: str, directory: EtcdDirectory) -> None:
+def test_a_follower_reports_every_change_once(url: str, directory: EtcdDirectory) -> None:
     first, second = directory.grant(60), directory.grant(60)
     directory.register(member("a"), first)
     with Following(url) as following:
@@ -229,7 +229,7 @@ def test_a_follower_tells_of_every_change_once(url: str, directory: EtcdDirector
         assert epochs == sorted(set(epochs)) and following.follower.lost == ""
 
 
-def test_who_leaves_while_another_joins_is_gone_at_once(url: str, directory: EtcdDirectory) -> None:
+def test_a_node_that_leaves_during_a_join_is_gone_at_once(url: str, directory: EtcdDirectory) -> None:
     leases = [directory.grant(60) for _ in range(3)]
     directory.register(member("a"), leases[0])
     directory.register(member("b"), leases[1])
@@ -241,7 +241,7 @@ def test_who_leaves_while_another_joins_is_gone_at_once(url: str, directory: Etc
         following.wait_for({"b": "serving", "c": "joining"}, 3.0)
 
 
-def test_who_comes_back_is_there_at_once_and_who_is_new_is_not(
+def test_a_returning_node_is_listed_at_once_and_a_new_one_later(
     url: str, directory: EtcdDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.cluster.following.SPREAD_S", 1e6)
@@ -261,7 +261,7 @@ def test_who_comes_back_is_there_at_once_and_who_is_new_is_not(
         following.wait_for({"a": "draining"})
 
 
-def test_a_follower_waits_for_a_first_member_and_says_what_it_waits_for(url: str, directory: EtcdDirectory) -> None:
+def test_a_follower_waits_for_the_first_member_and_logs_that(url: str, directory: EtcdDirectory) -> None:
     with Following(url) as following:
         with pytest.raises(DirectoryError, match=r"no node is registered"):
             following.follower.wait(0.5)
@@ -273,7 +273,7 @@ def test_a_follower_waits_for_a_first_member_and_says_what_it_waits_for(url: str
         nowhere.follower.wait(0.5)
 
 
-def test_a_callback_that_fails_is_logged_and_the_next_change_is_told(
+def test_a_failing_callback_is_logged_and_the_next_change_reported(
     url: str, directory: EtcdDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
     lease = directory.grant(60)
@@ -290,11 +290,11 @@ def test_a_callback_that_fails_is_logged_and_the_next_change_is_told(
     directory.register(member("a", "draining"), lease)
     wait_until(lambda: seen[-1] == {"a": "draining"})
     follower.close()
-    assert "taking a new view" in caplog.text
+    assert "using the new members" in caplog.text
 
 
 @pytest.mark.exclusive
-def test_closing_a_follower_is_quick_and_nothing_is_told_after_it(url: str, directory: EtcdDirectory) -> None:
+def test_closing_a_follower_is_quick_and_ends_all_reports(url: str, directory: EtcdDirectory) -> None:
     directory.register(member("a"), directory.grant(60))
     following = Following(url)
     following.follower.wait(5)
@@ -310,13 +310,13 @@ def test_closing_a_follower_is_quick_and_nothing_is_told_after_it(url: str, dire
     assert len(following.views) == told
 
 
-def test_a_forked_child_leaves_the_followers_of_its_parent_alone(url: str, directory: EtcdDirectory) -> None:
+def test_a_forked_child_does_not_disturb_its_parents_followers(url: str, directory: EtcdDirectory) -> None:
     lease = directory.grant(60)
     directory.register(member("a"), lease)
     with Following(url) as following:
         following.follower.wait(5)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads: that is the test
+            warnings.simplefilter("ignore", DeprecationWarning)  # the test forks a process with threads on purpose
             pid = os.fork()
         if pid == 0:
             following.follower.close()
@@ -329,7 +329,7 @@ def test_a_forked_child_leaves_the_followers_of_its_parent_alone(url: str, direc
         following.wait_for({"a": "draining"}, 1.0)
 
 
-def test_while_etcd_is_away_the_last_view_stays_and_its_changes_are_caught_up_with(
+def test_without_etcd_the_last_view_stays_and_changes_follow_later(
     own_etcd: Etcd, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -355,7 +355,7 @@ def test_while_etcd_is_away_the_last_view_stays_and_its_changes_are_caught_up_wi
     directory.close()
 
 
-def test_an_etcd_that_hangs_is_lost_too(own_etcd: Etcd) -> None:
+def test_a_hanging_etcd_counts_as_lost(own_etcd: Etcd) -> None:
     directory = open_directory(own_etcd.url("n"))
     directory.register(member("a"), directory.grant(600))
     with Following(own_etcd.url("n")) as following:
@@ -367,7 +367,7 @@ def test_an_etcd_that_hangs_is_lost_too(own_etcd: Etcd) -> None:
     directory.close()
 
 
-def test_an_etcd_that_lost_its_data_takes_no_member_away(own_etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_etcd_without_its_data_removes_no_member(own_etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
     url = own_etcd.url("n")
     directory = open_directory(url)
     for node in "ab":
@@ -386,7 +386,7 @@ def test_an_etcd_that_lost_its_data_takes_no_member_away(own_etcd: Etcd, caplog:
     directory.close()
 
 
-def test_who_does_not_come_back_after_that_is_gone_in_the_end(own_etcd: Etcd) -> None:
+def test_a_member_that_does_not_return_is_removed_in_the_end(own_etcd: Etcd) -> None:
     url = own_etcd.url("n")
     directory = open_directory(url)
     lease = directory.grant(600)

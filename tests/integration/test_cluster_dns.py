@@ -1,4 +1,4 @@
-"""A cluster behind a DNS name: the nodes are real, the name is what a test makes of it."""
+"""A cluster with a DNS name: the nodes are real, and each test decides which addresses the name has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "kvstore.test"
 
 
 class Name:
-    """The addresses of `NAME`; an exception instead: it cannot be resolved."""
+    """Resolves `NAME` to the addresses that the test sets, or raises the exception that it sets."""
 
     def __init__(self) -> None:
         self.addresses: list[str] | OSError = []
@@ -34,11 +34,11 @@ class Name:
 
 @pytest.fixture
 def name(monkeypatch: pytest.MonkeyPatch) -> Name:
-    """Names are looked up, and nodes asked, in tenths of seconds."""
+    """The name. It is resolved, and nodes are asked, every few tenths of a second."""
     name = Name()
     monkeypatch.setattr(socket, "getaddrinfo", name)
     monkeypatch.setattr(dns, "RESOLVE_S", (0.1, 0.2))
-    monkeypatch.setattr(dns, "ASK_S", (0.2, 0.3))
+    monkeypatch.setattr(dns, "RESOLVE_EVERY_S", (0.2, 0.3))
     monkeypatch.setattr(dns, "GRACE_S", 2.0)
     return name
 
@@ -51,7 +51,7 @@ def nodes(start_server: StartServer) -> list[Server]:
 
 
 class Following:
-    """A follower and all that it told of."""
+    """A follower and everything that it reported."""
 
     def __init__(self, url: str) -> None:
         self.views: list[Membership] = []
@@ -75,7 +75,7 @@ def following(nodes: list[Server], name: Name) -> Iterator[Following]:
     following.follower.close()
 
 
-def test_each_address_is_a_node_that_says_who_it_is(nodes: list[Server], name: Name, following: Following) -> None:
+def test_each_address_is_a_node_that_identifies_itself(nodes: list[Server], name: Name, following: Following) -> None:
     name.addresses = ["127.0.0.2", "127.0.0.1"]
     with following:
         view = following.follower.wait(5)
@@ -88,7 +88,7 @@ def test_each_address_is_a_node_that_says_who_it_is(nodes: list[Server], name: N
         ]
 
 
-def test_a_later_address_joins_and_then_serves(name: Name, following: Following) -> None:
+def test_a_new_address_joins_and_then_serves(name: Name, following: Following) -> None:
     name.addresses = ["127.0.0.1"]
     with following:
         following.follower.wait(5)
@@ -101,7 +101,7 @@ def test_a_later_address_joins_and_then_serves(name: Name, following: Following)
         assert epochs == sorted(set(epochs))
 
 
-def test_a_node_that_does_not_answer_is_left_out_and_joins_again(
+def test_an_unresponsive_node_is_removed_and_later_joins_again(
     nodes: list[Server], name: Name, following: Following
 ) -> None:
     name.addresses = ["127.0.0.1", "127.0.0.2"]
@@ -113,7 +113,7 @@ def test_a_node_that_does_not_answer_is_left_out_and_joins_again(
         wait_until(lambda: following.states() == {"a": "serving", "b": "joining"})
 
 
-def test_a_name_that_cannot_be_resolved_takes_nobody_away(
+def test_an_unresolvable_name_removes_no_node(
     name: Name, following: Following, caplog: pytest.LogCaptureFixture
 ) -> None:
     name.addresses = ["127.0.0.1"]
@@ -128,7 +128,7 @@ def test_a_name_that_cannot_be_resolved_takes_nobody_away(
     assert caplog.text.count("cannot read the members") == 1
 
 
-def test_nodes_that_all_fall_silent_stay_in_the_view(nodes: list[Server], name: Name, following: Following) -> None:
+def test_if_all_nodes_fall_silent_they_stay_in_the_view(nodes: list[Server], name: Name, following: Following) -> None:
     name.addresses = ["127.0.0.1", "127.0.0.2"]
     with following:
         following.follower.wait(5)
@@ -150,7 +150,7 @@ def test_a_node_with_two_addresses_is_one_member(
     assert "not using 127.0.0.3: node 'a' has another address" in caplog.text
 
 
-def test_nobody_there_is_said_with_its_reason(name: Name) -> None:
+def test_without_any_node_the_reason_is_given(name: Name) -> None:
     name.addresses = ["127.0.0.4"]
     with (
         Following(f"dns://{NAME}:1") as following,

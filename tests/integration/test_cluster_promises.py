@@ -1,4 +1,4 @@
-"""Promises where blocks have copies, and while nodes join, drain and die."""
+"""Promises of blocks with copies, also while nodes join, drain and die."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def put(client: KVStoreClient, keys: list[bytes]) -> None:
     assert client.set(keys, blocks_of(keys, BLOCK_BYTES)).error == 0
 
 
-def test_blocks_of_several_shards_are_promised_and_waited_for(start_server: StartServer, namespace: Namespace) -> None:
+def test_blocks_of_several_shards_can_be_promised_and_awaited(start_server: StartServer, namespace: Namespace) -> None:
     server = start_server("--shards", "3")
     with (
         KVStoreClient(server.endpoint, namespace) as producer,
@@ -34,7 +34,7 @@ def test_blocks_of_several_shards_are_promised_and_waited_for(start_server: Star
         assert reading.present(5) == [True] * len(KEYS)
 
 
-def test_a_replica_takes_over_the_waiters_of_a_node_that_dies(start_server: StartServer, namespace: Namespace) -> None:
+def test_a_replica_takes_over_a_dead_nodes_waiters(start_server: StartServer, namespace: Namespace) -> None:
     servers = [start_server(), start_server()]
     endpoints = [server.endpoint for server in servers]
     with (
@@ -54,7 +54,7 @@ def test_a_replica_takes_over_the_waiters_of_a_node_that_dies(start_server: Star
         assert reading.present(5) == [True] * len(KEYS)
 
 
-def test_who_is_second_at_the_first_owner_promises_nothing_elsewhere(
+def test_a_client_refused_by_the_first_owner_promises_nothing_elsewhere(
     start_server: StartServer, namespace: Namespace
 ) -> None:
     endpoints = [start_server().endpoint, start_server().endpoint]
@@ -72,7 +72,7 @@ def test_who_is_second_at_the_first_owner_promises_nothing_elsewhere(
 
 @pytest.mark.parametrize("change", ["join", "drain"])
 def test_a_promise_survives_a_change_of_owners(cluster: Cluster, namespace: Namespace, change: str) -> None:
-    """Its blocks go to the new owners; who waits at the old ones finds them there."""
+    """The blocks are set on the new owners. Clients that wait at the old owners find them on the new ones."""
     if change == "join":
         cluster.start_listed("a", "b")
     else:

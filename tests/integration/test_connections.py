@@ -1,4 +1,4 @@
-"""A client with several connections to each shard: what is read over them, and what happens when one of them goes."""
+"""A client with several connections to each shard: what it reads over them, and what happens if one is lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(remote: Server, namespace: Namespace) -> Iterator[KVStoreClient]:
 
 
 def lanes_of(client: KVStoreClient) -> list[Link]:
-    return list(client._core.links[0].lanes)
+    return list(client._pool.links[0].lanes)
 
 
 def connected(client: KVStoreClient) -> int:
@@ -50,7 +50,7 @@ def received(lane: Link) -> int:
 
 
 def check(client: KVStoreClient) -> None:
-    """All blocks are read, and right, in every way of reading."""
+    """Read all blocks in every way, and check their bytes."""
     out = np.zeros_like(BLOCKS)
     assert client.get_into(KEYS, out).all() and np.array_equal(out, BLOCKS)
     assert [bytes(block) for block in client.get(KEYS).blocks if block is not None] == [b.tobytes() for b in BLOCKS]
@@ -60,7 +60,7 @@ def check(client: KVStoreClient) -> None:
     assert client.load_prefix(KEYS, out) == COUNT and np.array_equal(out, BLOCKS)
 
 
-def test_a_large_read_is_spread_over_all_connections(client: KVStoreClient) -> None:
+def test_a_large_read_uses_all_connections(client: KVStoreClient) -> None:
     assert client.set(KEYS, BLOCKS).created == COUNT
     check(client)
     shares = [received(lane) for lane in lanes_of(client)]
@@ -68,7 +68,7 @@ def test_a_large_read_is_spread_over_all_connections(client: KVStoreClient) -> N
     assert shard_info(client).connections == 3
 
 
-def test_threads_set_and_read_over_all_connections_at_once(client: KVStoreClient) -> None:
+def test_threads_use_all_connections_concurrently(client: KVStoreClient) -> None:
     def work(number: int) -> None:
         keys = make_keys(8, first=1000 + 8 * number)
         blocks = np.full((8, BLOCK_BYTES), number, dtype=np.uint8)
@@ -82,7 +82,7 @@ def test_threads_set_and_read_over_all_connections_at_once(client: KVStoreClient
         list(threads.map(work, range(6)))
 
 
-def test_a_connection_that_is_lost_is_opened_again_and_no_block_is_missed_meanwhile(client: KVStoreClient) -> None:
+def test_a_lost_connection_is_reopened_without_a_miss(client: KVStoreClient) -> None:
     client.set(KEYS, BLOCKS)
     for number in (1, 2, 0):
         sock = lanes_of(client)[number].sock
@@ -101,9 +101,7 @@ def test_a_restarted_server_gets_all_connections_again(remote: Server, client: K
     check(client)
 
 
-def test_connections_for_which_there_is_no_place_are_done_without(
-    start_server: StartServer, namespace: Namespace
-) -> None:
+def test_the_client_works_with_fewer_connections_than_wanted(start_server: StartServer, namespace: Namespace) -> None:
     server = start_server(memory="128MiB")
     with (
         crowd(server, OF_ADDRESS - 1, "127.0.0.1"),
@@ -117,7 +115,7 @@ def test_connections_for_which_there_is_no_place_are_done_without(
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_child_process_has_connections_of_its_own(client: KVStoreClient) -> None:
+def test_a_child_process_opens_its_own_connections(client: KVStoreClient) -> None:
     client.set(KEYS, BLOCKS)
     check(client)
     child = os.fork()
@@ -133,7 +131,7 @@ def test_a_child_process_has_connections_of_its_own(client: KVStoreClient) -> No
     check(client)
 
 
-def test_over_shared_memory_one_connection_is_enough(
+def test_with_shared_memory_one_connection_is_enough(
     start_server: StartServer, namespace: Namespace, tmp_path: Path
 ) -> None:
     server = start_server("--unix-socket", str(tmp_path / "kv.sock"), memory="128MiB")
@@ -145,13 +143,13 @@ def test_over_shared_memory_one_connection_is_enough(
         wait_until(lambda: shard_info(client).connections == 1, what="the connection over TCP is closed")
 
 
-def test_closing_ends_all_threads_and_descriptors(remote: Server, namespace: Namespace) -> None:
+def test_close_releases_all_threads_and_descriptors(remote: Server, namespace: Namespace) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         with KVStoreClient(remote.endpoint, namespace, connections=4) as client:
             wait_until(lambda client=client: connected(client) == 4)  # type: ignore[misc] # mypy cannot infer it
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstore-lane")]
-    # Not more: what an earlier test left to be collected may have gone meanwhile.
+    # There may be fewer, because objects of an earlier test may have been collected in the meantime.
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, what="all descriptors are closed")
 
 

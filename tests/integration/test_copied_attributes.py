@@ -1,4 +1,4 @@
-"""Copies of a block at other shards keep its priority, the rest of its time to live, and its place in its chain."""
+"""Copies of a block on other shards keep its priority, its remaining time to live, and its position in its chain."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.moving.mover import Mover, places
-from kvstore.moving.planning import NOBODY, Plan, plan_joining, plan_leaving
+from kvstore.moving.planning import NO_SHARD, MovePlan, plan_joining, plan_leaving
 from kvstore.wire import PROTOCOL_VERSION, ErrorCode, ShardAddress
-from kvstore.wire.asking import Asking, KeyArray
 from kvstore.wire.attributes import TTL_STEP_S, Attributes, attributes_dtype
+from kvstore.wire.queries import KeyArray, ShardQueries
 from kvstore_client import KVStoreClient, Namespace
 from tests.support.cluster import member_of
 from tests.support.harness import (
@@ -42,9 +42,9 @@ def matrix(keys: Sequence[bytes]) -> KeyArray:
 
 
 def attributes_on(shard: ShardAddress, namespace: Namespace, keys: Sequence[bytes]) -> dict[bytes, Attributes]:
-    """What a shard says goes with each of those blocks that it has."""
+    """Return the attributes of those of these blocks that a shard has."""
     found: dict[bytes, Attributes] = {}
-    with Asking((shard.host, shard.port), TIMEOUT_S, namespace.canonical()) as asking:
+    with ShardQueries((shard.host, shard.port), TIMEOUT_S, namespace.canonical()) as asking:
         for positions, _, attributes, _ in asking.get(matrix(keys)):
             for row, position in enumerate(positions.tolist()):
                 found[keys[position]] = attributes[row]
@@ -56,7 +56,7 @@ def followed(found: dict[bytes, Attributes]) -> dict[bytes, bytes]:
 
 
 def order_of(keys: Sequence[bytes], some: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Which of `some` each of them follows in the chain `keys`; the first one itself."""
+    """Return, for each key of `some`, the key of `some` before it in the chain `keys`; for the first one, itself."""
     mine = [key for key in keys if key in set(some)]
     return dict(zip(mine, [*mine[:1], *mine], strict=False))
 
@@ -68,15 +68,16 @@ def assert_kept(found: dict[bytes, Attributes], priority: int, since: float) -> 
         assert TTL_S - (time.monotonic() - since) - 1 <= left_s <= TTL_S + 1
 
 
-def carry_out(sender: Server, plan: Plan) -> None:
+def carry_out(sender: Server, plan: MovePlan) -> None:
     member = member_of(sender)
     report = Mover(member.shards, member.node, plan, lambda report: None).run(time.monotonic() + TIMEOUT_S)
     assert report.failed == 0 and report.moved == report.total > 0
 
 
 @pytest.mark.parametrize("joins", [True, False], ids=["joins", "leaves"])
-def test_moved_blocks_keep_priority_time_to_live_and_place(start_server: StartServer, joins: bool) -> None:
-    """A node with two shards copies a chain, set in several calls, to nodes with one shard and with three."""
+def test_moved_blocks_keep_priority_ttl_and_position(start_server: StartServer, joins: bool) -> None:
+    """A chain was set in several calls. A node with two shards copies it to a node with one shard and a node with
+    three."""
     sender, *others = (start_server("--shards", shards, memory="64MiB") for shards in ("2", "1", "3"))
     members = [member_of(server) for server in (sender, *others)]
     keys, since = make_keys(300), time.monotonic()
@@ -106,8 +107,8 @@ def test_moved_blocks_keep_priority_time_to_live_and_place(start_server: StartSe
     assert len(moved) == 300 if not joins else 150 < len(moved) < 300
 
 
-def test_a_repaired_block_keeps_priority_time_to_live_and_place(start_server: StartServer) -> None:
-    """Two nodes with copies, whose shards divide the chain differently: each gets back what it lost."""
+def test_a_repaired_block_keeps_priority_ttl_and_position(start_server: StartServer) -> None:
+    """Two nodes have copies of a chain, which their shards divide differently. Each node gets its lost blocks back."""
     servers = [start_server("--shards", shards, memory="64MiB") for shards in ("2", "3")]
     keys, since = make_keys(120), time.monotonic()
     blocks = blocks_of(keys, NAMESPACE.block_bytes)
@@ -132,8 +133,8 @@ def held(server: Server, keys: Sequence[bytes]) -> set[bytes]:
     return {key for shard in member_of(server).shards for key in attributes_on(shard, NAMESPACE, keys)}
 
 
-def test_copies_in_full_memory_go_from_their_tail(start_server: StartServer) -> None:
-    """A chain that was moved loses its end first when its new shard needs room, also where it was used in between."""
+def test_copies_in_full_memory_are_evicted_tail_first(start_server: StartServer) -> None:
+    """If its new shard needs room, a moved chain loses its end first, even if blocks in the middle were used."""
     sender, receiver = (start_server("--policy", "lru", memory="16MiB", segment="16MiB") for _ in range(2))
     members = [member_of(server) for server in (sender, receiver)]
     namespace = make_namespace(64 << 10, "copied")
@@ -152,26 +153,26 @@ def test_copies_in_full_memory_go_from_their_tail(start_server: StartServer) -> 
 # ---- the chains' places, and what is refused -----------------------------------------------------------------------
 
 
-def test_places_skip_what_goes_elsewhere() -> None:
+def test_positions_skip_blocks_that_go_elsewhere() -> None:
     keys = matrix(make_keys(6))
-    before = keys[[0, 0, 1, 2, 3, 5]]  # 0 <- 1 <- 2 <- 3 <- 4, and 5 by itself
-    targets = np.array([[0, NOBODY], [1, NOBODY], [NOBODY, NOBODY], [0, 1], [1, 0], [0, NOBODY]])
+    before = keys[[0, 0, 1, 2, 3, 5]]  # 0 <- 1 <- 2 <- 3 <- 4, and 5 without a parent
+    targets = np.array([[0, NO_SHARD], [1, NO_SHARD], [NO_SHARD, NO_SHARD], [0, 1], [1, 0], [0, NO_SHARD]])
     found = places(keys, before, targets, np.array([0, 1, 3, 4, 5]))
     assert (found[:, 0] == keys[[0, 1, 0, 3, 5]]).all()
     assert (found[2, 1] == keys[1]).all() and (found[3, 1] == keys[3]).all()
 
 
-def test_a_listing_with_a_circle_of_places_ends() -> None:
+def test_listing_circular_positions_ends() -> None:
     keys = matrix(make_keys(3))
-    targets = np.array([[0], [NOBODY], [NOBODY]])
+    targets = np.array([[0], [NO_SHARD], [NO_SHARD]])
     assert (places(keys, keys[[1, 2, 1]], targets, np.array([0]))[0, 0] == keys[0]).all()
 
 
-def test_attributes_of_another_length_are_refused_and_nothing_is_stored(server: Server) -> None:
+def test_attributes_of_the_wrong_length_are_refused_and_nothing_is_stored(server: Server) -> None:
     keys = make_keys(3)
     right = np.zeros(3, dtype=attributes_dtype(16))
     right["before"] = matrix(keys)
-    right["priority"] = 255  # more than there is counts as the highest
+    right["priority"] = 255  # a value above the range counts as the highest
     blocks = blocks_of(keys, 4096)
     with RawClient(server) as raw:
         assert raw.ask(pack(HELLO, 1, PROTOCOL_VERSION, NAMESPACE.canonical()))

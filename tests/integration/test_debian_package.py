@@ -1,8 +1,8 @@
-"""The Debian package, installed by apt in a Debian of its own, and its service under a systemd that runs.
+"""The Debian package, installed by apt in a separate Debian system, and its service under a running systemd.
 
-`make check-service` runs it; it takes minutes, nearly all to build the package and the system. With
-KVSTORE_SERVICE_FOLDER both stay in that folder and are used again. The tests tell one story, from the installation to
-the purge: run the file as a whole.
+`make check-service` runs this file. It takes minutes, most of them to build the package and the system; with
+KVSTORE_SERVICE_FOLDER, both are kept in that folder and reused. Each test continues where the one before ended, from
+the installation to the purge: run the file as a whole.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LINK = "etc/systemd/system/multi-user.target.wants/kvstore-server.service"
 
 
 class Host:
-    """The machine, with what an operator does there."""
+    """The test machine, and an operator's actions on it."""
 
     def __init__(self, machine: Machine, package: Path, later: Path) -> None:
         self.machine = machine
@@ -82,7 +82,7 @@ class Host:
 
     @contextmanager
     def drop_in(self, text: str) -> Iterator[None]:
-        """The service with a drop-in; afterwards as before."""
+        """Run the service with this drop-in file while the body runs."""
         file = self.root / DROP_IN
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"[Service]\n{text}\n")
@@ -98,9 +98,9 @@ class Host:
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """A machine with systemd, and the package that is to be installed."""
+    """A machine with systemd, and the package to install."""
     if reason := unavailable():
-        pytest.fail(reason)  # who asks for these tests must not take skips for success
+        pytest.fail(reason)  # a run that requests these tests must not mistake skips for success
     scratch = tmp_path_factory.mktemp("debian")
     kept = Path(os.environ.get("KVSTORE_SERVICE_FOLDER", str(scratch)))
     package = build_package(kept / "package")
@@ -117,7 +117,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 @pytest.fixture
 def service(host: Host) -> Host:
-    """The machine with the server running, as an operator set it up; the block is in it."""
+    """The machine with the server set up and running, and the block in the server."""
     host.run("systemctl", "enable", "--now", UNIT)
     if not host.has_block():
         host.kvstore("set", KEY, "/srv/block")
@@ -128,7 +128,7 @@ def service(host: Host) -> Host:
 # ---- installation ------------------------------------------------------------------------------------------------
 
 
-def test_it_is_installed_with_a_user_and_waits_for_its_settings(host: Host) -> None:
+def test_installing_adds_a_user_and_waits_for_settings(host: Host) -> None:
     said = host.install("this.deb").stdout
     assert "set /etc/kvstore/server.toml up, then: systemctl enable --now kvstore-server" in said
     assert not host.run("dpkg", "--verify", "llm-kvstore").stdout
@@ -138,7 +138,7 @@ def test_it_is_installed_with_a_user_and_waits_for_its_settings(host: Host) -> N
     assert host.kvstore("--help").returncode == host.run("kvstore-server", "--help").returncode == 0
 
 
-def test_settings_are_checked_before_the_first_start_as_the_user_of_the_service(host: Host) -> None:
+def test_settings_are_checked_as_the_services_user_before_the_first_start(host: Host) -> None:
     text = host.settings.read_text()
     for name, value in SETTINGS.items():
         text, found = re.subn(f"^# {name} = .*", f"{name} = {value}", text, flags=re.MULTILINE)
@@ -148,9 +148,9 @@ def test_settings_are_checked_before_the_first_start_as_the_user_of_the_service(
     assert "the settings are valid" in host.run(*command, user="kvstore").stdout
 
 
-def test_it_is_started_when_it_serves_and_blocks_are_read_inside_and_from_outside(host: Host) -> None:
+def test_it_starts_and_serves_blocks_inside_and_outside_the_machine(host: Host) -> None:
     host.run("systemctl", "enable", "--now", UNIT)
-    assert host.show("ActiveState") == "active"  # at once: Type=notify
+    assert host.show("ActiveState") == "active"  # at once, because of Type=notify
     assert host.show("StatusText") == "serving at 127.0.0.1:7070 with 2 shard(s) of 64MiB together"
     host.kvstore("set", KEY, "/srv/block")
     assert host.has_block()
@@ -159,7 +159,7 @@ def test_it_is_started_when_it_serves_and_blocks_are_read_inside_and_from_outsid
     assert read.read_bytes() == host.block
 
 
-def test_its_log_is_in_the_journal_with_priorities(service: Host) -> None:
+def test_its_log_reaches_the_journal_with_priorities(service: Host) -> None:
     journal = service.journal()
     assert "supervisor kvstore-server" in journal and "kvstore-server ready tcp://127.0.0.1:7070" in journal
     assert "of user 0 connected to the Unix socket and was refused" in service.journal("--priority=warning")
@@ -169,14 +169,14 @@ def test_its_log_is_in_the_journal_with_priorities(service: Host) -> None:
 # ---- what it may do ----------------------------------------------------------------------------------------------
 
 
-def test_the_server_has_the_few_rights_that_its_unit_gives_it(service: Host) -> None:
+def test_the_server_has_only_the_rights_of_its_unit(service: Host) -> None:
     pid = service.pid()
     lines = service.run("cat", f"/proc/{pid}/status").stdout.splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     assert status["Uid"] == [service.run("id", "-u", "kvstore").stdout.strip()] * 4
     assert all(int(status[f"Cap{kind}"][0], 16) == 0 for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb"))
     assert (status["NoNewPrivs"], status["Seccomp"]) == (["1"], ["2"])
-    for place in ("/usr/x", "/etc/kvstore/x", "/opt/kvstore/x"):  # not even by root, where the server is
+    for place in ("/usr/x", "/etc/kvstore/x", "/opt/kvstore/x"):  # not even root can write there in the server's mounts
         refused = service.run("nsenter", f"--target={pid}", "--mount", "touch", place, check=False)
         assert "Read-only file system" in refused.stderr
     rated = service.run("systemd-analyze", "security", "--no-pager", UNIT).stdout
@@ -184,7 +184,7 @@ def test_the_server_has_the_few_rights_that_its_unit_gives_it(service: Host) -> 
     assert float(figure) <= 1.5, rated
 
 
-def test_engines_of_allowed_users_read_in_shared_memory_and_others_through_tcp(service: Host) -> None:
+def test_engines_of_allowed_users_use_shared_memory_and_others_tcp(service: Host) -> None:
     script = (
         "import json, sys; from kvstore_client import KVStoreClient, Namespace\n"
         "namespace, key = Namespace(**json.loads(sys.argv[1])), bytes.fromhex(sys.argv[2])\n"
@@ -199,7 +199,7 @@ def test_engines_of_allowed_users_read_in_shared_memory_and_others_through_tcp(s
 # ---- signals, crashes, restarts ----------------------------------------------------------------------------------
 
 
-def test_a_reload_has_the_principals_read_again(service: Host) -> None:
+def test_a_reload_reads_the_principals_again(service: Host) -> None:
     folder, file = service.root / "etc/kvstore", "/etc/kvstore/auth.toml"
     add = ("kvstore", "auth", "add", "--file", file, "--tenant", "*", "--verbs", "read,write,monitor", "--name")
     service.run(*add, "first")
@@ -208,7 +208,7 @@ def test_a_reload_has_the_principals_read_again(service: Host) -> None:
     with service.drop_in(f"Environment=KVSTORE_SERVER_AUTH={file}"):
         pid = service.pid()
         (folder / "auth.toml").write_text("[[principals]]\nnot = 'one'\n")
-        wrong = "the policy before it stays in force"
+        wrong = "the previous policy stays in force"
         wait_until(lambda: service.journal().count(wrong) >= 2, what="both shards look at the file by themselves")
         seen = service.journal().count(wrong)
         service.run("systemctl", "reload", UNIT)
@@ -217,10 +217,10 @@ def test_a_reload_has_the_principals_read_again(service: Host) -> None:
         token = service.run(*add, "second").stdout.strip()
         service.run("systemctl", "reload", UNIT)
         wait_until(lambda: service.run("kvstore", "ping", check=False, KVSTORE_TOKEN=token).returncode == 0)
-        assert service.pid() == pid and "2 principals are in force" in service.journal()
+        assert service.pid() == pid and "a policy with 2 principals is in force" in service.journal()
 
 
-def test_a_server_that_was_killed_is_started_again_and_finds_its_blocks(service: Host) -> None:
+def test_a_killed_server_is_restarted_and_finds_its_blocks(service: Host) -> None:
     pid, restarts = service.pid(), int(service.show("NRestarts"))
     service.run("sh", "-c", f"kill -KILL {pid}")
     wait_until(lambda: service.started_again(pid), 60.0)
@@ -228,7 +228,7 @@ def test_a_server_that_was_killed_is_started_again_and_finds_its_blocks(service:
     wait_until(service.has_block, what="the index is read")
 
 
-def test_the_watchdog_ends_a_supervisor_that_hangs(service: Host) -> None:
+def test_the_watchdog_kills_a_hanging_supervisor(service: Host) -> None:
     with service.drop_in("WatchdogSec=4"):
         pid = service.pid()
         service.run("sh", "-c", f"kill -STOP {pid}")
@@ -236,7 +236,7 @@ def test_the_watchdog_ends_a_supervisor_that_hangs(service: Host) -> None:
         assert "Watchdog timeout" in service.journal()
 
 
-def test_bad_settings_are_told_and_not_tried_again(service: Host) -> None:
+def test_bad_settings_are_reported_and_not_retried(service: Host) -> None:
     text = service.settings.read_text()
     service.settings.write_text(text + '\nshard = "one"\n')
     try:
@@ -248,13 +248,13 @@ def test_bad_settings_are_told_and_not_tried_again(service: Host) -> None:
         service.run("systemctl", "start", UNIT)
 
 
-def test_it_stops_cleanly_and_starts_with_the_machine(service: Host) -> None:
+def test_it_stops_cleanly_and_starts_at_boot(service: Host) -> None:
     pid = service.pid()
     service.run("systemctl", "stop", UNIT)
     assert (service.show("Result"), service.show("ExecMainStatus")) == ("success", "0")
     assert "SIGKILL" not in service.journal().split("SIGTERM: stopping")[-1]
     service.run("systemctl", "start", UNIT)
-    service.machine.shut_down()  # while it serves
+    service.machine.shut_down()  # while it is serving
     service.machine.boot()
     wait_until(lambda: service.started_again(pid), 60.0)
     wait_until(service.has_block, what="the index is read")
@@ -263,7 +263,7 @@ def test_it_stops_cleanly_and_starts_with_the_machine(service: Host) -> None:
 # ---- upgrade, removal, purge -------------------------------------------------------------------------------------
 
 
-def test_the_same_package_again_keeps_the_settings_and_restarts_the_server(service: Host) -> None:
+def test_reinstalling_keeps_the_settings_and_restarts_the_server(service: Host) -> None:
     edited, pid = service.settings.read_text(), service.pid()
     service.run("dpkg", "-i", "/srv/this.deb")
     assert service.settings.read_text() == edited
@@ -271,7 +271,7 @@ def test_the_same_package_again_keeps_the_settings_and_restarts_the_server(servi
     wait_until(service.has_block)
 
 
-def test_an_upgrade_with_wrong_settings_is_an_upgrade_and_says_so(service: Host) -> None:
+def test_an_upgrade_with_wrong_settings_succeeds_and_reports_them(service: Host) -> None:
     edited = service.settings.read_text()
     service.settings.write_text(edited + '\nshard = "one"\n')
     done = service.run("dpkg", "-i", "/srv/this.deb")
@@ -282,7 +282,7 @@ def test_an_upgrade_with_wrong_settings_is_an_upgrade_and_says_so(service: Host)
     service.run("systemctl", "start", UNIT)
 
 
-def test_a_later_package_keeps_the_settings_and_lays_its_own_beside_them(service: Host) -> None:
+def test_an_upgrade_keeps_the_settings_and_adds_its_own_file(service: Host) -> None:
     edited, pid = service.settings.read_text(), service.pid()
     service.install("later.deb")
     assert service.settings.read_text() == edited
@@ -291,7 +291,7 @@ def test_a_later_package_keeps_the_settings_and_lays_its_own_beside_them(service
     wait_until(service.has_block)
 
 
-def test_removal_ends_the_server_and_keeps_settings_and_blocks(service: Host) -> None:
+def test_removal_stops_the_server_and_keeps_settings_and_blocks(service: Host) -> None:
     edited = service.settings.read_text()
     service.run("apt-get", "-qq", "remove", "-y", "llm-kvstore")
     assert service.show("LoadState") == "not-found" and service.pid() == 0
@@ -302,19 +302,20 @@ def test_removal_ends_the_server_and_keeps_settings_and_blocks(service: Host) ->
     wait_until(service.has_block)
 
 
-def test_purging_removes_settings_blocks_and_logs_and_keeps_the_user(service: Host) -> None:
+def test_purging_removes_settings_blocks_and_logs_but_keeps_the_user(service: Host) -> None:
     (service.settings.parent / "own").touch()
     service.run("apt-get", "-qq", "purge", "-y", "llm-kvstore")
     for place in ("opt/kvstore", "etc/kvstore/server.toml", "var/lib/kvstore", "var/log/kvstore"):
         assert not (service.root / place).exists(), place
-    assert {each.name for each in service.settings.parent.iterdir()} <= {"auth.toml", "own"}  # the operator's
+    assert {each.name for each in service.settings.parent.iterdir()} <= {"auth.toml", "own"}  # the operator's own files
     assert service.settings.with_name("own").exists()
     assert service.run("getent", "passwd", "kvstore").returncode == 0
     assert service.run("systemctl", "--failed", "--quiet").stdout == ""
 
 
-def test_it_comes_and_goes_where_no_systemd_runs(host: Host) -> None:
-    """As when an image is built: the package is installed, enabled and purged, and nothing is left."""
+def test_it_installs_and_purges_without_systemd(host: Host) -> None:
+    """While an image is built, there is no systemd. The package is installed, its service enabled, and the package
+    purged; nothing is left."""
     steps = "dpkg -i /srv/this.deb && systemctl enable kvstore-server && test -h /{0} && dpkg --purge llm-kvstore"
     hidden = f"mount -t tmpfs tmpfs /run && {steps.format(LINK)}"
     host.run("unshare", "--mount", "sh", "-c", hidden)

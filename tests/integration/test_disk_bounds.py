@@ -1,4 +1,4 @@
-"""What bounds the disk tier, and what it does with damage and with small file systems."""
+"""The limits of the disk tier, and how it handles damaged files and small file systems."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SCRUB, SCRUB_REPLY = 12, 74
 
 
 @pytest.mark.parametrize(("size", "count"), [(917_504, 250), (4096, 30_000), (64, 300_000)])
-def test_a_full_disk_never_takes_more_than_its_size(
+def test_a_full_disk_never_exceeds_its_size(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace, size: int, count: int
 ) -> None:
     limit = 64 * MiB
@@ -119,7 +119,7 @@ def test_small_blocks_on_a_large_disk_stay_within_memory(
 
 
 def damage_one_block(folder: Path, block: bytes) -> None:
-    """Change one bit in the middle of a block, wherever it lies."""
+    """Change one bit in the middle of a block, wherever it is stored."""
     for path in segment_files(folder):
         at = path.read_bytes().find(block)
         if at >= 0:
@@ -137,7 +137,7 @@ def drop_page_cache(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [BLOCK, 1000])
-def test_a_damaged_block_is_a_miss_counted_and_logged_once(
+def test_a_damaged_block_is_a_miss_and_logged_once(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace, size: int
 ) -> None:
     server = start_server(*disk_flags(folder), memory="4MiB", segment="1MiB")
@@ -176,7 +176,7 @@ def test_the_scrubber_finds_a_damaged_block(start_server: StartServer, folder: P
         assert not client.contains([keys[7]]).any() and client.contains(keys).sum() == 299
 
 
-def test_scrub_makes_one_pass_when_asked(start_server: StartServer, folder: Path, namespace: Namespace) -> None:
+def test_scrub_makes_one_pass_on_request(start_server: StartServer, folder: Path, namespace: Namespace) -> None:
     server = start_server(*disk_flags(folder), memory="4MiB", segment="1MiB")
     keys = make_keys(300)
     with open_client(server, namespace) as client, RawClient(server) as raw:
@@ -199,7 +199,7 @@ def test_scrub_makes_one_pass_when_asked(start_server: StartServer, folder: Path
         )
 
 
-def test_scrub_without_a_disk_says_so(start_server: StartServer) -> None:
+def test_scrub_without_a_disk_reports_that(start_server: StartServer) -> None:
     with RawClient(start_server()) as raw:
         raw.hello()
         assert raw.ask(pack(SCRUB, 5, 1000)) == [SCRUB_REPLY, 5, 0]
@@ -217,7 +217,7 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
     unmount(place)
 
 
-def test_a_small_tmpfs_is_a_disk_like_any_other(start_server: StartServer, tmpfs: Path, namespace: Namespace) -> None:
+def test_a_small_tmpfs_works_like_any_disk(start_server: StartServer, tmpfs: Path, namespace: Namespace) -> None:
     server = start_server(*disk_flags(tmpfs, "90MiB"), memory="8MiB", segment="1MiB")
     keys = make_keys(2000)
     with open_client(server, namespace) as client:
@@ -232,7 +232,7 @@ def test_a_small_tmpfs_is_a_disk_like_any_other(start_server: StartServer, tmpfs
     server.kill()
 
 
-def test_a_file_system_without_direct_io(start_server: StartServer, namespace: Namespace) -> None:
+def test_a_file_system_without_direct_io_works(start_server: StartServer, namespace: Namespace) -> None:
     place = Path("/dev/shm") / f"kvstore-test-{os.getpid()}"
     place.mkdir()
     try:
@@ -260,13 +260,13 @@ def test_memory_of_a_server_with_a_disk_tier_is_bounded(
     assert rss_bytes(keeper_of(shard).pid) <= OVERHEAD_BYTES
 
 
-def test_a_server_without_a_disk_tier_says_so(start_server: StartServer, namespace: Namespace) -> None:
+def test_info_without_a_disk_tier_says_so(start_server: StartServer, namespace: Namespace) -> None:
     server: Server = start_server()
     with KVStoreClient(server.endpoint, namespace) as client:
         assert shard_info(client).disk is None
 
 
-def test_what_comes_after_a_long_run_of_misses_is_found_at_once(
+def test_a_hit_after_a_long_run_of_misses_is_found_at_once(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="16MiB", segment="1MiB")

@@ -1,4 +1,4 @@
-"""A disk tier that is encrypted: nothing of a block's bytes is in its files, and only the right key opens it."""
+"""An encrypted disk tier: its files contain no byte of a block, and only the right key opens it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def encrypted(folder: Path, key_file: Path) -> list[str]:
 
 
 def open_folder(folder: Path, file: Path | None = None, command: str | None = None) -> DiskFolder | None:
-    """As a server does at its start."""
+    """Open the folder as a server does at its start."""
     config = ServerConfig(
         disk=str(folder),
         disk_size=Size(64 * MiB),
@@ -73,11 +73,11 @@ def crash_with(server: Server, namespace: Namespace, keys: list[bytes]) -> None:
     server.kill()
 
 
-def test_no_byte_of_a_block_is_in_the_files_and_all_are_there_after_a_restart(
+def test_files_contain_no_block_bytes_and_blocks_survive_a_restart(
     start_server: StartServer, folder: Path, key_file: Path, new_namespace: MakeNamespace
 ) -> None:
     server = start_server(*encrypted(folder, key_file))
-    sizes = (20, 1000, 64 * KiB, 917_504)  # through the page cache, and past it
+    sizes = (20, 1000, 64 * KiB, 917_504)  # written through the page cache, and with direct I/O
     namespaces, keys = [new_namespace(size) for size in sizes], make_keys(20)
     for namespace in namespaces:
         with open_client(server, namespace) as client:
@@ -98,10 +98,11 @@ def test_no_byte_of_a_block_is_in_the_files_and_all_are_there_after_a_restart(
 
 
 @pytest.mark.parametrize("block_bytes", [1000, 64 * KiB])
-def test_flipped_and_swapped_blocks_are_found_and_are_misses(
+def test_flipped_and_swapped_blocks_are_detected_and_miss(
     start_server: StartServer, folder: Path, key_file: Path, new_namespace: MakeNamespace, block_bytes: int
 ) -> None:
-    """Also ciphertext of another namespace, whose keys, and whose places in its file, are the same."""
+    """Some blocks are replaced by the ciphertext of another namespace that has the same keys at the same places in its
+    file."""
     server, keys = start_server(*encrypted(folder, key_file)), make_keys(COUNT)
     mine, other = new_namespace(block_bytes), new_namespace(block_bytes)
     with open_client(server, other) as client:
@@ -115,11 +116,11 @@ def test_flipped_and_swapped_blocks_are_found_and_are_misses(
     slot = 1028 if block_bytes == 1000 else 68 * KiB
     one, *others = (file.read_bytes() for file in used)
     with used[0].open("r+b") as file:
-        file.write(others[-1][: 20 * slot])  # of the other namespace
+        file.write(others[-1][: 20 * slot])  # from the other namespace
         file.write(one[30 * slot : 40 * slot])  # swapped
         file.write(one[20 * slot : 30 * slot])
     for row in range(40, 45):
-        flip(used[0], row * slot + (row - 40) * block_bytes // 4, 1)  # the last one in the tag
+        flip(used[0], row * slot + (row - 40) * block_bytes // 4, 1)  # the last change is in the tag
     damaged = verify(folder, lambda done, total: None, key).damaged
     assert sorted(block.place for block in damaged) == list(range(45))
     server.restart()
@@ -129,10 +130,10 @@ def test_flipped_and_swapped_blocks_are_found_and_are_misses(
         assert disk_info(client).corrupt_blocks == 45
 
 
-def test_only_the_right_key_opens_a_folder_and_nothing_is_changed(
+def test_only_the_right_key_opens_a_folder_and_others_change_nothing(
     start_server: StartServer, folder: Path, key_file: Path, namespace: Namespace, tmp_path: Path
 ) -> None:
-    """A key may come from a command, too."""
+    """The server gets the key from a command first, and later from a file."""
     server, keys = start_server(*disk_flags(folder, "64MiB", "--disk-key-command", f"cat {key_file}")), make_keys(COUNT)
     crash_with(server, namespace, keys)
     before = snapshot(folder)
@@ -155,7 +156,7 @@ def test_only_the_right_key_opens_a_folder_and_nothing_is_changed(
         assert all(read(client, keys, namespace.block_bytes))
 
 
-def test_a_folder_that_is_not_encrypted_stays_so(folder: Path, key_file: Path) -> None:
+def test_an_unencrypted_folder_stays_so(folder: Path, key_file: Path) -> None:
     open_folder(folder)
     before = snapshot(folder)
     with pytest.raises(StartError, match="holds blocks that are not encrypted, and a key was given"):
@@ -163,7 +164,7 @@ def test_a_folder_that_is_not_encrypted_stays_so(folder: Path, key_file: Path) -
     assert snapshot(folder) == before
 
 
-def test_a_key_that_cannot_be_had_stops_the_start_and_is_not_told(folder: Path, key_file: Path, tmp_path: Path) -> None:
+def test_a_missing_key_stops_the_start_and_is_never_printed(folder: Path, key_file: Path, tmp_path: Path) -> None:
     script, junk = tmp_path / "fails", write_key(tmp_path / "junk", "secret-output")
     script.write_text("#!/bin/sh\necho secret-output; echo secret-error >&2; exit 3\n")
     script.chmod(stat.S_IRWXU)

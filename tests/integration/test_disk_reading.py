@@ -1,4 +1,4 @@
-"""Reads that mix memory and disk, and what is written to disk and when."""
+"""Reads that combine memory and disk, and which blocks are written to disk and when."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.support.harness import (
 # ---- reading from both tiers ---------------------------------------------------------------------------------------
 
 
-def test_a_streamed_get_mixes_memory_disk_duplicates_and_misses(
+def test_a_streamed_get_combines_memory_disk_duplicates_and_misses(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="16MiB", segment="1MiB")
@@ -59,9 +59,7 @@ def test_a_streamed_get_mixes_memory_disk_duplicates_and_misses(
         assert all(block == block_of(wanted[position], BLOCK) for position, block in got.items())
 
 
-def test_a_key_asked_for_twice_in_one_get_is_read_once(
-    start_server: StartServer, folder: Path, namespace: Namespace
-) -> None:
+def test_a_key_repeated_in_one_get_is_read_once(start_server: StartServer, folder: Path, namespace: Namespace) -> None:
     server = start_server(*disk_flags(folder), memory="4MiB", segment="1MiB")
     keys = make_keys(300)
     with open_client(server, namespace) as client, RawClient(server) as raw:
@@ -85,7 +83,7 @@ def test_a_key_asked_for_twice_in_one_get_is_read_once(
         assert disk_info(client).fetched_blocks == before.fetched_blocks + 2
 
 
-def test_concurrent_readers_of_the_same_blocks_on_disk(
+def test_concurrent_readers_read_the_same_blocks_from_disk(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="8MiB", segment="1MiB")
@@ -116,7 +114,7 @@ def test_concurrent_readers_of_the_same_blocks_on_disk(
 
 
 @pytest.mark.parametrize("size", [4 * KiB, 1 * MiB])
-def test_a_get_many_times_the_size_of_memory(
+def test_a_get_may_be_many_times_the_size_of_memory(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace, size: int
 ) -> None:
     server = start_server(*disk_flags(folder), memory="4MiB", segment="1MiB")
@@ -130,7 +128,7 @@ def test_a_get_many_times_the_size_of_memory(
             assert row.tobytes() == block_of(key, size)
 
 
-def test_a_reader_that_breaks_off_leaves_nothing_referenced(
+def test_an_interrupted_reader_leaves_nothing_referenced(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="4MiB", segment="1MiB")
@@ -153,7 +151,7 @@ def test_a_reader_that_breaks_off_leaves_nothing_referenced(
 # ---- what is written -----------------------------------------------------------------------------------------------
 
 
-def test_policy_all_writes_what_was_set(start_server: StartServer, folder: Path, namespace: Namespace) -> None:
+def test_policy_all_writes_every_set_block(start_server: StartServer, folder: Path, namespace: Namespace) -> None:
     server = start_server(*disk_flags(folder, write="all"), memory="64MiB", segment="1MiB")
     keys = make_keys(200)
     with open_client(server, namespace) as client:
@@ -162,7 +160,7 @@ def test_policy_all_writes_what_was_set(start_server: StartServer, folder: Path,
         assert info.written_blocks == 200 and info.written_bytes == 200 * BLOCK
 
 
-def test_policy_reused_writes_what_was_read_and_the_rest_at_the_end(
+def test_policy_reused_writes_read_blocks_and_the_rest_at_the_end(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(folder, write="reused"), memory="64MiB", segment="1MiB")
@@ -171,7 +169,7 @@ def test_policy_reused_writes_what_was_read_and_the_rest_at_the_end(
         wait_until_on(client)
         fill(client, keys, BLOCK)
         assert client.contains(keys).all()
-        # For longer than a dirty block waits for a quiet moment.
+        # 1.5 s is longer than a dirty block waits for a quiet moment.
         stays(lambda: disk_info(client).written_blocks == 0, 1.5)
         assert all(read(client, keys[:50], BLOCK))
         wait_until(lambda: disk_info(client).written_blocks == 50)
@@ -184,7 +182,7 @@ def test_policy_reused_writes_what_was_read_and_the_rest_at_the_end(
         assert all(read(client, keys, BLOCK))
 
 
-def test_policy_evicted_writes_what_memory_has_no_room_for(
+def test_policy_evicted_writes_what_memory_cannot_hold(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     flags = disk_flags(folder, "256MiB", "--policy", "lru", write="evicted")
@@ -194,7 +192,7 @@ def test_policy_evicted_writes_what_memory_has_no_room_for(
         wait_until_on(client)
         fill(client, keys[:128], BLOCK)
         stays(lambda: disk_info(client).written_blocks == 0, 1.5, "memory has room for all of them")
-        for at in range(128, 600, 8):  # slower than the disk
+        for at in range(128, 600, 8):  # more slowly than the disk writes
             fill(client, keys[at : at + 8], BLOCK)
             wait_until_written(client)
             time.sleep(0.03)
@@ -207,7 +205,7 @@ def test_policy_evicted_writes_what_memory_has_no_room_for(
 
 
 @pytest.mark.parametrize("write", ["all", "evicted"])
-def test_a_flood_of_sets_is_taken_whole_and_stays_within_memory(
+def test_a_flood_of_sets_is_stored_whole_and_stays_within_memory(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace, write: str
 ) -> None:
     server = start_server(*disk_flags(folder, "1GiB", write=write), memory="16MiB", segment="1MiB")
@@ -222,7 +220,7 @@ def test_a_flood_of_sets_is_taken_whole_and_stays_within_memory(
 # ---- time to live --------------------------------------------------------------------------------------------------
 
 
-def test_blocks_expire_on_disk_and_over_a_restart(
+def test_blocks_expire_on_disk_and_across_a_restart(
     start_server: StartServer, folder: Path, namespace: Namespace, clock: Clock
 ) -> None:
     flags = disk_flags(folder, "256MiB", "--ttl-seconds", "600")

@@ -1,10 +1,9 @@
-"""Starts of servers that find a folder: other settings, other blocks, folders of others."""
+"""Servers that start with an existing folder: one with other settings, with other blocks, or of another program."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import xxhash
 
 from kvstore_client import KeySizeMismatch, Namespace
+from tests.support import forked
 from tests.support.disk import (
     BLOCK,
     MiB,
@@ -28,12 +28,10 @@ from tests.support.disk import (
     wait_until_written,
 )
 from tests.support.harness import (
-    START_S,
     MakeNamespace,
     StartServer,
     environment,
     make_keys,
-    server_command,
     wait_until,
 )
 
@@ -41,7 +39,7 @@ from tests.support.harness import (
 
 
 @pytest.mark.exclusive
-def test_sets_and_gets_work_while_a_large_tier_is_recovered(
+def test_sets_and_gets_work_during_the_recovery_of_a_large_tier(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace
 ) -> None:
     server = start_server(*disk_flags(folder, "1GiB"), memory="256MiB", segment="4MiB")
@@ -65,7 +63,7 @@ def test_sets_and_gets_work_while_a_large_tier_is_recovered(
         assert all(read(client, keys[::20], 64))
 
 
-def test_keys_of_another_length_may_come_while_the_old_index_is_read(
+def test_keys_of_another_length_may_arrive_during_recovery(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="64MiB", segment="1MiB")
@@ -79,7 +77,7 @@ def test_keys_of_another_length_may_come_while_the_old_index_is_read(
         pids = [shard.pid for shard in server.shards()]
         with open_client(server, namespace) as client:
             time.sleep(delay_s)
-            with contextlib.suppress(KeySizeMismatch):  # whose keys count is open; that nothing breaks is not
+            with contextlib.suppress(KeySizeMismatch):  # the namespace may have either key length by now
                 fill(client, keys, 64)
             wait_until_on(client)
             wait_until_written(client)
@@ -89,12 +87,12 @@ def test_keys_of_another_length_may_come_while_the_old_index_is_read(
         assert [shard.pid for shard in server.shards()] == pids and "Traceback" not in server.log_text()
 
 
-def test_namespaces_that_memory_cannot_hold_make_room_for_others(
+def test_namespaces_too_many_for_memory_make_room_for_others(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace
 ) -> None:
     size, flags = MiB + 4096, disk_flags(folder, "128MiB", "--policy", "lru")
     server = start_server(*flags, memory="32MiB", segment="2MiB")
-    for number in range(1024):  # as many as a shard knows
+    for number in range(1024):  # as many namespaces as a shard remembers
         with open_client(server, new_namespace(size)) as client:
             if not number:
                 wait_until_on(client)
@@ -109,7 +107,7 @@ def test_namespaces_that_memory_cannot_hold_make_room_for_others(
     assert [shard.pid for shard in server.shards()] == pids and "Traceback" not in server.log_text()
 
 
-def test_a_smaller_segment_of_memory_forgets_namespaces_it_cannot_hold(
+def test_a_smaller_memory_segment_forgets_namespaces_it_cannot_hold(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="64MiB", segment="8MiB")
@@ -127,15 +125,9 @@ def test_a_smaller_segment_of_memory_forgets_namespaces_it_cannot_hold(
 
 
 def refusal(*arguments: str) -> str:
-    """What a server that does not start says."""
-    done = subprocess.run(
-        server_command("--port", "0", "--memory", "16MiB", "--segment", "1MiB", *arguments),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=START_S,
-        check=False,
-    )
+    """Return the output of a server that is expected not to start."""
+    sizes = ("--memory", "16MiB", "--segment", "1MiB")
+    done = forked.run("kvstore", "--port", "0", *sizes, *arguments, env=environment())
     assert done.returncode == 1 and done.stdout == "", done
     assert "Traceback" not in done.stderr
     return done.stderr
@@ -143,7 +135,7 @@ def refusal(*arguments: str) -> str:
 
 @pytest.fixture
 def used_folder(start_server: StartServer, folder: Path, namespace: Namespace) -> Iterator[Path]:
-    """A folder that a server of one shard filled and left."""
+    """A folder that a server of one shard filled and then closed."""
     server = start_server(*disk_flags(folder, "64MiB"), memory="16MiB", segment="1MiB")
     with open_client(server, namespace) as client:
         fill(client, make_keys(50), BLOCK)

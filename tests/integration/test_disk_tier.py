@@ -1,4 +1,5 @@
-"""The disk tier behind real servers on real folders: what survives a restart, what is asked, deleted or replaced."""
+"""The disk tier of real servers in real folders: which blocks survive a restart, a lookup, a deletion or a
+replacement."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def test_the_hottest_blocks_are_in_memory_soon_after_a_start(
         assert all(read(client, keys, BLOCK))
 
 
-def test_another_memory_and_less_disk_after_a_restart(
+def test_memory_may_change_and_the_disk_shrink_at_a_restart(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     keys = make_keys(1500)
@@ -141,7 +142,9 @@ def test_another_memory_and_less_disk_after_a_restart(
     assert "Traceback" not in server.log_text()
 
 
-def test_less_disk_after_a_restart_is_kept_to(start_server: StartServer, folder: Path, namespace: Namespace) -> None:
+def test_a_smaller_disk_limit_holds_after_a_restart(
+    start_server: StartServer, folder: Path, namespace: Namespace
+) -> None:
     server = start_server(*disk_flags(folder, "256MiB"), memory="16MiB", segment="1MiB")
     with open_client(server, namespace) as client:
         fill(client, make_keys(1500), BLOCK)
@@ -152,7 +155,7 @@ def test_less_disk_after_a_restart_is_kept_to(start_server: StartServer, folder:
         assert allocated_bytes(folder) <= 64 * MiB
 
 
-def test_a_killed_shard_serves_its_disk_blocks_again(
+def test_a_restarted_shard_serves_its_disk_blocks_again(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="32MiB", segment="1MiB")
@@ -170,7 +173,7 @@ def test_a_killed_shard_serves_its_disk_blocks_again(
         assert all(read(client, keys, BLOCK))
 
 
-def test_a_server_of_several_shards_keeps_a_folder_for_each(
+def test_each_shard_of_a_server_has_its_own_folder(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     server = start_server("--shards", "2", *disk_flags(folder, "128MiB"), memory="32MiB", segment="1MiB")
@@ -188,7 +191,7 @@ def test_a_server_of_several_shards_keeps_a_folder_for_each(
 # ---- questions -----------------------------------------------------------------------------------------------------
 
 
-def test_questions_are_answered_for_both_tiers_without_the_disk(
+def test_lookups_cover_both_tiers_without_reading_the_disk(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="4MiB", segment="1MiB")
@@ -207,7 +210,7 @@ def test_questions_are_answered_for_both_tiers_without_the_disk(
         assert namespace_info(client).blocks <= 64, "most of them are on disk only"
 
 
-def test_a_set_of_a_block_on_disk_says_that_it_exists(
+def test_setting_a_block_that_is_on_disk_reports_that_it_exists(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="4MiB", segment="1MiB")
@@ -231,18 +234,18 @@ def test_pins_keep_blocks_on_disk(start_server: StartServer, folder: Path, names
     with open_client(server, namespace) as client:
         fill(client, keys, BLOCK)
         wait_until_written(client)
-        pinned = keys[:20]
+        pinned = keys[:16]  # all blocks of one SET, because pinned blocks also protect the others of their SET
         assert client.contains(pinned, pin_s=60.0).all()
         fill(client, make_keys(2000, first=1000), BLOCK)  # four times the disk
         wait_until_written(client)
         assert disk_info(client).evicted > 0
-        assert all(read(client, pinned, BLOCK)) and not client.contains(keys[20:]).any()
+        assert all(read(client, pinned, BLOCK)) and not client.contains(keys[16:]).any()
 
 
 # ---- what is deleted or replaced -----------------------------------------------------------------------------------
 
 
-def test_delete_removes_from_both_tiers_and_for_good(
+def test_delete_removes_from_both_tiers_permanently(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="8MiB", segment="1MiB")
@@ -261,7 +264,7 @@ def test_delete_removes_from_both_tiers_and_for_good(
         assert all(read(client, [key for key in keys if key not in set(gone)], BLOCK))
 
 
-def test_a_block_deleted_right_after_it_was_set_does_not_come_back(
+def test_a_block_deleted_right_after_its_set_does_not_return(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="32MiB", segment="1MiB")
@@ -270,7 +273,7 @@ def test_a_block_deleted_right_after_it_was_set_does_not_come_back(
         with open_client(server, namespace) as client:
             wait_until_on(client)
             fill(client, keys, BLOCK)
-            time.sleep(0.02 * number)  # not written, being written, written
+            time.sleep(0.02 * number)  # not written yet, being written, or written
             assert client.delete(keys) == 64
             server.kill()
         server.restart()
@@ -279,7 +282,7 @@ def test_a_block_deleted_right_after_it_was_set_does_not_come_back(
             assert not client.contains(keys).any()
 
 
-def test_force_replaces_for_good(start_server: StartServer, folder: Path, namespace: Namespace) -> None:
+def test_force_replaces_permanently(start_server: StartServer, folder: Path, namespace: Namespace) -> None:
     server = start_server(*disk_flags(folder), memory="8MiB", segment="1MiB")
     keys = make_keys(300)
     with open_client(server, namespace) as client:
@@ -292,7 +295,7 @@ def test_force_replaces_for_good(start_server: StartServer, folder: Path, namesp
     server.restart()
     with open_client(server, namespace) as client:
         wait_until_on(client)
-        read(client, replaced, BLOCK, version=1)  # gone or new
+        read(client, replaced, BLOCK, version=1)  # it is either gone or new
         assert all(read(client, keys[:100], BLOCK))
         fill(client, replaced, BLOCK, version=2, force=True)
         fill(client, make_keys(300, first=5000), BLOCK)  # out of memory
@@ -300,7 +303,7 @@ def test_force_replaces_for_good(start_server: StartServer, folder: Path, namesp
         assert all(read(client, replaced, BLOCK, version=2))
 
 
-def test_force_replaces_while_the_old_bytes_are_read_from_disk(
+def test_force_replaces_while_old_bytes_are_read_from_disk(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="8MiB", segment="1MiB")
@@ -331,7 +334,7 @@ def test_force_replaces_while_the_old_bytes_are_read_from_disk(
                 reader.join(20)
 
 
-def test_blocks_deleted_while_the_old_index_is_read_do_not_come_back(
+def test_blocks_deleted_during_recovery_do_not_return(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="64MiB", segment="1MiB")
@@ -353,7 +356,7 @@ def test_blocks_deleted_while_the_old_index_is_read_do_not_come_back(
         assert not client.contains(keys[:100]).any()
 
 
-def test_blocks_replaced_while_the_old_index_is_read_do_not_come_back(
+def test_blocks_replaced_during_recovery_do_not_return(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace
 ) -> None:
     server = start_server(*disk_flags(folder), memory="64MiB", segment="1MiB")
@@ -376,14 +379,14 @@ def test_blocks_replaced_while_the_old_index_is_read_do_not_come_back(
 
 
 @pytest.mark.parametrize("tiers", ["memory", "memory and disk"])
-def test_a_set_never_evicts_what_it_names(
+def test_a_set_never_evicts_the_blocks_it_names(
     start_server: StartServer, folder: Path, namespace: Namespace, tiers: str
 ) -> None:
-    flags = disk_flags(folder, write="reused") if tiers != "memory" else []  # which writes nothing here
+    flags = disk_flags(folder, write="reused") if tiers != "memory" else []  # with `reused`, no block is written here
     server = start_server(*flags, memory="4MiB", segment="1MiB")
     keys = make_keys(100)
     with open_client(server, namespace) as client:
         fill(client, keys[:64], BLOCK)  # memory is full
-        some = [*keys[12:16], *keys[64:72]]  # the coldest, and new ones
+        some = [*keys[12:16], *keys[64:72]]  # the least recently used blocks, and new ones
         result = client.set(some, blocks_of(some, BLOCK))
         assert (result.error, result.created, result.existed) == (0, 8, 4)

@@ -1,6 +1,6 @@
-"""A namespace that holds nothing any more disappears by itself: from `info`, the metrics, memory and the disk's index.
+"""An empty namespace disappears without a request: from `info`, the metrics, memory and the disk's index.
 
-Its counters stay in the shard's.
+The shard's counters still include those of the namespace.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tests.support.disk import disk_flags, disk_info, fill, open_client, wait_un
 from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, shard_info
 
 BLOCK = 16 << 10
-GONE_S = 30.0  # of the servers' time; it takes 5 s
+GONE_S = 30.0  # the longest wait, in seconds of the servers' clock; 5 s are enough
 
 
 def rows(client: KVStoreClient) -> set[str]:
-    """The ids of the namespaces that INFO tells."""
+    """Return the ids of the namespaces that INFO lists."""
     return {namespace.id for namespace in shard_info(client).namespaces}
 
 
@@ -35,7 +35,7 @@ def delete(server: Server, namespace: Namespace, keys: list[bytes]) -> None:
         assert client.delete(keys) == len(keys)
 
 
-def test_deleted_namespaces_leave_info_and_metrics_and_the_shards_counters_stay(
+def test_deleted_namespaces_leave_info_and_metrics_but_shard_counters_stay(
     start_server: StartServer, new_namespace: MakeNamespace, clock: Clock
 ) -> None:
     server = start_server("--http", "127.0.0.1:0", memory="64MiB", segment="1MiB", **clock.environment)
@@ -68,7 +68,7 @@ def test_a_namespace_whose_blocks_expired_disappears(
         clock.run_until(lambda: not rows(client), GONE_S, "its row is gone")
 
 
-def test_a_namespace_stays_while_it_has_blocks_on_disk_and_then_leaves_the_disks_index_too(
+def test_a_namespace_stays_while_it_has_disk_blocks_then_leaves_that_index(
     start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path, clock: Clock
 ) -> None:
     flags = disk_flags(tmp_path / "disk", "64MiB")

@@ -1,4 +1,4 @@
-"""Blocks that get another time to live: in memory, on disk, in all copies; and which ones do not."""
+"""A new time to live for blocks in memory, on disk and in all copies, and blocks for which it is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def client(timed: Server, own: Namespace) -> Iterator[KVStoreClient]:
         yield client
 
 
-def test_blocks_live_on_that_were_to_expire_soon(client: KVStoreClient, clock: Clock) -> None:
+def test_blocks_about_to_expire_get_more_time(client: KVStoreClient, clock: Clock) -> None:
     client.set(KEYS, BLOCKS, ttl_s=30)
     clock.advance(29)
     assert client.expire([*KEYS[:2], *make_keys(1, first=99)]).tolist() == [True, True, False]
@@ -49,7 +49,7 @@ def test_blocks_live_on_that_were_to_expire_soon(client: KVStoreClient, clock: C
     assert client.get(KEYS[:2]).blocks == BLOCKS[:2]
 
 
-def test_blocks_that_were_to_stay_expire_and_their_memory_is_free(client: KVStoreClient, clock: Clock) -> None:
+def test_permanent_blocks_can_expire_and_free_their_memory(client: KVStoreClient, clock: Clock) -> None:
     client.set(KEYS, BLOCKS)
     assert client.expire(KEYS, ttl_s=10).all()
     clock.advance(10.5)
@@ -57,7 +57,7 @@ def test_blocks_that_were_to_stay_expire_and_their_memory_is_free(client: KVStor
     clock.run_until(lambda: not any(shard.namespaces for shard in client.info().shards), 30, "their namespace is gone")
 
 
-def test_no_time_means_the_rule_of_the_namespace(start_server: StartServer, own: Namespace, clock: Clock) -> None:
+def test_no_time_means_the_namespaces_rule(start_server: StartServer, own: Namespace, clock: Clock) -> None:
     server = start_server("--ttl-seconds", "60", **clock.environment)
     with KVStoreClient(server.endpoint, own) as client:
         client.set(KEYS, BLOCKS, ttl_s=5)
@@ -68,30 +68,30 @@ def test_no_time_means_the_rule_of_the_namespace(start_server: StartServer, own:
         assert not client.contains(KEYS).any()
 
 
-def test_an_expired_block_cannot_be_given_more_time(client: KVStoreClient, clock: Clock) -> None:
+def test_an_expired_block_gets_no_more_time(client: KVStoreClient, clock: Clock) -> None:
     client.set(KEYS, BLOCKS, ttl_s=5)
     clock.advance(6)
     assert not client.expire(KEYS).any() and not client.contains(KEYS).any()
 
 
-def test_transient_blocks_keep_their_time_and_their_reads(client: KVStoreClient, clock: Clock) -> None:
+def test_transient_blocks_keep_their_time_and_reads(client: KVStoreClient, clock: Clock) -> None:
     client.set(KEYS, BLOCKS, reads=1, ttl_s=30)
     assert not client.expire(KEYS, ttl_s=600).any() and client.contains(KEYS).all()
     clock.advance(31)
     assert not client.contains(KEYS).any()
 
 
-def test_a_namespace_or_a_batch_without_blocks_is_no_error(client: KVStoreClient) -> None:
+def test_an_empty_namespace_or_batch_is_no_error(client: KVStoreClient) -> None:
     assert client.expire([]).tolist() == [] and client.expire(KEYS).tolist() == [False] * 4
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, float("nan"), 1e12, "5"])
-def test_a_time_that_is_none_is_refused_by_name(client: KVStoreClient, ttl_s: object) -> None:
+def test_an_invalid_time_is_refused_by_name(client: KVStoreClient, ttl_s: object) -> None:
     with pytest.raises((ValueError, TypeError), match="ttl_s"):
         client.expire(KEYS, ttl_s=ttl_s)  # type: ignore[arg-type]
 
 
-def test_all_copies_get_the_time(start_server: StartServer, own: Namespace, clock: Clock) -> None:
+def test_all_copies_get_the_new_time(start_server: StartServer, own: Namespace, clock: Clock) -> None:
     servers = [start_server(**clock.environment) for _ in range(3)]
     keys = make_keys(64)
     with KVStoreClient([server.endpoint for server in servers], own, replicas=2) as client:
@@ -102,7 +102,7 @@ def test_all_copies_get_the_time(start_server: StartServer, own: Namespace, cloc
         assert len(blocks) == 3 and sum(blocks) == 2 * len(keys)
 
 
-def test_without_an_answer_nothing_is_there_or_it_is_an_error(start_server: StartServer, own: Namespace) -> None:
+def test_without_an_answer_expire_counts_none_or_raises(start_server: StartServer, own: Namespace) -> None:
     server = start_server()
     with KVStoreClient(server.endpoint, own, timeout_s=0.5, fail_open=True) as client:
         client.set(KEYS, BLOCKS)
@@ -112,7 +112,7 @@ def test_without_an_answer_nothing_is_there_or_it_is_an_error(start_server: Star
         client.expire(KEYS)
 
 
-def test_the_same_with_await(timed: Server, own: Namespace, clock: Clock) -> None:
+def test_the_asynchronous_client_behaves_the_same(timed: Server, own: Namespace, clock: Clock) -> None:
     async def run() -> None:
         async with AsyncKVStoreClient(timed.endpoint, own) as client:
             await client.set(KEYS, BLOCKS, ttl_s=10)
@@ -123,7 +123,7 @@ def test_the_same_with_await(timed: Server, own: Namespace, clock: Clock) -> Non
     asyncio.run(run())
 
 
-def test_the_time_holds_on_disk_and_over_a_restart(
+def test_the_time_holds_on_disk_and_across_a_restart(
     start_server: StartServer, folder: Path, namespace: Namespace, clock: Clock
 ) -> None:
     server = start_server(*disk_flags(folder, "256MiB"), memory="64MiB", segment="1MiB", **clock.environment)
@@ -144,7 +144,7 @@ def test_the_time_holds_on_disk_and_over_a_restart(
         assert all(read(client, keys[:50], namespace.block_bytes))
 
 
-def test_blocks_that_are_only_on_disk_get_the_time_until_a_restart(
+def test_blocks_only_on_disk_keep_the_time_until_a_restart(
     start_server: StartServer, folder: Path, namespace: Namespace, clock: Clock
 ) -> None:
     server = start_server(*disk_flags(folder, "256MiB"), memory="8MiB", segment="1MiB", **clock.environment)
@@ -157,6 +157,6 @@ def test_blocks_that_are_only_on_disk_get_the_time_until_a_restart(
             wait_until_written(client)
         assert client.expire(keys).all()
         wait_until_written(client)
-        assert client.delete(keys[:1]) == 1  # it returns when the disk's index has all there was to write
+        assert client.delete(keys[:1]) == 1  # returns when the disk's index has received everything
         clock.advance(120)
         assert client.contains(keys[1:]).all() and all(read(client, keys[1:], namespace.block_bytes))

@@ -1,4 +1,4 @@
-"""docs/first-cluster.md, followed as a new operator does: each command is run, with other ports."""
+"""Runs docs/first-cluster.md as a new operator would: each command, with other ports."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     places = {**ports, **{f" {given}": f" {here[1:]}" for (given, here) in zip(PORTS, ports.values(), strict=True)}}
     shutil.copy(ROOT / "docker" / "prometheus" / "alerts.yml", tmp_path)
     yield Reader(tmp_path, "", places)
-    for file in tmp_path.glob("*.pid"):  # what a failed block has left
+    for file in tmp_path.glob("*.pid"):  # processes left by a block of commands that failed
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(file.read_text()), signal.SIGKILL)
 
 
-def test_a_new_operator_gets_a_cluster_by_following_one_page(reader: Reader) -> None:
+def test_an_operator_gets_a_cluster_from_one_page(reader: Reader) -> None:
     blocks = [block for block in blocks_of(FIRST_CLUSTER) if block.runs]
     assert len(blocks) >= 8
     for block in blocks:

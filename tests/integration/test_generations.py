@@ -1,4 +1,4 @@
-"""Generations: what a purge makes a miss, on all shards, for all clients, for ever."""
+"""Generations: after a purge, the purged blocks are misses on all shards, for all clients, permanently."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def rows(count: int, fill: int = 1) -> Any:
 
 
 def generations(client: KVStoreClient) -> list[int]:
-    """-> of each shard."""
+    """Return the generation of each shard."""
     return [shard.generation for shard in client.info().shards]
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_what_was_made_before_a_purge_is_refused_and_what_is_made_after_it_is_stored(
+def test_blocks_made_before_a_purge_are_refused_and_later_ones_stored(
     start_server: StartServer, new_namespace: MakeNamespace, shards: int
 ) -> None:
     server, keys = start_server("--shards", str(shards)), make_keys(60)
@@ -67,10 +67,9 @@ def test_what_was_made_before_a_purge_is_refused_and_what_is_made_after_it_is_st
         assert len(set(generations(other))) == 1
 
 
-def test_a_purge_counts_what_a_client_that_heard_of_it_earlier_had_removed(
-    server: Server, new_namespace: MakeNamespace
-) -> None:
-    """It heard of it from another shard, and told this one before the PURGE came. It counts once."""
+def test_a_purge_counts_blocks_removed_by_an_earlier_notice(server: Server, new_namespace: MakeNamespace) -> None:
+    """A client that learned of the purge from another shard tells this shard of it before the PURGE arrives. The purged
+    blocks are still counted, and only once."""
     namespace, keys = new_namespace(BLOCK), make_keys(30)
     with KVStoreClient(server.endpoint, namespace) as client, RawClient(server) as raw:
         client.set(keys, rows(30))
@@ -82,13 +81,13 @@ def test_a_purge_counts_what_a_client_that_heard_of_it_earlier_had_removed(
         for number in (1, 2):
             raw.send(wire.encode(wire.Purge(number, 10_000, generation=generation)))
             while (reply := raw.reply()[0])[0] != PURGE_REPLY:
-                pass  # it is told of the generation, too
+                pass  # notices of the new generation
             purges.append(reply)
         assert [reply[2] for reply in purges] == [30, 0]
         assert purges[0][3] == client.generation == generation and len(purges[0][4]) == 1
 
 
-def test_a_client_that_has_not_heard_of_a_purge_stores_what_it_is_given_now(
+def test_a_client_unaware_of_a_purge_stores_newly_given_blocks(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     server, namespace, keys = start_server("--shards", "2"), new_namespace(BLOCK), make_keys(40)
@@ -100,8 +99,8 @@ def test_a_client_that_has_not_heard_of_a_purge_stores_what_it_is_given_now(
             assert second.match_prefix(keys) == 40
 
 
-def test_a_set_that_is_under_way_at_the_purge_is_refused(server: Server, new_namespace: MakeNamespace) -> None:
-    """Its blocks were made before; whatever had arrived, and whenever the rest comes."""
+def test_a_set_in_progress_at_a_purge_is_refused(server: Server, new_namespace: MakeNamespace) -> None:
+    """The blocks of the SET were made before the purge, no matter how many of their bytes had arrived by then."""
     namespace, keys, blocks = new_namespace(BLOCK), make_keys(2), [bytes(BLOCK)] * 2
     with KVStoreClient(server.endpoint, namespace) as client, RawClient(server) as raw:
         raw.hello(namespace.canonical())
@@ -116,10 +115,10 @@ def test_a_set_that_is_under_way_at_the_purge_is_refused(server: Server, new_nam
         assert client.match_prefix(keys) == 0 and namespace_info(client).writing == 0
 
 
-def test_readers_see_no_older_block_once_a_purge_has_returned(
+def test_readers_see_no_older_block_after_a_purge_returned(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
-    """While others set and read all the time. Each block says in which generation it was made."""
+    """Other clients set and read blocks all the time. Each block contains the generation in which it was made."""
     server, namespace, keys = start_server("--shards", "2"), new_namespace(BLOCK), make_keys(64)
     purged = 0  # the generation of the last purge that has returned
     read_blocks, wrong = 0, 0
@@ -135,7 +134,7 @@ def test_readers_see_no_older_block_once_a_purge_has_returned(
                 wrong += sum(each < least for each in made)
 
     def write() -> None:
-        """An engine: what it has made in one generation it sets until it has heard of the next."""
+        """Act as an engine that sets blocks of one generation until it learns of the next one."""
         with KVStoreClient(server.endpoint, namespace, keeps_copies=True) as engine:
             while not stop.is_set():
                 made = engine.generation
@@ -160,16 +159,16 @@ def test_readers_see_no_older_block_once_a_purge_has_returned(
     assert read_blocks and not wrong
 
 
-def test_a_client_that_connects_during_a_purge_is_at_its_generation(
+def test_a_client_that_connects_during_a_purge_gets_its_generation(
     start_server: StartServer, new_namespace: MakeNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The shard's first answer and the news of the purge arrive together."""
+    """The shard's reply to HELLO and the notice of the purge arrive together."""
     server, namespace = start_server("--unix-socket", str(tmp_path / "kv.sock")), new_namespace(BLOCK)
-    purges: list[int] = []  # the generations that they led to
+    purges: list[int] = []  # the generation after each purge
     receive = Dealer._receive
 
     def receive_late(dealer: Dealer, deadline: float) -> None:
-        if dealer.pending and len(purges) < 2:  # HELLO was sent; on the host's own connection it is sent again
+        if dealer.pending and len(purges) < 2:  # HELLO was sent; the connection to the Unix socket sends another one
             dealer.wait(select.POLLIN, deadline)
             operator.purge()
             purges.append(operator.generation)
@@ -200,10 +199,8 @@ def test_promises_of_an_earlier_generation_end(start_server: StartServer, new_na
             assert reader.lookup(keys).promised == 0
 
 
-def test_a_shard_without_blocks_learns_the_generation_after_its_restart(
-    start_server: StartServer, new_namespace: MakeNamespace
-) -> None:
-    """A store without a disk forgets; its clients know."""
+def test_a_restarted_empty_shard_learns_the_generation(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    """A store without a disk forgets its generation when it restarts, but its clients know it."""
     server, namespace, keys = start_server("--shards", "2"), new_namespace(BLOCK), make_keys(60)
     with KVStoreClient(server.endpoint, namespace, keeps_copies=True, fail_open=True) as engine:
         engine.set(keys, rows(60))
@@ -219,7 +216,7 @@ def test_a_shard_without_blocks_learns_the_generation_after_its_restart(
             assert fresh.generation > known, "it is not used twice"
 
 
-def test_a_shard_that_was_away_during_a_purge_is_emptied_when_a_client_tells_it(
+def test_a_client_tells_a_returned_shard_to_empty_itself(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     one, two = (start_server("--node-id", name) for name in ("one", "two"))
@@ -237,7 +234,7 @@ def test_a_shard_that_was_away_during_a_purge_is_emptied_when_a_client_tells_it(
             assert other.generation == known
 
 
-def test_a_client_that_may_not_purge_treats_a_shard_that_is_behind_as_empty(
+def test_a_client_without_purge_rights_treats_an_outdated_shard_as_empty(
     start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
 ) -> None:
     file = tmp_path / "auth.toml"
@@ -260,7 +257,7 @@ def test_a_client_that_may_not_purge_treats_a_shard_that_is_behind_as_empty(
         wait_until(lambda: engine.set(keys, rows(80)).error == 0, what="after another purge it has all shards again")
 
 
-def test_generations_outlive_a_restart_with_a_disk_tier(
+def test_generations_survive_a_restart_with_a_disk_tier(
     start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
 ) -> None:
     flags = disk_flags(tmp_path / "disk")
@@ -281,7 +278,7 @@ def test_generations_outlive_a_restart_with_a_disk_tier(
         assert client.set(keys, rows(50), generation=known - 1).refused == 50
 
 
-def test_a_damaged_file_of_generations_is_logged_and_costs_no_block(
+def test_a_damaged_generations_file_is_logged_and_costs_no_block(
     start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
 ) -> None:
     flags = disk_flags(tmp_path / "disk")
@@ -302,7 +299,7 @@ def test_a_damaged_file_of_generations_is_logged_and_costs_no_block(
     assert "is damaged" in server.log_text()
 
 
-def test_a_number_from_the_future_is_refused(server: Server, new_namespace: MakeNamespace) -> None:
+def test_a_generation_from_the_future_is_refused(server: Server, new_namespace: MakeNamespace) -> None:
     with KVStoreClient(server.endpoint, new_namespace(BLOCK)) as client:
         client.set(make_keys(1), rows(1))
         with pytest.raises(Exception, match="at most a day ahead"):
@@ -310,7 +307,7 @@ def test_a_number_from_the_future_is_refused(server: Server, new_namespace: Make
         assert client.generation == 0 and client.match_prefix(make_keys(2)) == 1
 
 
-def test_a_client_with_several_connections_to_a_shard_hears_once_and_answers_on_all(
+def test_a_client_with_several_connections_hears_once_and_answers_on_all(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     server, namespace, keys = start_server(), new_namespace(BLOCK), make_keys(20)
@@ -319,19 +316,17 @@ def test_a_client_with_several_connections_to_a_shard_hears_once_and_answers_on_
         KVStoreClient(server.endpoint, namespace) as operator,
     ):
         engine.set(keys, rows(20))
-        wait_until(lambda: all(lane.sock is not None for lane in engine._core.connections), what="all are connected")
+        wait_until(lambda: all(lane.sock is not None for lane in engine._pool.connections), what="all are connected")
         [reply] = operator._shards.purge(operator._repairs, operator._options(10.0)).values()
         assert (reply.purged, reply.told, reply.silent) == (20, 3, [])
         assert engine.generation == operator.generation
 
 
 @pytest.mark.filterwarnings("ignore:unclosed <socket", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_client_with_copies_that_nobody_closed_does_not_live_for_ever(
-    server: Server, new_namespace: MakeNamespace
-) -> None:
+def test_an_unclosed_client_with_copies_is_garbage_collected(server: Server, new_namespace: MakeNamespace) -> None:
     before = set(threading.enumerate())
     client = KVStoreClient(server.endpoint, new_namespace(BLOCK), keeps_copies=True)
-    core = weakref.ref(client._core)
+    core = weakref.ref(client._pool)
     assert any(each.name == "kvstore-listen" for each in set(threading.enumerate()) - before)
     del client
 

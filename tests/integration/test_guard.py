@@ -1,4 +1,5 @@
-"""A client that cannot hurt its engine: starts before its store, never raises, counts, does not flood the log."""
+"""A store guard cannot harm its engine: it starts before its store, never raises exceptions, counts failures, and does
+not flood the log."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def make_guard() -> Iterator[MakeGuard]:
 
 
 def holds(guard: StoreGuard, keys: list[bytes]) -> int:
-    """How many of the keys the store has, -1 when it does not say."""
+    """Return how many of the keys the store has, or -1 if it does not answer."""
 
     def count(client: KVStoreClient) -> int:
         before = client.stats.unanswered
@@ -50,7 +51,7 @@ def holds(guard: StoreGuard, keys: list[bytes]) -> int:
     return guard.call(count, -1)
 
 
-def test_an_amount_of_nothing_leaves_no_trace_and_what_was_taken_is_gone() -> None:
+def test_adding_zero_leaves_no_counter_and_take_resets() -> None:
     counters = Counters()
     counters.add("drops", 0)
     assert counters.take() == {}
@@ -60,7 +61,7 @@ def test_an_amount_of_nothing_leaves_no_trace_and_what_was_taken_is_gone() -> No
     assert counters.take() == {}
 
 
-def test_counts_of_many_threads_add_up() -> None:
+def test_counts_from_many_threads_add_up() -> None:
     counters, taken = Counters(), Counters()
 
     def count() -> None:
@@ -94,10 +95,11 @@ def test_an_engine_may_start_before_its_store(
     assert guard.call(lambda client: client.set(keys, blocks_of(keys, 4096)).created, 0) == 3
 
 
-def test_a_store_that_answers_late_is_waited_for(
+def test_a_late_store_is_waited_for(
     start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else an engine could not save what it computes before: it would not know whether somebody has purged that."""
+    """An engine that does not know the store's generation cannot save blocks, because they might be from before a
+    purge. So it waits a while for the store."""
     monkeypatch.setattr(f"{__name__}.TIMEOUT_S", 0.05)
     server = start_server()
     with ThreadPoolExecutor(1) as thread:
@@ -120,7 +122,7 @@ def test_a_store_that_refuses_connections_is_not_waited_for(
     assert not guard.await_store(ANSWER_S), "a guard that is closed does not wait either"
 
 
-def test_a_store_that_dies_and_comes_back_is_used_again(
+def test_a_store_that_returns_is_used_again(
     start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard
 ) -> None:
     server = start_server()
@@ -135,7 +137,7 @@ def test_a_store_that_dies_and_comes_back_is_used_again(
 
 
 @pytest.mark.exclusive
-def test_a_frozen_store_costs_the_first_call_its_deadline_and_the_others_nothing(
+def test_a_frozen_store_costs_the_first_call_its_deadline_only(
     start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard
 ) -> None:
     server = start_server()
@@ -164,7 +166,7 @@ def test_a_frozen_store_does_not_keep_an_engine_from_starting(
     wait_until(lambda: holds(guard, make_keys(1)) == 0)
 
 
-def test_a_dead_node_costs_its_own_blocks_and_is_counted(
+def test_a_dead_node_costs_only_its_blocks_and_is_counted(
     start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard
 ) -> None:
     servers, counters = [start_server(), start_server()], Counters()
@@ -177,12 +179,12 @@ def test_a_dead_node_costs_its_own_blocks_and_is_counted(
     assert counters.take()["failed_calls"] >= 1
 
 
-def test_an_endpoint_that_can_never_work_stops_the_engine_with_the_reason(new_namespace: MakeNamespace) -> None:
+def test_an_unusable_endpoint_stops_the_engine_with_the_reason(new_namespace: MakeNamespace) -> None:
     with pytest.raises(ValueError, match="expected tcp://HOST:PORT"):
         StoreGuard("http://somewhere", new_namespace(), timeout_s=TIMEOUT_S, counters=Counters())
 
 
-def test_no_exception_of_a_call_comes_out(server: Server, new_namespace: MakeNamespace, make_guard: MakeGuard) -> None:
+def test_no_call_raises_an_exception(server: Server, new_namespace: MakeNamespace, make_guard: MakeGuard) -> None:
     counters = Counters()
     guard = make_guard(server.endpoint, new_namespace(), counters)
 
@@ -194,7 +196,7 @@ def test_no_exception_of_a_call_comes_out(server: Server, new_namespace: MakeNam
     assert counters.take() == {"failed_calls": 2}
 
 
-def test_a_defect_is_logged_with_its_traceback_and_a_failing_store_without(
+def test_defects_are_logged_with_traceback_and_store_failures_without(
     server: Server, new_namespace: MakeNamespace, make_guard: MakeGuard, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_guard(server.endpoint, new_namespace()).call(lambda client: 1 // 0, 0)
@@ -207,7 +209,7 @@ def test_a_defect_is_logged_with_its_traceback_and_a_failing_store_without(
     assert not record.exc_info and "rank 3" in record.getMessage() and NO_SERVER in record.getMessage()
 
 
-def test_many_failures_are_one_line_in_the_log_which_the_next_one_sums_up(
+def test_many_failures_are_one_log_line_and_a_later_summary(
     new_namespace: MakeNamespace, make_guard: MakeGuard, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
     counters = Counters()
@@ -226,17 +228,18 @@ def test_many_failures_are_one_line_in_the_log_which_the_next_one_sums_up(
     [failed] = counters.take().values()
     assert 50 <= failed <= 200, "those of different threads that fail at the same instant may count as one"
     assert len(lines()) == 1
-    monkeypatch.setattr("kvstore_client.engine.guard.LOG_INTERVAL_S", 0.0)
-    guard._next_log = 0.0  # as if the interval were over
+    monkeypatch.setattr("kvstore_client.engine.guard.FAILURE_LOG_INTERVAL_S", 0.0)
+    guard._next_log = 0.0  # as if the interval between log lines had passed
     holds(guard, make_keys(1))
     assert len(lines()) == 2 and f"{failed - 1:.0f} more since" in lines()[1]
 
 
 @pytest.mark.exclusive
-def test_a_store_that_refuses_is_asked_again_only_after_a_pause(
+def test_a_store_that_refuses_is_asked_again_after_a_pause(
     start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard, monkeypatch: Any
 ) -> None:
-    """A block larger than its segments is refused by this store, and by the next one on the same port is not."""
+    """The store refuses the namespace because its blocks are larger than a segment. The next store on the same port
+    accepts it."""
     monkeypatch.setattr("kvstore_client.engine.guard.REFUSED_PAUSE_S", 0.5)
     server = start_server(memory="8MiB", segment="1MiB")
     counters = Counters()
@@ -254,7 +257,7 @@ def test_a_store_that_refuses_is_asked_again_only_after_a_pause(
     wait_until(lambda: holds(guard, make_keys(1)) == 0)
 
 
-def test_after_closing_every_call_is_a_miss_and_nothing_is_logged(
+def test_after_close_every_call_misses_without_a_log_line(
     server: Server, new_namespace: MakeNamespace, make_guard: MakeGuard, caplog: pytest.LogCaptureFixture
 ) -> None:
     guard = make_guard(server.endpoint, new_namespace())
@@ -264,7 +267,7 @@ def test_after_closing_every_call_is_a_miss_and_nothing_is_logged(
     assert not caplog.records
 
 
-def test_closing_while_calls_wait_for_a_frozen_store_ends_them(
+def test_close_ends_calls_that_wait_for_a_frozen_store(
     start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard
 ) -> None:
     server = start_server()
@@ -278,7 +281,7 @@ def test_closing_while_calls_wait_for_a_frozen_store_ends_them(
     assert answers == [-1]
 
 
-def test_a_child_of_a_fork_does_not_wait_for_locks_that_a_thread_of_its_parent_held(
+def test_a_forked_child_does_not_wait_for_locks_held_in_its_parent(
     make_guard: MakeGuard, server: Server, new_namespace: MakeNamespace
 ) -> None:
     namespace, keys = new_namespace(64), make_keys(3)

@@ -1,4 +1,4 @@
-"""A herd: many engines get one prompt at the same time, and its blocks are computed once, whoever fails meanwhile."""
+"""A herd: many engines get one prompt at the same time. Each block is computed only once, even if some engines fail."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from tests.support.harness import Server, StartServer, block_of, make_keys, shar
 
 BLOCK_BYTES = 4096
 ENGINES = 16
-CHUNK = 8  # blocks that are computed in a step
+CHUNK = 8  # blocks that an engine computes in a step
 
 
 class Herd:
-    """Engines that share prompts as the README says: each computes what it promised first, and waits for the rest."""
+    """Engines that share prompts as the README describes: each engine first computes the blocks that it promised, and
+    then waits for the rest."""
 
     def __init__(self, server: Server, namespace: Namespace, keys: list[bytes], fails: frozenset[int]) -> None:
-        """fails: the engines that vanish in the middle of what they compute."""
+        """fails: the engines that disconnect in the middle of their computation."""
         self.computed: list[bytes] = []
         self.wrong: list[str] = []
         self._keys = keys
@@ -63,7 +64,7 @@ class Herd:
             for at, row, there in zip(left, rows, found, strict=True):
                 if there and row.tobytes() != block_of(self._keys[at], BLOCK_BYTES):
                     self.wrong.append(self._keys[at].hex())
-            left = [at for at, there in zip(left, found, strict=True) if not there]  # whoever promised it has failed
+            left = [at for at, there in zip(left, found, strict=True) if not there]  # their promise has failed
 
     def _compute(self, client: KVStoreClient, positions: list[int]) -> None:
         for first in range(0, len(positions), CHUNK):
@@ -83,7 +84,7 @@ def test_a_herd_computes_each_block_once(start_server: StartServer, namespace: N
     assert sorted(herd.computed) == sorted(keys)
 
 
-def test_of_engines_that_fail_others_compute_the_rest(start_server: StartServer, namespace: Namespace) -> None:
+def test_other_engines_compute_the_blocks_of_failed_ones(start_server: StartServer, namespace: Namespace) -> None:
     server, keys = start_server(), make_keys(100)
     fails = frozenset(random.sample(range(ENGINES), ENGINES // 2))
     herd = Herd(server, namespace, keys, fails)

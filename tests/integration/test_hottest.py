@@ -1,4 +1,4 @@
-"""HOTTEST: a namespace's keys by recency over both tiers, in pages, and no more memory for it than a shard has."""
+"""HOTTEST lists a namespace's keys in both tiers by recency, in pages, with bounded memory in the shard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LRU = ("--policy", "lru")
 
 
 def hottest(server: Server, namespace: Namespace, skip: int = 0, limit: int = 1 << 20) -> tuple[list[bytes], int]:
-    """Keys, most recently used first, and how many blocks there are."""
+    """Return the keys, most recently used first, and the number of blocks."""
     with RawClient(server) as raw:
         raw.hello(namespace.canonical())
         tag, request_id, key_bytes, keys, total, before = raw.ask(pack(HOTTEST, 7, 10_000, skip, limit))
@@ -52,7 +52,7 @@ def test_the_most_recently_used_come_first(server: Server, new_namespace: MakeNa
         assert hottest(server, namespace) == (keys[20:] + keys[13:20] + keys[:3], 20)
 
 
-def test_pages_of_it_are_the_whole(server: Server, new_namespace: MakeNamespace) -> None:
+def test_its_pages_add_up_to_the_whole_list(server: Server, new_namespace: MakeNamespace) -> None:
     namespace, keys = new_namespace(), make_keys(25)
     with KVStoreClient(server.endpoint, namespace) as client:
         put(client, keys)
@@ -65,7 +65,7 @@ def test_pages_of_it_are_the_whole(server: Server, new_namespace: MakeNamespace)
     assert hottest(server, namespace, 3, 0) == ([], 25)
 
 
-def test_a_namespace_nobody_has_set_anything_in_has_none(server: Server, new_namespace: MakeNamespace) -> None:
+def test_an_unused_namespace_has_no_hottest_keys(server: Server, new_namespace: MakeNamespace) -> None:
     namespace = new_namespace()
     assert hottest(server, namespace) == ([], 0)
     with KVStoreClient(server.endpoint, namespace) as client:
@@ -74,7 +74,7 @@ def test_a_namespace_nobody_has_set_anything_in_has_none(server: Server, new_nam
     assert hottest(server, namespace) == ([], 0)
 
 
-def test_it_takes_a_namespace_and_numbers_inside_their_limits(server: Server, new_namespace: MakeNamespace) -> None:
+def test_it_takes_a_namespace_and_numbers_within_limits(server: Server, new_namespace: MakeNamespace) -> None:
     with RawClient(server) as raw:
         raw.hello()
         refused = raw.ask(pack(HOTTEST, 3, 1000, 0, 10))
@@ -85,7 +85,7 @@ def test_it_takes_a_namespace_and_numbers_inside_their_limits(server: Server, ne
         assert raw.ask(pack(HOTTEST, 5, 1000, 0, 10)) == [HOTTEST_REPLY, 5, 0, b"", 0, b""]
 
 
-def test_a_reply_carries_no_more_than_its_limit_of_keys(server: Server, new_namespace: MakeNamespace) -> None:
+def test_a_reply_has_at_most_its_limit_of_keys(server: Server, new_namespace: MakeNamespace) -> None:
     namespace, keys = new_namespace(64), make_keys(140_000, key_bytes=64)
     block = bytes(64)
     with KVStoreClient(server.endpoint, namespace) as client:
@@ -98,7 +98,7 @@ def test_a_reply_carries_no_more_than_its_limit_of_keys(server: Server, new_name
     assert len(rest) == total - len(first) and sorted(first + rest) == sorted(keys)
 
 
-def test_replies_nobody_takes_are_bounded_for_all_clients_together(start_server: StartServer) -> None:
+def test_unread_replies_are_bounded_for_all_clients_together(start_server: StartServer) -> None:
     server = start_server(memory="128MiB")
     namespace = Namespace(model="m", dtype="uint8", block_tokens=16, block_bytes=64)
     block, keys = bytes(64), make_keys(135_000, key_bytes=64)
@@ -109,14 +109,14 @@ def test_replies_nobody_takes_are_bounded_for_all_clients_together(start_server:
     raws = [RawClient(server, receive_buffer=1 << 16) for _ in range(24)]
     try:
         for raw in raws:
-            raw.sock.settimeout(60)  # the lists are made one after the other
+            raw.sock.settimeout(60)  # the shard makes the lists one after another
             raw.hello(namespace.canonical())
             raw.send(pack(HOTTEST, 1, 10_000, 0, 1 << 20))
-        answers = [raw.reply()[0] for raw in reversed(raws)]  # who was refused is at the end
+        answers = [raw.reply()[0] for raw in reversed(raws)]  # the last requests are refused
         refused = [answer for answer in answers if answer[0] == ERROR]
-        assert 24 - len(refused) <= MAX_HELD_BYTES // wire.MAX_HOTTEST_BYTES + 4  # some of it is in the kernel
+        assert 24 - len(refused) <= MAX_HELD_BYTES // wire.MAX_HOTTEST_BYTES + 4  # some are in the kernel's buffers
         assert refused and all(answer[:3] == [ERROR, 1, ErrorCode.LIMIT] for answer in refused)
-        # What was taken is free again.
+        # The memory is free again.
         assert raws[0].ask(pack(HOTTEST, 2, 10_000, 0, 1 << 20))[0] == HOTTEST_REPLY
     finally:
         for raw in raws:
@@ -125,7 +125,7 @@ def test_replies_nobody_takes_are_bounded_for_all_clients_together(start_server:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_both_tiers_are_one_list(
+def test_both_tiers_form_one_list(
     start_server: StartServer, tmp_path: Path, new_namespace: MakeNamespace, restarted: bool
 ) -> None:
     block_bytes = 64 << 10

@@ -1,4 +1,4 @@
-"""The node over HTTP: what /healthz and /readyz say of real shards that are frozen, killed, or not registered yet."""
+"""A node's answers over HTTP: /healthz and /readyz for real shards that are frozen, killed, or not registered yet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import kvstore
-from kvstore.node.health import VERDICT_S
+from kvstore.node.health import VERDICT_S, WATCH_S
 from kvstore.node.web import MAX_REQUESTS, READ_S
 from kvstore_client import KVStoreClient
 from tests.support.etcd import Etcd
@@ -30,7 +30,7 @@ SLACK_S = 1.5  # for a machine that is busy
 
 
 class Answer(NamedTuple):
-    """What a request gave, and how long it took."""
+    """The answer to a request, and how long it took."""
 
     status: int
     text: str
@@ -65,13 +65,13 @@ def frozen(*shards: psutil.Process) -> Iterator[None]:
 
 
 def shard_process(server: Server, number: int) -> psutil.Process:
-    """The process that serves shard `number`."""
+    """Return the process that serves shard `number`."""
     with KVStoreClient(server.endpoint, make_namespace(64, "m")) as client:
         (pid,) = [shard.pid for shard in client.info().shards if shard.shard == number]
     return psutil.Process(pid)
 
 
-def test_a_server_that_is_well_says_so(start_server: StartServer) -> None:
+def test_a_healthy_server_reports_health(start_server: StartServer) -> None:
     server = start_server("--shards", "2", *HTTP)
     assert ask(server, "/healthz")[:2] == (200, "ok\n")
     ready = ask(server, "/readyz")
@@ -84,12 +84,12 @@ def test_a_server_that_is_well_says_so(start_server: StartServer) -> None:
 
 
 def test_there_is_a_page_whose_files_come_from_the_server(start_server: StartServer) -> None:
-    """tests/integration/test_page.py looks at it in a browser."""
+    """tests/integration/test_page.py loads the page in a browser."""
     server = start_server(*HTTP)
     page = ask(server, "/").text
     loaded = re.findall(r'(?:src|href)="([^"]+)"', page)
     assert {"page.js", "page.css", "icon.svg", "metrics", "healthz", "readyz", "status.json"} <= set(loaded)
-    assert "<style" not in page and not re.search(r"<script[^>]*>[^<]|\son\w+=|style=", page)  # its policy forbids it
+    assert "<style" not in page and not re.search(r"<script[^>]*>[^<]|\son\w+=|style=", page)  # its policy forbids them
     for path in ("", *loaded, "charts.js"):
         head = ask(server, f"/{path}", "HEAD")
         assert (head.status, head.text) == (200, ""), path
@@ -98,7 +98,7 @@ def test_there_is_a_page_whose_files_come_from_the_server(start_server: StartSer
     assert ask(server, "/readyz", "POST").status == 405
 
 
-def test_a_browser_keeps_the_files_of_the_page_and_nothing_else(start_server: StartServer) -> None:
+def test_a_browser_caches_only_the_pages_files(start_server: StartServer) -> None:
     server = start_server(*HTTP)
     for path in ("/", "/page.js", "/page.css"):
         with urllib.request.urlopen(f"{server.http_url}{path}", timeout=10) as answer:
@@ -115,7 +115,7 @@ def test_a_browser_keeps_the_files_of_the_page_and_nothing_else(start_server: St
         assert answer.headers["Cache-Control"] == "no-store"
 
 
-def test_the_state_as_json_costs_the_shards_nothing(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_the_json_state_costs_the_shards_nothing(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server("--shards", "2", *HTTP, "--ttl-seconds", "777")
     keys = make_keys(10)
     with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
@@ -140,10 +140,10 @@ def test_the_state_as_json_costs_the_shards_nothing(start_server: StartServer, n
         with frozen(*server.shards()):
             answers = [ask(server, "/status.json") for _ in range(20)]
         assert all(answer.status == 200 for answer in answers)
-        assert max(answer.seconds for answer in answers) < SLACK_S  # nobody waited for a shard
+        assert max(answer.seconds for answer in answers) < SLACK_S  # no request waited for a shard
 
 
-def test_an_address_may_be_of_ipv6(start_server: StartServer) -> None:
+def test_the_address_may_be_ipv6(start_server: StartServer) -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     server = start_server("--http", "[::1]:0")
@@ -151,14 +151,14 @@ def test_an_address_may_be_of_ipv6(start_server: StartServer) -> None:
     assert ask(server, "/readyz").status == 200
 
 
-def test_a_port_that_is_in_use_ends_the_start_with_its_name(start_server: StartServer) -> None:
+def test_a_port_in_use_ends_the_start_and_is_named(start_server: StartServer) -> None:
     taken = start_server(*HTTP).http_url.removeprefix("http://")
     with pytest.raises(AssertionError) as failed:
         start_server("--http", taken)
     assert f"cannot listen on {taken} for HTTP" in str(failed.value)
 
 
-def test_a_frozen_shard_is_named_and_the_others_keep_the_node_alive(start_server: StartServer) -> None:
+def test_a_frozen_shard_is_named_and_the_node_stays_alive(start_server: StartServer) -> None:
     server = start_server("--shards", "2", *HTTP)
     with frozen(shard_process(server, 1)):
         ready = ask(server, "/readyz")
@@ -167,14 +167,22 @@ def test_a_frozen_shard_is_named_and_the_others_keep_the_node_alive(start_server
         assert "no answer within" in ready.document["shards"][1]["reason"]
         assert ready.document["reasons"] == [f"shard 1: {ready.document['shards'][1]['reason']}"]
         alive = ask(server, "/healthz")
-        assert alive.status == 200 and alive.seconds < SLACK_S  # shard 0 answered, nobody waited for shard 1
+        assert alive.status == 200 and alive.seconds < SLACK_S  # shard 0 answered, and no request waited for shard 1
         assert 'kvstore_shard_up{shard="1"} 0.0' in ask(server, "/metrics").text
     wait_until(lambda: ask(server, "/readyz").status == 200, what="shard 1 answers again")
-    assert server.log_text().count("shard 1 does not answer") == 1  # not at each probe
+    assert server.log_text().count("shard 1 does not answer") == 1  # the line is not logged for each probe
     assert "shard 1 answers again" in server.log_text()
 
 
-def test_a_node_whose_shards_are_all_frozen_is_not_alive(start_server: StartServer) -> None:
+def test_without_http_the_log_still_names_a_frozen_shard(start_server: StartServer) -> None:
+    server = start_server("--shards", "2")
+    with frozen(shard_process(server, 1)):
+        wait_until(lambda: "shard 1 does not answer" in server.log_text(), WATCH_S + VERDICT_S + 10, "the log says it")
+    wait_until(lambda: "shard 1 answers again" in server.log_text(), WATCH_S + VERDICT_S + 10, "the log says it")
+    assert "shard 0 does not answer" not in server.log_text()
+
+
+def test_a_node_with_only_frozen_shards_is_not_alive(start_server: StartServer) -> None:
     server = start_server("--shards", "2", *HTTP)
     with frozen(*server.shards()):
         alive = ask(server, "/healthz")
@@ -182,7 +190,7 @@ def test_a_node_whose_shards_are_all_frozen_is_not_alive(start_server: StartServ
     wait_until(lambda: ask(server, "/healthz").status == 200, what="a shard answers again")
 
 
-def test_a_killed_shard_is_named_until_another_serves_in_its_place(start_server: StartServer) -> None:
+def test_a_killed_shard_is_named_until_its_replacement_serves(start_server: StartServer) -> None:
     server = start_server("--shards", "2", *HTTP)
     for died in range(1, 6):
         shard_process(server, 1).kill()
@@ -191,14 +199,14 @@ def test_a_killed_shard_is_named_until_another_serves_in_its_place(start_server:
         told = answer.document["shards"][1].get("reason") if answer.status == 503 else None
         if told == "its process died (signal 9); another one is starting":
             break
-        # Another one is there already, perhaps slow to answer: this machine has other things to do, too.
+        # The shard's replacement runs, but may answer slowly because the machine has other work.
         wait_until(lambda: ask(server, "/readyz").status == 200)
     assert told == "its process died (signal 9); another one is starting" and answer.seconds < SLACK_S
     assert [shard["ready"] for shard in answer.document["shards"]] == [True, False]
     wait_until(lambda: ask(server, "/readyz").status == 200, what="another serves in its place")
 
 
-def test_a_node_is_ready_when_it_is_registered_and_alive_before(own_etcd: Etcd, start_server: StartServer) -> None:
+def test_a_node_is_alive_before_and_ready_after_registration(own_etcd: Etcd, start_server: StartServer) -> None:
     url = own_etcd.url("health")
     own_etcd.stop()
     server = start_server("--cluster", url, "--node-id", "a", *HTTP)
@@ -214,7 +222,7 @@ def test_a_node_is_ready_when_it_is_registered_and_alive_before(own_etcd: Etcd, 
     assert answer.document["cluster"] == {"registered": True, "state": "serving", "reason": ""}
 
 
-def test_connections_that_say_nothing_keep_no_probe_out(start_server: StartServer) -> None:
+def test_silent_connections_do_not_block_probes(start_server: StartServer) -> None:
     server = start_server(*HTTP)
     host, _, port = server.http_url.removeprefix("http://").rpartition(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(2 * MAX_REQUESTS)]
@@ -233,7 +241,7 @@ def test_connections_that_say_nothing_keep_no_probe_out(start_server: StartServe
 def test_an_address_that_floods_closes_its_own_connections(start_server: StartServer) -> None:
     server = start_server(*HTTP)
     host, _, port = server.http_url.removeprefix("http://").rpartition(":")
-    slow = socket.create_connection((host, int(port)), 5)  # the oldest of all
+    slow = socket.create_connection((host, int(port)), 5)  # the oldest connection
     slow.sendall(b"GET /readyz HTTP/1.0\r\n")
     flood = [socket.create_connection((host, int(port)), 5, ("127.0.0.2", 0)) for _ in range(2 * MAX_REQUESTS)]
     try:
@@ -248,7 +256,7 @@ def test_an_address_that_floods_closes_its_own_connections(start_server: StartSe
             sock.close()
 
 
-def test_probes_of_a_shard_that_hangs_do_not_pile_up(start_server: StartServer) -> None:
+def test_probes_of_a_hanging_shard_do_not_accumulate(start_server: StartServer) -> None:
     server = start_server("--shards", "2", *HTTP)
     supervisor = psutil.Process(server.process.pid)
     before = supervisor.num_threads()
@@ -259,15 +267,15 @@ def test_probes_of_a_shard_that_hangs_do_not_pile_up(start_server: StartServer) 
             most = max(most, supervisor.num_threads())
             time.sleep(0.02)
         statuses = {probe.result().status for probe in probes if probe.exception() is None}
-    assert most <= before + MAX_REQUESTS + 2 + 2  # a thread a shard, and one or two that are just ending
+    assert most <= before + MAX_REQUESTS + 2 + 2  # a thread for each shard, and one or two that are ending
     assert statuses <= {200, 503}
     assert ask(server, "/readyz").seconds < VERDICT_S + SLACK_S
     assert server.stop() == 0
 
 
-def test_a_server_that_stops_answers_no_more_and_ends_in_time(start_server: StartServer) -> None:
+def test_a_stopping_server_stops_answering_and_ends_in_time(start_server: StartServer) -> None:
     server = start_server(*HTTP)
-    with socket.create_connection(("127.0.0.1", int(server.http_url.rpartition(":")[2]))):  # says nothing
+    with socket.create_connection(("127.0.0.1", int(server.http_url.rpartition(":")[2]))):  # sends nothing
         started = time.monotonic()
         server.signal(signal.SIGTERM)
         assert server.stop() == 0

@@ -1,6 +1,6 @@
-"""libzmq at the other end: a plain pyzmq DEALER against the server, and the client against a pyzmq ROUTER.
+"""libzmq as the peer: a plain pyzmq DEALER against the server, and the client against a pyzmq ROUTER.
 
-Everything said here is in docs/protocol.md; nothing of `kvstore` is used to say it.
+All messages here are written from docs/protocol.md, without code of `kvstore`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def hello(dealer: zmq.Socket[bytes], block_bytes: int, model: str) -> list[Any]:
     return reply
 
 
-def test_a_pyzmq_dealer_is_a_client(server: Server, dealer: zmq.Socket[bytes]) -> None:
+def test_a_pyzmq_dealer_works_as_a_client(server: Server, dealer: zmq.Socket[bytes]) -> None:
     size, keys = 4096, make_keys(300)
     blocks = blocks_of(keys, size)
     joined = b"".join(keys)
@@ -88,7 +88,7 @@ def test_a_pyzmq_dealer_is_a_client(server: Server, dealer: zmq.Socket[bytes]) -
     assert (tag, request_id, protocol, shard, block_bytes, zone) == (WELCOME, 1, PROTOCOL, 0, size, "")
     assert [address[1:3] for address in shards] == [["", server.port]]
 
-    payload = [b"".join(blocks[:256]), b"".join(blocks[256:])]  # as many as fit 1 MiB to a frame
+    payload = [b"".join(blocks[:256]), b"".join(blocks[256:])]  # as many blocks as fit into a frame of 1 MiB
     reply, _ = ask(dealer, pack(SET, 2, 10_000, 300, 16), joined, *payload, sums_of(blocks))
     assert reply[:8] == [SET_REPLY, 2, 300, 300, 0, 0, 0, 0]
     assert ask(dealer, pack(SYNC, 3, 10_000))[0] == [SYNC_REPLY, 3]
@@ -115,7 +115,7 @@ def test_a_pyzmq_dealer_is_a_client(server: Server, dealer: zmq.Socket[bytes]) -
     assert ask(dealer, pack(PING, 9, 10_000))[0] == [PONG, 9]
 
 
-def test_what_one_client_sets_the_other_gets(server: Server, dealer: zmq.Socket[bytes]) -> None:
+def test_either_client_reads_what_the_other_set(server: Server, dealer: zmq.Socket[bytes]) -> None:
     size, keys = 917_504, make_keys(6)
     namespace = Namespace(model="both", dtype="uint8", block_tokens=16, block_bytes=size)
     blocks = blocks_of(keys, size)
@@ -132,7 +132,7 @@ def test_what_one_client_sets_the_other_gets(server: Server, dealer: zmq.Socket[
         assert msgspec.msgpack.decode(received[-1][0])[4] is True
 
 
-def test_requests_in_flight_are_told_apart_by_their_ids(dealer: zmq.Socket[bytes]) -> None:
+def test_concurrent_requests_are_distinguished_by_id(dealer: zmq.Socket[bytes]) -> None:
     hello(dealer, 64, "in flight")
     keys = make_keys(50)
     for number, key in enumerate(keys):
@@ -159,7 +159,7 @@ def test_heartbeats_of_libzmq_are_answered(server: Server, context: zmq.Context[
 
 
 @pytest.mark.parametrize("kind", [zmq.PUSH, zmq.SUB, zmq.PAIR])
-def test_a_socket_of_another_type_is_turned_away(
+def test_a_socket_of_another_type_is_rejected(
     server: Server, context: zmq.Context[zmq.Socket[bytes]], kind: int, dealer: zmq.Socket[bytes]
 ) -> None:
     with context.socket(kind) as stranger:
@@ -195,7 +195,7 @@ def welcome(request_id: int, port: int = 1, block_bytes: int = 64, shard: int = 
     return pack(WELCOME, request_id, PROTOCOL, "9.9", "fake", shard, block_bytes, [["fake/0", "", port, 1.0]])
 
 
-def test_a_link_shakes_hands_with_a_pyzmq_router(router: zmq.Socket[bytes]) -> None:
+def test_a_link_connects_to_a_pyzmq_router(router: zmq.Socket[bytes]) -> None:
     link = link_to(router)
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(link.connect, 5.0)
@@ -230,7 +230,7 @@ def test_a_link_shakes_hands_with_a_pyzmq_router(router: zmq.Socket[bytes]) -> N
         (b"\xc1 no msgpack", "not a reply"),
     ],
 )
-def test_a_router_that_answers_otherwise_is_no_server(router: zmq.Socket[bytes], answer: bytes, part: str) -> None:
+def test_a_router_with_other_answers_is_no_server(router: zmq.Socket[bytes], answer: bytes, part: str) -> None:
     link = link_to(router)
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(link.connect, 5.0)
@@ -242,7 +242,7 @@ def test_a_router_that_answers_otherwise_is_no_server(router: zmq.Socket[bytes],
 
 
 class FakeShard(threading.Thread):
-    """A ROUTER that answers HELLO properly and everything else with what `answer` makes of the request's frames."""
+    """A ROUTER that answers HELLO correctly, and every other request with the frames that `answer` returns."""
 
     def __init__(self, router: zmq.Socket[bytes], answer: Any) -> None:
         super().__init__(daemon=True)
@@ -282,7 +282,7 @@ PART_OF_ONE = [b"\0\0\0\0", sums_of([BLOCK])]
         [pack(127, 0, 99, "an error of 127.0.0.1 that this client does not know")],
     ],
 )
-def test_a_lying_server_is_an_error_or_a_miss_and_never_wrong_bytes(
+def test_a_lying_server_causes_errors_or_misses_but_never_wrong_bytes(
     router: zmq.Socket[bytes], new_namespace: MakeNamespace, reply: list[bytes]
 ) -> None:
     def answer(fields: list[Any], _: list[bytes]) -> list[list[bytes]]:
@@ -308,7 +308,7 @@ def test_a_lying_server_is_an_error_or_a_miss_and_never_wrong_bytes(
         shard.join()
 
 
-def test_a_server_that_names_a_shard_it_does_not_have_is_refused(
+def test_a_server_that_names_a_nonexistent_shard_is_refused(
     router: zmq.Socket[bytes], new_namespace: MakeNamespace
 ) -> None:
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -320,7 +320,7 @@ def test_a_server_that_names_a_shard_it_does_not_have_is_refused(
             connecting.result(5)
 
 
-def test_the_client_of_the_specification_works(server: Server) -> None:
+def test_the_client_in_the_specification_works(server: Server) -> None:
     text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for said in ("created 300 existed 0\nhit 300 miss 0\n", "created 0 existed 300\nhit 300 miss 0\n"):

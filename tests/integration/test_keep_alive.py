@@ -1,4 +1,4 @@
-"""Clients that must wait for a shard hear from it: they can tell a slow one from a dead one."""
+"""A shard sends PINGs to clients that must wait for it, so that they can distinguish a slow shard from a dead one."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.support.harness import (
 
 COMMAND = 4
 PING_COMMAND = b"\x04PING\0\0"
-SILENCE_S = 1.6  # a client waits 2.5 s; a PING comes every 1 s or little more
+SILENCE_S = 1.6  # a client tolerates 2.5 s; a PING comes about every second
 
 
 def pings_of(raw: RawClient, count: int) -> None:
-    """So many PINGs come, and nothing else, with no longer silence than a client bears."""
+    """Check that this many PINGs arrive, nothing else, and no pause is longer than a client tolerates."""
     for _ in range(count):
         before = time.monotonic()
         assert raw.read_frame() == (COMMAND, PING_COMMAND)
@@ -46,9 +46,7 @@ def disk_server(start_server: StartServer, tmp_path: Path) -> Server:
     return start_server(*disk_flags(tmp_path / "disk"), "--policy", "lru", memory="16MiB")
 
 
-def test_a_client_whose_reply_waits_for_the_disk_hears_of_the_shard(
-    disk_server: Server, new_namespace: MakeNamespace
-) -> None:
+def test_a_client_waiting_for_the_disk_gets_pings(disk_server: Server, new_namespace: MakeNamespace) -> None:
     namespace, keys = new_namespace(4096), make_keys(4)
     with open_client(disk_server, namespace) as client, RawClient(disk_server) as raw, RawClient(disk_server) as idle:
         wait_until_on(client)
@@ -60,19 +58,20 @@ def test_a_client_whose_reply_waits_for_the_disk_hears_of_the_shard(
         try:
             raw.send(pack(DELETE, 5, 20_000, 4, 16), b"".join(keys))
             pings_of(raw, 3)
-            assert raw.ask(pack(PING, 6, 1000)) == [PONG, 6]  # it is read, too
+            assert raw.ask(pack(PING, 6, 1000)) == [PONG, 6]  # the shard also reads meanwhile
         finally:
             keeper.resume()
         assert raw.reply()[0] == [DELETE_REPLY, 5, 4]
         assert idle.ask(pack(PING, 7, 1000)) == [PONG, 7], "who waits for nothing was told something"
 
 
-def test_a_client_that_sets_hears_of_a_shard_whose_disk_is_behind(
+def test_a_setting_client_gets_pings_while_the_disk_is_behind(
     disk_server: Server, new_namespace: MakeNamespace
 ) -> None:
-    """The keeper of the index stands still, so nothing is written, until half of the memory waits for the disk."""
+    """While the keeper of the index is stopped, no block counts as written. The client sets blocks until half of the
+    memory waits for the disk."""
     namespace = new_namespace(512)
-    batch = 512  # a frame
+    batch = 512  # one frame
     with open_client(disk_server, namespace) as client, RawClient(disk_server) as raw:
         wait_until_on(client)
         raw.hello(namespace.canonical())
@@ -101,10 +100,8 @@ def test_a_client_that_sets_hears_of_a_shard_whose_disk_is_behind(
         assert msgspec.msgpack.decode(data)[:2] == [SET_REPLY, sent]
 
 
-def test_a_client_in_the_middle_of_a_set_hears_of_the_shard(
-    start_server: StartServer, new_namespace: MakeNamespace
-) -> None:
-    """What it asks meanwhile is behind its own bytes."""
+def test_a_client_in_the_middle_of_a_set_gets_pings(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    """The client gets PINGs in the middle of its SET, although it cannot send other requests meanwhile."""
     server, namespace = start_server(), new_namespace(4096)
     keys = make_keys(2)
     blocks = blocks_of(keys, 4096)
@@ -116,8 +113,8 @@ def test_a_client_in_the_middle_of_a_set_hears_of_the_shard(
         assert raw.reply()[0][:4] == [SET_REPLY, 3, 2, 2]
 
 
-def test_a_peer_of_an_older_zmtp_is_not_pinged(start_server: StartServer, new_namespace: MakeNamespace) -> None:
-    """Version 3.0 knows no PING."""
+def test_a_peer_with_an_older_zmtp_gets_no_pings(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    """ZMTP 3.0 has no PING."""
     server, namespace, (key,) = start_server(), new_namespace(4096), make_keys(1)
     greeting = b"\xff\0\0\0\0\0\0\0\x01\x7f" + b"\x03\x00" + b"NULL" + bytes(16) + b"\0" + bytes(31)
     block = blocks_of([key], 4096)
@@ -127,7 +124,7 @@ def test_a_peer_of_an_older_zmtp_is_not_pinged(start_server: StartServer, new_na
         assert raw.read_frame()[1].startswith(b"\x05READY")
         raw.hello(namespace.canonical())
         raw.send(pack(SET, 3, 20_000, 1, 16), key, more=True)
-        with RawClient(server) as other:  # which hears of the shard, at the same time
+        with RawClient(server) as other:  # this client gets PINGs at the same time
             other.hello(namespace.canonical())
             other.send(pack(SET, 3, 20_000, 1, 16), make_keys(1, first=9)[0], more=True)
             pings_of(other, 2)

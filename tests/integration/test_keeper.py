@@ -1,60 +1,38 @@
-"""The keeper of the persistent index: a real child on a real disk, killed, stopped, and given damaged files.
+"""The keeper of the persistent index, as a real child process on a real disk. It is killed, stopped, and given damaged
+files.
 
-An entry follows from its key and a version, so any recovered entry says whether it was ever put. Operations follow
-from a seed, so a recovered index says after which of them it was committed.
-
-Run as a program, this is a shard to be killed: it sends operations and says which were sent and which committed.
+An entry follows from its key and a version, so every recovered entry shows whether it was ever put. Operations follow
+from a seed, so a recovered index shows the operation after which it was committed.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import select
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-import xxhash
 
+from kvstore.disk import keeper
 from kvstore.disk.entries import ENTRY
 from kvstore.disk.format import lock_shard
-from kvstore.disk.keeper import MAX_NAMESPACES, Keeper, TooManyNamespaces, read_index
+from kvstore.disk.keeper import MAX_INDEXED_NAMESPACES, TooManyNamespaces, read_index
 from kvstore.disk.messages import Committed, Event, IndexedNamespace, KeeperFailed, Recovered, RecoveryDone
-from tests.support.harness import ROOT, alive, environment, make_keys, wait_until
+from tests.support import forked, forked_children
+from tests.support.harness import alive, environment, make_keys, wait_until
+from tests.support.keeper_loop import DEADLINE_S, NAMESPACES, Loop, State, apply_operation, entries_of, run_operations
 
-AT_LENGTH = "KVSTORE_FLIP_TRIALS" in os.environ  # make torture
-KILLS = 40 if AT_LENGTH else 4  # every fourth comes while the keeper starts
-MAP_BYTES = 256 << 20
-DEADLINE_S = 20.0
-NAMESPACES = [(b'{"model":"a"}', 16), (b'{"model":"b"}', 8), (b'{"model":"' + b"c" * 7000 + b'"}', 64)]
-
-KEYS = {key_bytes: make_keys(400, key_bytes=key_bytes) for _, key_bytes in NAMESPACES}
-
-State = dict[tuple[bytes, bytes], int]  # canonical, key -> version
-Kind = TypeVar("Kind", bound=Event)
-
-
-def entries_of(canonical: bytes, keys: Sequence[bytes], version: int) -> np.ndarray:
-    """The entries of keys: all follows from namespace, key and version."""
-    entries = np.zeros(len(keys), ENTRY)
-    sums = [xxhash.xxh3_64_intdigest(canonical + key, seed=version) for key in keys]
-    entries["checksum"] = sums
-    entries["segment"] = version
-    entries["place"] = entries["checksum"] >> 40
-    entries["tick"] = entries["checksum"] ^ version
-    entries["expires"] = entries["checksum"] & 0xFFFFFFFF
-    entries["priority"] = entries["checksum"] % 4
-    return entries
+AT_LENGTH = "KVSTORE_FLIP_TRIALS" in os.environ  # set by `make torture`
+KILLS = 40 if AT_LENGTH else 4  # every fourth kill hits the keeper during its start
 
 
 def split(keys: bytes, key_bytes: int) -> list[bytes]:
@@ -62,7 +40,7 @@ def split(keys: bytes, key_bytes: int) -> list[bytes]:
 
 
 def state_of(events: Sequence[Event]) -> State:
-    """What was recovered; fails for an entry that cannot have been put, or one that comes twice."""
+    """Return the recovered state. Fails if an entry was never put, or is reported twice."""
     namespaces: dict[int, tuple[bytes, int]] = {}
     state: State = {}
     for event in events:
@@ -85,60 +63,18 @@ def state_of(events: Sequence[Event]) -> State:
     return state
 
 
-class Loop:
-    """What a shard's loop does with a keeper."""
-
-    def __init__(self, directory: Path, fresh: bool = False, map_bytes: int = MAP_BYTES) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock_fd = lock_shard(directory)
-        self.keeper = Keeper(directory, fresh=fresh, lock_fd=lock_fd, map_bytes=map_bytes)
-        os.close(lock_fd)  # the keeper holds it
-        self.events: list[Event] = []
-
-    def turn(self, timeout_s: float) -> None:
-        """Wait for the keeper once, and deal with it."""
-        poll = select.poll()
-        poll.register(self.keeper, select.POLLIN | (select.POLLOUT if self.keeper.wants_write else 0))
-        for _, ready in poll.poll(timeout_s * 1000):
-            if ready & select.POLLOUT:
-                self.keeper.on_writable()
-            if ready & ~select.POLLOUT:
-                self.events += self.keeper.on_readable()
-
-    def until(self, condition: Callable[[], Any]) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < end, self.events[-3:]
-            self.turn(0.1)
-
-    def all(self, kind: type[Kind]) -> list[Kind]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    def recovered(self) -> RecoveryDone:
-        """Wait for the end of the recovery, which has to come."""
-        self.until(lambda: self.ended() or not self.keeper.recovering)
-        (done,) = self.all(RecoveryDone)
-        return done
-
-    def ended(self) -> KeeperFailed | None:
-        failures = self.all(KeeperFailed)
-        assert len(failures) <= 1
-        return failures[0] if failures else None
-
-    def committed(self, sequence: int) -> bool:
-        return any(event.sequence >= sequence for event in self.all(Committed))
-
-    def put(self, canonical: bytes, key_bytes: int, keys: Sequence[bytes], version: int) -> int:
-        ordinal = self.keeper.open_namespace(canonical, key_bytes)
-        return self.keeper.put(ordinal, b"".join(keys), entries_of(canonical, keys, version))
-
-    def delete(self, canonical: bytes, key_bytes: int, keys: Sequence[bytes]) -> int:
-        return self.keeper.delete(self.keeper.open_namespace(canonical, key_bytes), b"".join(keys))
+@pytest.fixture(autouse=True)
+def forked_keepers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork keepers from this process, which takes a tenth of the time of a normal start. The first test, and those that
+    measure time, start keepers as a shard does."""
+    first = request.function is test_entries_of_several_namespaces_survive_a_stop
+    if not first and request.node.get_closest_marker("exclusive") is None and forked.forkable(environment()):
+        monkeypatch.setattr(keeper, "_spawn", forked_children._fork_keeper)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
-    """Starts keepers of one folder, which are always ended."""
+    """Starts keepers of one folder, and kills them after the test."""
     loops: list[Loop] = []
 
     def make(directory: Path = tmp_path / "shard-0", **arguments: Any) -> Loop:
@@ -178,7 +114,7 @@ def test_entries_of_several_namespaces_survive_a_stop(start: Callable[..., Loop]
         assert again.keeper.stop(DEADLINE_S)
 
 
-def test_operations_are_applied_in_the_order_they_were_sent(start: Callable[..., Loop]) -> None:
+def test_operations_are_applied_in_the_order_sent(start: Callable[..., Loop]) -> None:
     loop = start(fresh=True)
     canonical, key_bytes = NAMESPACES[0]
     keys = make_keys(100)
@@ -192,7 +128,7 @@ def test_operations_are_applied_in_the_order_they_were_sent(start: Callable[...,
     assert state_of(again.events) == {(canonical, key): 49 for key in keys[:49]} | {(canonical, keys[99]): 50}
 
 
-def test_what_is_put_while_the_old_index_is_read_replaces_it(start: Callable[..., Loop]) -> None:
+def test_entries_put_during_recovery_replace_recovered_ones(start: Callable[..., Loop]) -> None:
     canonical, key_bytes = NAMESPACES[0]
     keys = make_keys(50_000)
     loop = start(fresh=True)
@@ -211,7 +147,7 @@ def test_what_is_put_while_the_old_index_is_read_replaces_it(start: Callable[...
 
 
 @pytest.mark.exclusive
-def test_a_commit_follows_within_its_delay_or_at_once_when_asked(start: Callable[..., Loop]) -> None:
+def test_a_commit_follows_within_its_delay_or_at_once_on_request(start: Callable[..., Loop]) -> None:
     loop = start(fresh=True)
     canonical, key_bytes = NAMESPACES[0]
     loop.keeper.sync()
@@ -224,14 +160,14 @@ def test_a_commit_follows_within_its_delay_or_at_once_when_asked(start: Callable
     loop.put(canonical, key_bytes, make_keys(3), 2)
     sequence = loop.keeper.sync()
     loop.until(lambda: loop.committed(sequence))
-    # Committed means there after a kill.
+    # A commit that was reported survives a kill.
     loop.keeper.kill()
     again = start()
     again.recovered()
     assert state_of(again.events) == {(canonical, key): 2 for key in make_keys(3)}
 
 
-def test_a_keeper_whose_shard_hangs_up_commits_what_it_was_sent(start: Callable[..., Loop]) -> None:
+def test_a_keeper_commits_everything_when_its_shard_disconnects(start: Callable[..., Loop]) -> None:
     loop = start(fresh=True)
     canonical, key_bytes = NAMESPACES[0]
     loop.put(canonical, key_bytes, make_keys(300), 1)
@@ -244,7 +180,7 @@ def test_a_keeper_whose_shard_hangs_up_commits_what_it_was_sent(start: Callable[
     assert again.recovered().entries == 300
 
 
-def test_fresh_forgets_the_old_index(start: Callable[..., Loop]) -> None:
+def test_a_fresh_start_forgets_the_old_index(start: Callable[..., Loop]) -> None:
     canonical, key_bytes = NAMESPACES[0]
     loop = start(fresh=True)
     loop.put(canonical, key_bytes, make_keys(10), 1)
@@ -265,20 +201,20 @@ def test_100_000_entries_are_recovered_within_two_seconds(start: Callable[..., L
     assert again.recovered().entries == 100_000
     assert time.monotonic() - began < 2.0
     assert again.keeper.stop(DEADLINE_S)
-    # Written in order, its pages are full.
+    # Entries are written in the order of their keys, so pages are full.
     assert (tmp_path / "shard-0" / "index" / "data.mdb").stat().st_size < 80 * 100_000
 
 
 # ---- namespaces --------------------------------------------------------------------------------------------------
 
 
-def test_ordinals_are_stable_reused_and_bounded(start: Callable[..., Loop]) -> None:
+def test_namespace_numbers_are_stable_reused_and_bounded(start: Callable[..., Loop]) -> None:
     loop = start()
     with pytest.raises(RuntimeError, match="not known yet"):
         loop.keeper.open_namespace(b"{}", 16)
     loop.recovered()
-    names = [b'{"model":"%d"}' % number for number in range(MAX_NAMESPACES)]
-    assert [loop.keeper.open_namespace(name, 16) for name in names] == list(range(MAX_NAMESPACES))
+    names = [b'{"model":"%d"}' % number for number in range(MAX_INDEXED_NAMESPACES)]
+    assert [loop.keeper.open_namespace(name, 16) for name in names] == list(range(MAX_INDEXED_NAMESPACES))
     assert loop.keeper.open_namespace(names[7], 16) == 7
     with pytest.raises(ValueError, match="keys of 8 bytes: this namespace has keys of 16"):
         loop.keeper.open_namespace(names[7], 8)
@@ -289,7 +225,7 @@ def test_ordinals_are_stable_reused_and_bounded(start: Callable[..., Loop]) -> N
     with pytest.raises(KeyError):
         loop.keeper.put(7, b"", np.zeros(0, ENTRY))
     assert loop.keeper.open_namespace(b"{}", 8) == 3
-    for replicas in (2, 3, 1):  # the most counts
+    for replicas in (2, 3, 1):  # only the highest number counts
         assert loop.keeper.open_namespace(names[9], 16, replicas) == 9
     assert loop.keeper.stop(DEADLINE_S)
     again = start()
@@ -299,12 +235,12 @@ def test_ordinals_are_stable_reused_and_bounded(start: Callable[..., Loop]) -> N
     assert {event.ordinal: event.replicas for event in again.all(IndexedNamespace)} == {
         ordinal: 3 if ordinal == 9 else 1 for ordinal in found
     }
-    assert set(found) == set(range(MAX_NAMESPACES)) - {7}
+    assert set(found) == set(range(MAX_INDEXED_NAMESPACES)) - {7}
     assert again.keeper.open_namespace(names[1023], 16) == 1023
     assert again.keeper.open_namespace(names[3], 16) == 7
 
 
-def test_what_does_not_fit_its_namespace_is_refused_before_it_is_sent(start: Callable[..., Loop]) -> None:
+def test_entries_that_do_not_fit_their_namespace_are_refused_before_sending(start: Callable[..., Loop]) -> None:
     loop = start(fresh=True)
     ordinal = loop.keeper.open_namespace(*NAMESPACES[0])
     with pytest.raises(ValueError, match="31 bytes of keys for 2 entries"):
@@ -317,7 +253,7 @@ def test_what_does_not_fit_its_namespace_is_refused_before_it_is_sent(start: Cal
 # ---- bounds, and the end -----------------------------------------------------------------------------------------
 
 
-def test_the_backlog_of_a_keeper_that_does_not_read_is_visible(start: Callable[..., Loop]) -> None:
+def test_the_backlog_of_a_stopped_keeper_is_visible(start: Callable[..., Loop]) -> None:
     loop = start(fresh=True)
     loop.keeper.sync()
     loop.until(lambda: loop.committed(1))
@@ -337,7 +273,7 @@ def test_the_backlog_of_a_keeper_that_does_not_read_is_visible(start: Callable[.
 
 
 @pytest.mark.exclusive
-def test_stop_gives_up_at_its_deadline(start: Callable[..., Loop]) -> None:
+def test_stop_returns_at_its_deadline(start: Callable[..., Loop]) -> None:
     loop = start(fresh=True)
     loop.put(*NAMESPACES[0], make_keys(10), 1)
     os.kill(loop.keeper.pid, signal.SIGSTOP)
@@ -347,7 +283,7 @@ def test_stop_gives_up_at_its_deadline(start: Callable[..., Loop]) -> None:
     assert not psutil.pid_exists(loop.keeper.pid)
 
 
-def test_a_keeper_ignores_the_signals_that_are_for_its_shard(start: Callable[..., Loop]) -> None:
+def test_a_keeper_ignores_signals_meant_for_its_shard(start: Callable[..., Loop]) -> None:
     loop = start(fresh=True)
     loop.keeper.sync()
     loop.until(lambda: loop.committed(1))
@@ -358,10 +294,10 @@ def test_a_keeper_ignores_the_signals_that_are_for_its_shard(start: Callable[...
     assert start().recovered().entries == 10
 
 
-def test_the_keeper_holds_the_lock_as_long_as_it_lives(
+def test_the_keeper_holds_the_lock_until_it_ends(
     start: Callable[..., Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.disk.format.LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("kvstore.disk.format.DISK_LOCK_WAIT_S", 0.1)
     loop = start(fresh=True)
     with pytest.raises(Exception, match="is in use by process"):
         lock_shard(tmp_path / "shard-0")
@@ -385,7 +321,7 @@ def test_a_stale_new_index_is_removed_and_the_old_one_used(start: Callable[..., 
     assert not stale.exists()
 
 
-def test_a_full_map_is_a_failure_that_is_told(start: Callable[..., Loop]) -> None:
+def test_a_full_map_is_reported_as_a_failure(start: Callable[..., Loop]) -> None:
     loop = start(fresh=True, map_bytes=256 << 10)
     loop.put(*NAMESPACES[0], make_keys(8000), 1)
     loop.until(loop.ended)
@@ -396,7 +332,7 @@ def test_a_full_map_is_a_failure_that_is_told(start: Callable[..., Loop]) -> Non
     assert not loop.keeper.stop(1.0)
 
 
-def test_a_full_disk_is_a_failure_that_is_told(start: Callable[..., Loop], tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_as_a_failure(start: Callable[..., Loop], tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can mount a file system")
     disk = tmp_path / "disk"
@@ -416,14 +352,15 @@ def test_a_full_disk_is_a_failure_that_is_told(start: Callable[..., Loop], tmp_p
         loop.until(loop.ended)
         assert "no space left" in loop.ended().message
         loop.keeper.kill()
-        # It is full for the next keeper too, which needs room for a second index: what it reads, it tells first.
+        # The next keeper needs room for a second index, so the disk is full for it, too. It reports its entries before
+        # it fails.
         again = start(disk / "shard-0")
         again.until(again.ended)
         assert "no space left" in again.ended().message
         found = state_of(again.events)
         assert {key for (_, key), version in found.items() if version == 1} == set(make_keys(2000))
         again.keeper.kill()
-        # One that begins anew has the old one's room.
+        # A keeper that starts with an empty index can use the space of the old one.
         last = start(disk / "shard-0", fresh=True)
         last.put(*NAMESPACES[0], make_keys(2000), 1)
         assert last.keeper.stop(DEADLINE_S)
@@ -434,7 +371,7 @@ def test_a_full_disk_is_a_failure_that_is_told(start: Callable[..., Loop], tmp_p
         wait_until(lambda: subprocess.run(["umount", disk], check=False).returncode == 0, DEADLINE_S, "umount")
 
 
-def test_an_index_that_is_not_a_folder_is_a_failure_that_is_told(start: Callable[..., Loop], tmp_path: Path) -> None:
+def test_an_index_that_is_no_folder_is_reported_as_a_failure(start: Callable[..., Loop], tmp_path: Path) -> None:
     (tmp_path / "shard-0").mkdir()
     (tmp_path / "shard-0" / "index").write_bytes(b"mine")
     loop = start()
@@ -446,27 +383,9 @@ def test_an_index_that_is_not_a_folder_is_a_failure_that_is_told(start: Callable
 # ---- killed at any instant ---------------------------------------------------------------------------------------
 
 
-def apply_operation(seed: int, number: int, state: State, loop: Loop | None = None) -> None:
-    """Operation `number` of a run: to `state`, or also to a keeper."""
-    numbers = random.Random(seed * 1_000_003 + number)
-    canonical, key_bytes = NAMESPACES[numbers.randrange(2)]
-    keys = numbers.choices(KEYS[key_bytes], k=numbers.randrange(1, 30))
-    if numbers.random() < 0.05:
-        if loop is not None:
-            assert loop.keeper.sync() == number
-    elif numbers.random() < 0.7:
-        state.update({(canonical, key): number for key in keys})
-        if loop is not None:
-            assert loop.put(canonical, key_bytes, keys, number) == number
-    else:
-        for key in keys:
-            state.pop((canonical, key), None)
-        if loop is not None:
-            assert loop.delete(canonical, key_bytes, keys) == number
-
-
 def assert_state_of_a_commit(found: State, before: State, seed: int, committed: int, sent: int) -> None:
-    """The index is as it was after one of the operations from the last known to be committed to the last sent."""
+    """Check that the index is in the state after some operation: the last one known to be committed, the last one sent,
+    or one between them."""
     state = dict(before)
     for number in range(1, committed + 1):
         apply_operation(seed, number, state)
@@ -477,25 +396,8 @@ def assert_state_of_a_commit(found: State, before: State, seed: int, committed: 
     assert state == found
 
 
-def run_operations(loop: Loop, seed: int, seconds: float, told: Callable[[str], object] = lambda _: None) -> int:
-    """Send operations for so long. -> how many were sent."""
-    end = time.monotonic() + seconds
-    number = 0
-    while time.monotonic() < end and not loop.ended():
-        if loop.keeper.backlog_bytes < 64 << 10:
-            number += 1
-            told(f"sent {number}")
-            apply_operation(seed, number, {}, loop)
-        before = len(loop.events)
-        loop.turn(0.001)
-        for event in loop.events[before:]:
-            if isinstance(event, Committed):
-                told(f"committed {event.sequence}")
-    return number
-
-
 def recover_all(directory: Path) -> State:
-    """What the index holds: first read without change, then by a keeper, which has to find the same."""
+    """Return the contents of the index. Checks that `read_index`, which changes nothing, and a keeper find the same."""
     read = list(read_index(directory))
     loop = Loop(directory)
     try:
@@ -511,19 +413,19 @@ def recover_all(directory: Path) -> State:
     return state
 
 
-def test_a_keeper_killed_at_any_instant_leaves_what_was_committed(tmp_path: Path) -> None:
+def test_a_keeper_killed_at_any_instant_keeps_committed_entries(tmp_path: Path) -> None:
     random.seed(1)
     directory = tmp_path / "shard-0"
     state: State = {}
     for seed in range(KILLS):
         loop = Loop(directory)
         try:
-            if seed % 4 != 3:  # in every fourth round, it is killed while it starts
+            if seed % 4 != 3:  # in every fourth round, the keeper is killed during its start
                 loop.recovered()
                 sent = run_operations(loop, seed, random.uniform(0.0, 0.5))
             else:
                 sent = 0
-                time.sleep(random.uniform(0.0, 0.3))
+                time.sleep(random.uniform(0.0, 0.03))
             os.kill(loop.keeper.pid, signal.SIGKILL)
             loop.until(loop.ended)
             assert "SIGKILL" in loop.ended().message
@@ -536,28 +438,27 @@ def test_a_keeper_killed_at_any_instant_leaves_what_was_committed(tmp_path: Path
     assert state
 
 
-def test_a_shard_killed_at_any_instant_leaves_what_was_committed(tmp_path: Path) -> None:
+def test_a_shard_killed_at_any_instant_keeps_committed_entries(tmp_path: Path) -> None:
     random.seed(2)
     directory = tmp_path / "shard-0"
     directory.mkdir()
-    tests = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     state: State = {}
     for seed in range(KILLS):
-        shard = subprocess.Popen(
-            [sys.executable, __file__, str(directory), str(seed)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**environment(), "PYTHONPATH": tests},
-        )
-        with shard:
-            assert shard.stdout is not None
-            keeper = psutil.Process(int(shard.stdout.readline()))
+        out, theirs = os.pipe()
+        with open(theirs, "wb") as says, open(os.devnull, "r+b") as nothing:
+            arguments = (str(directory), str(seed))
+            shard = forked.start(
+                "tests.support.keeper_loop", arguments, stdin=nothing, stdout=says, stderr=nothing, env=environment()
+            )
+        with open(out) as said:
+            its_keeper = psutil.Process(int(said.readline()))
             if seed % 4 != 3:
-                assert shard.stdout.readline() == "recovered\n"
-            time.sleep(random.uniform(0.0, 0.4))
+                assert said.readline() == "recovered\n"
+            time.sleep(random.uniform(0.0, 0.4 if seed % 4 != 3 else 0.04))
             shard.kill()
-            lines = [line.split() for line in shard.stdout.read().splitlines() if line != "recovered"]
-        wait_until(lambda keeper=keeper: not alive(keeper), DEADLINE_S, "the keeper dies with its shard")
+            lines = [line.split() for line in said.read().splitlines() if line != "recovered"]
+        assert shard.wait(DEADLINE_S) == -signal.SIGKILL
+        wait_until(lambda dead=its_keeper: not alive(dead), DEADLINE_S, "the keeper dies with its shard")
         said = {"sent": 0, "committed": 0}
         said.update((what, int(number)) for what, number in lines)
         found = recover_all(directory)
@@ -571,7 +472,7 @@ def test_a_shard_killed_at_any_instant_leaves_what_was_committed(tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def index_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The file of an index with a past: several commits, replaced and deleted entries, free pages."""
+    """The file of an index after several commits, with replaced and deleted entries and free pages."""
     directory = tmp_path_factory.mktemp("old") / "shard-0"
     loop = Loop(directory, fresh=True)
     for version in range(1, 6):
@@ -585,13 +486,13 @@ def index_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def damaged(kind: str, file: bytes, numbers: random.Random) -> bytes:
-    """A copy of the file that is not quite right."""
+    """Return a damaged copy of the file."""
     data = bytearray(file)
     at = numbers.randrange(len(data))
     page = at & ~4095
     if kind == "flip":
         data[at] ^= numbers.randrange(1, 256)
-    elif kind == "flip_head":  # of a page, or of one of the two that name the roots
+    elif kind == "flip_head":  # the head of a page, or of one of the two pages that refer to the roots
         page = numbers.choice([page, page, 0, 4096])
         data[page + numbers.randrange(152 if page < 8192 else 64)] ^= 1 << numbers.randrange(8)
     elif kind == "truncate":
@@ -612,7 +513,7 @@ def damaged(kind: str, file: bytes, numbers: random.Random) -> bytes:
     ("kind", "trials"),
     [("flip", 8), ("flip_head", 8), ("truncate", 4), ("zeros", 4), ("other_page", 4), ("garbage", 4)],
 )
-def test_of_a_damaged_index_nothing_is_believed_that_was_not_put(
+def test_a_damaged_index_never_yields_entries_that_were_not_put(
     tmp_path: Path, index_file: bytes, kind: str, trials: int
 ) -> None:
     trials *= 4 if AT_LENGTH else 1
@@ -634,11 +535,12 @@ def test_of_a_damaged_index_nothing_is_believed_that_was_not_put(
         for trial in range(first, first + 4):
             shutil.rmtree(tmp_path / str(trial))
     if kind == "flip":
-        assert complete > trials / 2  # most bytes are of one entry only
+        assert complete > trials / 2  # most bytes affect only one entry
 
 
 def serves_after(loop: Loop) -> bool:
-    """What was recovered was put, and the shard goes on with an index that works. -> whether the keeper survived."""
+    """Check that recovered entries had been put, and that the shard continues with a working index. Returns whether the
+    keeper survived."""
     loop.until(lambda: loop.ended() or not loop.keeper.recovering)
     found = state_of(loop.events)
     survived = loop.ended() is None
@@ -679,17 +581,9 @@ def test_reading_a_damaged_index_changes_nothing(tmp_path: Path, index_file: byt
         assert file.read_bytes() == data
 
 
-def test_an_empty_file_is_an_index_without_entries(start: Callable[..., Loop], tmp_path: Path) -> None:
+def test_an_empty_file_is_an_empty_index(start: Callable[..., Loop], tmp_path: Path) -> None:
     (tmp_path / "shard-0" / "index").mkdir(parents=True)
     (tmp_path / "shard-0" / "index" / "data.mdb").write_bytes(b"")
     done = start().recovered()
     assert (done.entries, done.bad_entries) == (0, 0)
     assert done.damage
-
-
-if __name__ == "__main__":
-    run = Loop(Path(sys.argv[1]))
-    print(run.keeper.pid, flush=True)
-    run.recovered()
-    print("recovered", flush=True)
-    run_operations(run, int(sys.argv[2]), 3600, lambda line: print(line, flush=True))

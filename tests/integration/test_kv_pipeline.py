@@ -1,5 +1,5 @@
-"""The decode loop of the KV pipeline's benchmarks, small, with a real server over loopback: what it puts out does not
-depend on where its KV lives."""
+"""The decode loop of the KV pipeline's benchmarks, in small sizes, with a real server over loopback. Its output does
+not depend on the place of its KV."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def rig() -> Iterator[Rig]:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["TCP", "shared memory"])
 @pytest.mark.parametrize("depth", [0, 1, 2], ids=["serial", "depth 1", "depth 2"])
-def test_a_decoder_puts_out_the_same_bits_wherever_its_kv_lives(rig: Rig, depth: int, shared: bool) -> None:
+def test_a_decoders_output_is_identical_wherever_its_kv_is(rig: Rig, depth: int, shared: bool) -> None:
     client = rig.connect(shared)
     for lent in (1, 3, SHAPE.layers):
         with Fetched(SHAPE, rig.resident, lent_layers(SHAPE, lent), client, depth, None) as fetched:
             np.testing.assert_array_equal(rig.decoder.run(fetched.attend), rig.expected)
 
 
-def test_of_a_part_of_the_sequences_the_same_bits_come(rig: Rig) -> None:
+def test_some_of_the_sequences_give_identical_output(rig: Rig) -> None:
     smaller = rig.of_batch(2)
     with Fetched(smaller.shape, smaller.resident, [0, 4], rig.client, 1, None) as fetched:
         np.testing.assert_array_equal(smaller.decoder.run(fetched.attend), smaller.expected)
 
 
-def test_attention_beside_the_store_is_merged_to_the_same_output(rig: Rig) -> None:
+def test_attention_next_to_the_store_merges_to_the_same_output(rig: Rig) -> None:
     beside = rig.beside()
     for one in (rig, rig.of_batch(2)):
         for lent in (1, SHAPE.layers):
@@ -58,8 +58,8 @@ def test_parts_of_attention_merge_to_the_whole() -> None:
         np.testing.assert_allclose(merged.output, whole, rtol=1e-4, atol=1e-5)
 
 
-def test_kv_that_another_decoder_has_changed_changes_the_output(rig: Rig) -> None:
-    """The loop does read the store: with other bytes there, something else comes out."""
+def test_kv_changed_by_another_decoder_changes_the_output(rig: Rig) -> None:
+    """The decode loop really reads the store: with other bytes in the store, its output differs."""
     layer = 2
     kv = rig.resident.kv[layer]
     blocks = kv.view(np.uint8).reshape(SHAPE.batch, SHAPE.block_bytes)
@@ -74,7 +74,7 @@ def test_kv_that_another_decoder_has_changed_changes_the_output(rig: Rig) -> Non
         rig.client.set(keys_of(SHAPE, layer), blocks, deferred=False)
 
 
-def test_kv_that_the_store_lost_is_an_error_that_names_the_layer(rig: Rig) -> None:
+def test_kv_lost_by_the_store_is_an_error_with_its_layer(rig: Rig) -> None:
     layer = 3
     blocks = rig.resident.kv[layer].view(np.uint8).reshape(SHAPE.batch, SHAPE.block_bytes)
     try:

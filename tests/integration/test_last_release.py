@@ -1,5 +1,5 @@
-"""What the last release left behind and says is understood: its disk tier, and its HELLO. Its WELCOME is that of the
-shard in test_interoperability.py. tests/upgrade/test_rolling.py runs both releases together."""
+"""The current code reads the last release's disk tier and answers its HELLO. The shard in test_interoperability.py
+sends the last release's WELCOME. tests/upgrade/test_rolling.py runs both releases together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_the_disk_tier_of_the_last_release_is_served(start_server: StartServer, 
         assert [bytes(block or b"") for block in client.get(KEYS).blocks] == blocks_of(KEYS, NAMESPACE.block_bytes)
 
 
-def test_a_client_of_the_last_release_is_greeted_in_its_version(start_server: StartServer) -> None:
+def test_a_client_of_the_last_release_is_answered_in_its_version(start_server: StartServer) -> None:
     server = start_server()
     with RawClient(server) as raw:
-        # As the last release sends it: version 3, and none of the fields that came after `nixl`.
+        # The HELLO of the last release: version 3, and none of the fields that came after `nixl`.
         fields = [1, 0, 3, NAMESPACE.canonical(), "kvstore-client/0.1.0 pid=7", b"", 1, "", True, False]
         tag, _, protocol, *_ = raw.ask(pack(*fields))
         assert (tag, protocol) == (65, 3)

@@ -1,15 +1,16 @@
-"""`kvstore load` against endpoints that answer in other forms than a text in pieces, over real connections, or end."""
+"""`kvstore load` against endpoints whose answers are not streamed texts, or that end during the load, over real
+connections."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.test_load import NEAR_S, command, lines_of, load, poisson, report
+from tests.support import forked
 from tests.support.endpoint import Behaviour, Endpoint
 from tests.support.harness import environment, wait_until
 from tests.support.proxies import StandInEngine
@@ -42,7 +43,7 @@ def usage(tokens: int) -> dict[str, Any]:
     ],
     ids=["no visible text", "tool call", "reasoning", "one token after comments"],
 )
-def test_an_answer_counts_from_its_first_token_whatever_that_is(
+def test_an_answer_counts_from_its_first_token_of_any_kind(
     script: tuple[dict[str, Any] | str, ...], tokens: int, first: int, tmp_path: Path
 ) -> None:
     with Endpoint(lambda number: Behaviour(gap_s=GAP_S, script=script)) as endpoint:
@@ -59,7 +60,7 @@ def test_an_answer_counts_from_its_first_token_whatever_that_is(
     assert set(made["latency_s"]) == set(made["ttft_s"])
 
 
-def test_an_answer_that_is_not_streamed_is_whole_and_has_no_time_per_token() -> None:
+def test_an_unstreamed_answer_is_one_piece_without_time_per_token() -> None:
     message = '{"choices": [{"index": 0, "message": {"content": "a b c d e"}, "finish_reason": "length"}], '
     script = (message, '"usage": {"prompt_tokens": 8, "completion_tokens": 5}}')
     with Endpoint(lambda number: Behaviour(gap_s=GAP_S, script=script)) as endpoint:
@@ -68,10 +69,10 @@ def test_an_answer_that_is_not_streamed_is_whole_and_has_no_time_per_token() -> 
     assert (made["completed"], made["whole"], made["tokens"]["completion"]) == (3, 3, 15)
     assert made["tpot_s"]["p50"] is None and made["ttft_s"]["p50"] >= 2 * GAP_S - 0.02
     assert "3 answers came whole" in said and "overall" in said
-    assert "3 requests completed: fewer than 100 say little of the p99" in said
+    assert "3 requests completed: with fewer than 100, the p99 is near the maximum" in said
 
 
-def test_answers_of_several_choices_are_complete_when_all_are() -> None:
+def test_answers_with_several_choices_complete_when_all_have() -> None:
     def choice(index: int, finish: str | None = None) -> dict[str, Any]:
         return {"choices": [{"index": index, "text": "a", "finish_reason": finish}]}
 
@@ -87,7 +88,7 @@ def test_answers_of_several_choices_are_complete_when_all_are() -> None:
     assert "n is 0: expected the number of answers" in wrong.stderr
 
 
-def test_an_answer_may_stop_at_once_where_its_length_is_the_models() -> None:
+def test_an_answer_may_stop_early_unless_its_length_is_forced() -> None:
     with Endpoint(lambda number: Behaviour(script=(ROLE, chat("stop"), usage(0), DONE))) as endpoint:
         made = report(endpoint.url, *poisson(2), "--api", "chat", "--no-extensions")
         said = load(endpoint.url, *poisson(2), "--api", "chat", "--no-extensions").stdout
@@ -108,7 +109,7 @@ def test_an_answer_may_stop_at_once_where_its_length_is_the_models() -> None:
     ],
     ids=["instead of an answer", "alone", "aborted", "no answer"],
 )
-def test_what_an_endpoint_says_instead_of_an_answer_is_told(
+def test_an_endpoints_reply_in_place_of_an_answer_is_reported(
     script: tuple[dict[str, Any] | str, ...], kind: str, message: str
 ) -> None:
     with Endpoint(lambda number: Behaviour(script=script)) as endpoint:
@@ -117,27 +118,25 @@ def test_what_an_endpoint_says_instead_of_an_answer_is_told(
     assert message in made["errors"][0]["message"]
 
 
-def test_an_engine_that_ends_and_comes_back_fails_only_what_it_missed(tmp_path: Path) -> None:
-    """It ends under the fourth request; those that come before it is back find nobody."""
+def test_a_restarted_engine_fails_only_the_requests_it_missed(tmp_path: Path) -> None:
+    """The engine is killed during the fourth request. Requests sent before its restart fail, and later ones succeed."""
     engine = StandInEngine(tmp_path / "engine.log")
     engine.behave(gap_s=0.02)
     output = tmp_path / "out"
     arguments = [*poisson(60, rate=6), "--model", MODEL, "--api", "chat", "--json", "--output", str(output)]
-    process = subprocess.Popen(command(engine.url, *arguments), env=environment(), stdout=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: len(engine.seen()["requests"]) >= 4, what="requests came")
-        engine.kill()
-        engine.start()
-        out, _ = process.communicate(timeout=120)
+        with forked.running(*command(engine.url, *arguments), env=environment()) as loading:
+            wait_until(lambda: len(engine.seen()["requests"]) >= 4, what="requests came")
+            engine.kill()
+            engine.start()
+            done = loading.finish(120)
     finally:
-        process.kill()
-        process.wait()
         engine.kill()
-    made = json.loads(out)
-    assert process.returncode == 0 and made["requests"] == 60
+    made = json.loads(done.stdout)
+    assert done.returncode == 0 and made["requests"] == 60
     assert made["completed"] + made["failed"] == 60 and made["completed"] >= 10
     assert {each["kind"] for each in made["errors"]} <= {"connection", "cut"}
     lines = lines_of(output)
     assert not lines[0]["error"] and not lines[-1]["error"], "it is used again"
     assert all(line["latency_s"] >= 0 and line["sent_s"] >= line["scheduled_s"] for line in lines)
-    assert "NaN" not in out and "Infinity" not in out
+    assert "NaN" not in done.stdout and "Infinity" not in done.stdout

@@ -1,4 +1,4 @@
-"""A server on the engine's host in front of the store that the fleet shares: both as one store."""
+"""A server on the engine's host in front of the store that the fleet shares. Both together act as one store."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def store(near: Server, far: Server, namespace: Namespace) -> Iterator[LocalFirs
     opened.close()
 
 
-def test_what_is_set_is_in_both_and_is_read_from_the_near_one(store: LocalFirstStore, far: Server) -> None:
+def test_a_set_goes_to_both_stores_and_is_read_locally(store: LocalFirstStore, far: Server) -> None:
     keys = make_keys(6)
     assert store.set(keys, blocks_of(keys, BLOCK_BYTES), parent=[None, *keys[:-1]]).created == 6
     assert store.local.contains(keys).all() and store.remote.contains(keys).all()
@@ -65,7 +65,7 @@ def test_what_is_set_is_in_both_and_is_read_from_the_near_one(store: LocalFirstS
     assert namespace_info(store.remote).hits == gets and store.stats.path == "shared memory"
 
 
-def test_what_only_the_far_one_has_is_found_read_and_promoted(store: LocalFirstStore) -> None:
+def test_blocks_only_in_the_remote_store_are_found_read_and_promoted(store: LocalFirstStore) -> None:
     keys = make_keys(6)
     store.remote.set(keys, blocks_of(keys, BLOCK_BYTES))
     store.local.set(keys[:2], blocks_of(keys[:2], BLOCK_BYTES))
@@ -73,12 +73,12 @@ def test_what_only_the_far_one_has_is_found_read_and_promoted(store: LocalFirstS
     out = np.zeros((8, BLOCK_BYTES), dtype=np.uint8)
     assert get_into(store, keys, out, [7, 6, 5, 4, 3, 2]).all()
     assert [bytes(out[7 - at]) for at in range(6)] == blocks_of(keys, BLOCK_BYTES)
-    out[:] = 0  # the caller's memory is its own again at once
+    out[:] = 0  # the caller may reuse its memory at once
     wait_until(lambda: store.local.contains(keys).all())
     assert store.local.get(keys).blocks == blocks_of(keys, BLOCK_BYTES)
 
 
-def test_what_was_promised_to_the_far_one_is_waited_for(store: LocalFirstStore) -> None:
+def test_blocks_promised_in_the_remote_store_are_waited_for(store: LocalFirstStore) -> None:
     keys = make_keys(6)
     store.local.set(keys[:2], blocks_of(keys[:2], BLOCK_BYTES))
     promise = store.promise(keys)
@@ -92,7 +92,7 @@ def test_what_was_promised_to_the_far_one_is_waited_for(store: LocalFirstStore) 
     promise.withdraw()
 
 
-def test_blocks_get_another_time_in_both(
+def test_expire_changes_both_stores(
     start_server: StartServer, namespace: Namespace, clock: Clock, tmp_path: Path
 ) -> None:
     keys = make_keys(4)
@@ -110,7 +110,7 @@ def test_blocks_get_another_time_in_both(
     store.close()
 
 
-def test_a_chain_is_followed_over_both(store: LocalFirstStore) -> None:
+def test_a_chain_is_followed_across_both_stores(store: LocalFirstStore) -> None:
     keys = make_keys(9)
     store.local.set([keys[at] for at in (0, 1, 4)], blocks_of([keys[at] for at in (0, 1, 4)], BLOCK_BYTES))
     store.remote.set([keys[at] for at in (2, 3, 5, 7)], blocks_of([keys[at] for at in (2, 3, 5, 7)], BLOCK_BYTES))
@@ -120,7 +120,7 @@ def test_a_chain_is_followed_over_both(store: LocalFirstStore) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "asleep"])
-def test_a_near_server_that_fails_costs_its_copies_and_half_of_a_calls_time(
+def test_a_failing_local_server_costs_its_copies_and_half_a_timeout(
     how: str, store: LocalFirstStore, near: Server
 ) -> None:
     keys = make_keys(6)
@@ -143,18 +143,18 @@ def test_a_near_server_that_fails_costs_its_copies_and_half_of_a_calls_time(
             shard.send_signal(signal.SIGCONT)
 
 
-def test_when_the_far_one_fails_the_near_one_still_serves(store: LocalFirstStore, far: Server) -> None:
+def test_without_the_remote_store_the_local_one_still_serves(store: LocalFirstStore, far: Server) -> None:
     keys = make_keys(6)
     store.set(keys[:3], blocks_of(keys[:3], BLOCK_BYTES))
     far.kill()
     assert store.match_prefix(keys, timeout_s=1.0) == 3
-    assert store.set(keys[3:], blocks_of(keys[3:], BLOCK_BYTES)).error == 3  # the fleet has not got them
+    assert store.set(keys[3:], blocks_of(keys[3:], BLOCK_BYTES)).error == 3  # not in the fleet's store
     out = np.zeros((6, BLOCK_BYTES), dtype=np.uint8)
     assert get_into(store, keys, out, range(6), timeout_s=1.0).all()
 
 
-def test_transfers_go_through_both(near: Server, far: Server, namespace: Namespace) -> None:
-    """What the fleet's store lacks is sent, though the near one has it; what is fetched comes from either."""
+def test_transfers_use_both_stores(near: Server, far: Server, namespace: Namespace) -> None:
+    """Blocks are sent to the fleet's store even if the local store has them. Blocks are fetched from either store."""
     keys, counters = make_keys(8), Counters()
     guard = StoreGuard(far.endpoint, namespace, timeout_s=2.0, counters=counters, local=near.endpoint)
     sent: list[tuple[object, SendOutcome]] = []
@@ -187,10 +187,11 @@ def test_transfers_go_through_both(near: Server, far: Server, namespace: Namespa
         guard.close()
 
 
-def test_a_purge_of_the_far_one_empties_the_near_one_before_it_is_asked_again(
+def test_a_remote_purge_empties_the_local_store_before_its_next_use(
     store: LocalFirstStore, near: Server, far: Server, namespace: Namespace
 ) -> None:
-    """Also by engines that come later, and what an engine has on its way is taken by neither."""
+    """After the purge, neither store returns older blocks, and neither accepts older blocks that an engine is still
+    sending."""
     keys = make_keys(6)
     made = store.generation
     store.set(keys, blocks_of(keys, BLOCK_BYTES), generation=made)
@@ -206,7 +207,7 @@ def test_a_purge_of_the_far_one_empties_the_near_one_before_it_is_asked_again(
         assert looks.contains(keys).all() and store.remote.contains(keys).all()
 
 
-def test_an_engine_that_starts_after_a_purge_finds_nothing_older_in_the_near_one(
+def test_an_engine_started_after_a_purge_finds_nothing_older_locally(
     near: Server, far: Server, namespace: Namespace
 ) -> None:
     keys = make_keys(6)
@@ -224,7 +225,7 @@ def test_an_engine_that_starts_after_a_purge_finds_nothing_older_in_the_near_one
         fresh.close()
 
 
-def test_a_purge_of_the_near_one_leaves_the_far_one_as_it_is(
+def test_a_local_purge_leaves_the_remote_store_unchanged(
     store: LocalFirstStore, near: Server, namespace: Namespace
 ) -> None:
     keys = make_keys(6)
@@ -237,7 +238,7 @@ def test_a_purge_of_the_near_one_leaves_the_far_one_as_it_is(
     assert store.match_prefix(keys) == 6
 
 
-def test_many_blocks_at_once_are_not_all_promoted(store: LocalFirstStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_some_of_many_blocks_are_promoted(store: LocalFirstStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore_client.engine.local_first.PROMOTED_BYTES", 4 * BLOCK_BYTES)
     keys = make_keys(12)
     store.remote.set(keys, blocks_of(keys, BLOCK_BYTES))

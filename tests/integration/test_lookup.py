@@ -1,4 +1,5 @@
-"""Prefix lookups: asked once, shared, bounded in time, and never more than all ranks can deliver."""
+"""Prefix lookups. A question to the store is asked once, shared by requests, and bounded in time. Its answer never
+counts blocks that a rank lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from kvstore_client import KVStoreClient, Namespace
 from kvstore_client.engine import lookup as lookup_module
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookup, PrefixLookups
-from kvstore_client.engine.parts import GroupParts, part_keys
+from kvstore_client.engine.slices import GroupSlices, slice_keys
 from tests.support.harness import (
     MakeNamespace,
     Server,
@@ -33,7 +34,7 @@ StartLookups: TypeAlias = Callable[..., PrefixLookups]
 
 
 class CountingGuard(StoreGuard):
-    """Counts what it asks the store."""
+    """Counts its requests to the store."""
 
     calls = 0
 
@@ -49,11 +50,11 @@ def counters() -> Counters:
 
 @pytest.fixture
 def start_lookups(counters: Counters) -> Iterator[StartLookups]:
-    """``start_lookups(endpoint, namespace, ...)``: one rank a namespace."""
+    """``start_lookups(endpoint, namespace, ...)`` makes lookups with one rank for each namespace."""
     started: list[PrefixLookups] = []
 
     def start(
-        endpoint: str, *namespaces: Namespace, timeout_s: float = TIMEOUT_S, groups: GroupParts | None = None
+        endpoint: str, *namespaces: Namespace, timeout_s: float = TIMEOUT_S, groups: GroupSlices | None = None
     ) -> PrefixLookups:
         guards = [CountingGuard(endpoint, one, timeout_s=timeout_s, counters=counters) for one in namespaces]
         started.append(PrefixLookups(guards, timeout_s=timeout_s, counters=counters, groups=groups))
@@ -77,7 +78,7 @@ def answer(lookups: PrefixLookups, lookup: PrefixLookup) -> int:
 
 
 @pytest.mark.exclusive
-def test_the_answer_is_pending_and_then_there(
+def test_an_answer_is_pending_and_then_available(
     start_server: StartServer, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
@@ -104,7 +105,7 @@ def test_a_chain_is_found_up_to_its_first_gap(
     assert answer(lookups, lookups.ask(keys)) == stored
 
 
-def test_of_many_requests_with_one_prefix_the_first_asks_for_all(
+def test_the_first_of_many_requests_with_one_prefix_asks_for_all(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
@@ -118,10 +119,11 @@ def test_of_many_requests_with_one_prefix_the_first_asks_for_all(
     assert calls(lookups) == 1
 
 
-def test_each_request_asks_only_for_what_the_others_did_not(
+def test_each_request_asks_only_for_unknown_blocks(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
-    """Two prompts with one beginning: the second asks for its own end, and only when the beginning is known."""
+    """Two prompts share a beginning. The second lookup asks only for the rest of its prompt, after the beginning is
+    known."""
     namespace = new_namespace(BLOCK_BYTES)
     shared, first_end, second_end = make_keys(4), make_keys(2, first=10), make_keys(3, first=20)
     put_into(server, namespace, [*shared, *first_end, *second_end[:1]])
@@ -155,7 +157,7 @@ def test_a_rank_that_never_saved_anything_means_no_hit(
     assert answer(lookups, lookups.ask(keys)) == 0
 
 
-def test_what_is_found_is_pinned_until_it_can_have_been_read(
+def test_found_blocks_are_pinned_until_they_can_be_read(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
@@ -168,7 +170,7 @@ def test_what_is_found_is_pinned_until_it_can_have_been_read(
 
 
 @pytest.mark.exclusive
-def test_a_frozen_store_is_a_miss_at_the_deadline_and_nobody_waits_longer(
+def test_a_frozen_store_is_a_miss_at_the_deadline(
     start_server: StartServer, new_namespace: MakeNamespace, start_lookups: StartLookups, counters: Counters
 ) -> None:
     server = start_server()
@@ -185,10 +187,10 @@ def test_a_frozen_store_is_a_miss_at_the_deadline_and_nobody_waits_longer(
     wait_until(lambda: answer(lookups, lookups.ask(make_keys(1, first=1000))) == 0 and not lookups.pending)
 
 
-def test_what_was_known_by_the_deadline_counts(
+def test_blocks_known_by_the_deadline_count(
     start_server: StartServer, new_namespace: MakeNamespace, start_lookups: StartLookups, counters: Counters
 ) -> None:
-    """The beginning is known from another request when the store freezes."""
+    """Another lookup has found the prompt's beginning before the store freezes."""
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
     keys = make_keys(6)
     put_into(server, namespace, keys)
@@ -199,7 +201,7 @@ def test_what_was_known_by_the_deadline_counts(
         assert answer(lookups, lookup) == 4 and not lookup.certain
 
 
-def test_a_store_that_is_gone_is_a_miss_at_once(
+def test_a_missing_store_is_a_miss_at_once(
     start_server: StartServer, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
     server = start_server()
@@ -211,7 +213,7 @@ def test_a_store_that_is_gone_is_a_miss_at_once(
     assert time.monotonic() - started < 10
 
 
-def test_what_is_missing_is_asked_for_again_soon_and_what_was_found_later(
+def test_missing_blocks_are_looked_up_again_sooner_than_found_ones(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
@@ -227,7 +229,7 @@ def test_what_is_missing_is_asked_for_again_soon_and_what_was_found_later(
     wait_until(lambda: answer(lookups, lookups.ask(keys)) == 0)
 
 
-def test_what_this_engine_has_stored_is_not_missing_any_more(
+def test_blocks_stored_by_this_engine_are_no_longer_missing(
     server: Server,
     new_namespace: MakeNamespace,
     start_lookups: StartLookups,
@@ -246,7 +248,7 @@ def test_what_this_engine_has_stored_is_not_missing_any_more(
     assert lookups.ask(keys).stored == 4, "what was found is believed as before"
 
 
-def test_nothing_is_believed_any_more_after_a_read_has_shown_it_wrong(
+def test_after_a_failed_read_nothing_known_is_used(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
@@ -260,13 +262,13 @@ def test_nothing_is_believed_any_more_after_a_read_has_shown_it_wrong(
     assert answer(lookups, lookups.ask(keys)) == 0
 
 
-def test_beyond_a_bound_of_questions_lookups_wait_in_line_and_are_all_answered(
+def test_lookups_beyond_the_limit_queue_and_are_all_answered(
     start_server: StartServer,
     new_namespace: MakeNamespace,
     start_lookups: StartLookups,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever polls moves all of them on: a request far back in the engine's queue is not polled for long."""
+    """Any poll advances all lookups, because a request far back in the engine's queue is not polled for a long time."""
     monkeypatch.setattr(lookup_module, "MOST_QUESTIONS", 5)
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
     shared = make_keys(2)
@@ -281,7 +283,7 @@ def test_beyond_a_bound_of_questions_lookups_wait_in_line_and_are_all_answered(
     most = set()
 
     def move_on() -> None:
-        """As a request does that has nothing to do with the others."""
+        """Advance all lookups, as an unrelated request does."""
         lookups.ask(make_keys(1, first=9999))
         most.add(lookups.pending)
 
@@ -291,10 +293,10 @@ def test_beyond_a_bound_of_questions_lookups_wait_in_line_and_are_all_answered(
     assert all(each.certain for each in asked)
 
 
-def test_an_answer_stays_with_its_lookup_however_late_that_is_polled(
+def test_an_answer_stays_with_its_lookup_however_late_it_is_polled(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a request whose turn comes long after its question was answered."""
+    """The lookup is polled long after its question was answered."""
     monkeypatch.setattr(lookup_module, "FOUND_VALID_S", 0.01)
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(4)
@@ -308,7 +310,7 @@ def test_an_answer_stays_with_its_lookup_however_late_that_is_polled(
     assert (lookups.poll(late), late.certain) == (3, True)
 
 
-def test_in_line_nobody_waits_longer_than_for_the_oldest_question(
+def test_queued_lookups_wait_no_longer_than_the_oldest_question(
     start_lookups: StartLookups, new_namespace: MakeNamespace, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup_module, "MOST_QUESTIONS", 5)
@@ -325,7 +327,7 @@ def test_in_line_nobody_waits_longer_than_for_the_oldest_question(
     assert (counted["lookup_timeouts"], counted["skipped_lookups"]) == (5, 3)
 
 
-def test_who_joins_a_question_waits_for_it_as_long_as_for_its_own(
+def test_a_lookup_that_joins_a_question_waits_its_own_timeout(
     start_lookups: StartLookups, new_namespace: MakeNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lookups = start_lookups("tcp://127.0.0.1:1", new_namespace(BLOCK_BYTES), timeout_s=1.0)
@@ -340,10 +342,11 @@ def test_who_joins_a_question_waits_for_it_as_long_as_for_its_own(
         answering.set()
 
 
-def test_an_answer_that_nobody_took_for_long_is_not_believed_any_more(
+def test_an_answer_not_taken_for_long_is_not_used(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
-    """The last request of an engine may begin before its lookup is answered; the next comes when it comes."""
+    """A request may begin without the answer to its lookup. If the next lookup comes much later, it must not use that
+    old answer."""
     namespace, keys = new_namespace(BLOCK_BYTES), make_keys(3)
     lookups = start_lookups(server.endpoint, namespace)
     lookups.ask(keys)
@@ -353,10 +356,10 @@ def test_an_answer_that_nobody_took_for_long_is_not_believed_any_more(
     assert answer(lookups, lookups.ask(keys)) == 3
 
 
-def test_who_asked_takes_the_answer_however_late(
+def test_a_lookup_takes_its_own_answer_however_late(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
-    """An engine's step may take longer than an answer is believed."""
+    """An engine's step may take longer than an answer is valid for other lookups."""
     namespace, keys = new_namespace(BLOCK_BYTES), make_keys(3)
     put_into(server, namespace, keys[:2])
     lookups = start_lookups(server.endpoint, namespace)
@@ -367,7 +370,7 @@ def test_who_asked_takes_the_answer_however_late(
     assert calls(lookups) == 1
 
 
-def test_what_was_given_up_is_not_asked_any_more(
+def test_an_abandoned_question_is_not_asked(
     start_server: StartServer,
     new_namespace: MakeNamespace,
     start_lookups: StartLookups,
@@ -384,7 +387,7 @@ def test_what_was_given_up_is_not_asked_any_more(
     assert not lookups.pending and calls(lookups) == 1
 
 
-def test_what_was_told_is_forgotten_in_the_end(
+def test_answers_are_forgotten_in_the_end(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup_module, "FOUND_VALID_S", 0.05)
@@ -401,7 +404,7 @@ def test_what_was_told_is_forgotten_in_the_end(
     assert set(lookups._facts) <= set(last) and len(lookups._expiring) <= 1 and not lookups._questions
 
 
-def test_after_closing_a_lookup_is_a_miss_at_its_deadline(
+def test_after_close_a_lookup_is_a_miss_at_its_deadline(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
     lookups = start_lookups(server.endpoint, new_namespace(BLOCK_BYTES), timeout_s=0.2)
@@ -410,32 +413,32 @@ def test_after_closing_a_lookup_is_a_miss_at_its_deadline(
     assert answer(lookups, lookups.ask(make_keys(2))) == 0
 
 
-def test_states_are_looked_up_by_themselves(
+def test_states_are_looked_up_separately(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
-    """Two ranks, a model of three groups: tokens, states, tokens. Of states, few are there."""
+    """There are two ranks and a model of three groups: tokens, states, tokens. Only some of the states are stored."""
     namespaces = [new_namespace(BLOCK_BYTES) for _ in range(2)]
     keys = make_keys(6)
     for namespace, states in zip(namespaces, ((0, 2, 3, 5), (1, 2, 3)), strict=True):
-        put_into(server, namespace, part_keys(keys[:4], [0, 2]) + part_keys([keys[at] for at in states], [1]))
-    lookups = start_lookups(server.endpoint, *namespaces, groups=GroupParts([0, 2], [1]))
+        put_into(server, namespace, slice_keys(keys[:4], [0, 2]) + slice_keys([keys[at] for at in states], [1]))
+    lookups = start_lookups(server.endpoint, *namespaces, groups=GroupSlices([0, 2], [1]))
     lookup = lookups.ask(keys)
     assert (answer(lookups, lookup), lookup.states, lookup.certain) == (4, [3, 4], True)
     shorter = lookups.ask(keys[:3])
     assert (lookups.poll(shorter), shorter.states) == (3, [3]), "known from the answer before"
     for namespace in namespaces:
-        put_into(server, namespace, part_keys(keys[1:2], [1]))
+        put_into(server, namespace, slice_keys(keys[1:2], [1]))
     lookups.came(keys[1])
     again = lookups.ask(keys[:3])
     assert (answer(lookups, again), again.states) == (3, [2, 3])
 
 
-def test_of_a_model_of_states_alone_any_one_may_be_there(
+def test_a_model_with_only_states_can_use_any_single_one(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(6)
     put_into(server, namespace, keys[3:4])
-    lookups = start_lookups(server.endpoint, namespace, groups=GroupParts([], [0]))
+    lookups = start_lookups(server.endpoint, namespace, groups=GroupSlices([], [0]))
     lookup = lookups.ask(keys)
     assert (answer(lookups, lookup), lookup.states) == (6, [4])

@@ -1,4 +1,4 @@
-"""What a Prometheus server would scrape from a real node."""
+"""The metrics that a Prometheus server would scrape from a real node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scrape_text(server: Server) -> str:
 
 
 def scrape(server: Server) -> dict[tuple[str, str], float]:
-    """(metric, shard) -> value, summed over other labels."""
+    """Return (metric, shard) -> value, summed over the other labels."""
     values: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(scrape_text(server)):
         for sample in family.samples:
@@ -37,7 +37,7 @@ def scrape(server: Server) -> dict[tuple[str, str], float]:
     return values
 
 
-def test_a_scrape_tells_blocks_hits_misses_and_bytes(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_a_scrape_has_blocks_hits_misses_and_bytes(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server("--http", "127.0.0.1:0")
     keys = make_keys(10)
     with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
@@ -52,7 +52,7 @@ def test_a_scrape_tells_blocks_hits_misses_and_bytes(start_server: StartServer, 
         wait_until(has_computed)
     assert values["kvstore_shard_up", "0"] == 1
     assert values["kvstore_build_info", ""] == 1
-    assert values["process_resident_memory_bytes", ""] > 1 << 20  # of the supervisor
+    assert values["process_resident_memory_bytes", ""] > 1 << 20  # the supervisor's memory
     assert values["process_open_fds", ""] > 3
     assert values["kvstore_blocks", "0"] == 8
     assert values["kvstore_hit_blocks_total", "0"] == 8
@@ -62,7 +62,7 @@ def test_a_scrape_tells_blocks_hits_misses_and_bytes(start_server: StartServer, 
     assert 3 < values["kvstore_open_fds", "0"] < values["kvstore_max_fds", "0"]
 
 
-def test_a_scrape_tells_how_long_requests_took(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_a_scrape_has_request_times(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server("--http", "127.0.0.1:0")
     keys = make_keys(8)
     with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
@@ -72,7 +72,7 @@ def test_a_scrape_tells_how_long_requests_took(start_server: StartServer, new_na
         assert client.match_prefix(keys) == 8
         client.contains(keys)
         client.delete(keys)
-    # A scrape may share the answer to a question that was asked before these calls.
+    # A scrape may get an answer that was requested before these calls.
     counts = wait_until(
         lambda: (found := request_times(server))["delete", "memory"][0] and found, what="a fresh scrape"
     )
@@ -81,12 +81,13 @@ def test_a_scrape_tells_how_long_requests_took(start_server: StartServer, new_na
         **{"set": 1, "get": 3, "match_prefix": 1, "contains": 1, "delete": 1},
         **{"expire": 0, "promise": 0, "withdraw": 0},
     }
-    assert {tier for _, tier in counts} == {"memory"}  # it has no disk
+    assert {tier for _, tier in counts} == {"memory"}  # the server has no disk tier
     assert 0 < counts["get", "memory"][1] < 3
 
 
 def request_times(server: Server) -> dict[tuple[str, str], tuple[float, float]]:
-    """(verb, tier) -> requests and their seconds, of which the buckets tell the same."""
+    """Return (verb, tier) -> the number of requests and their total seconds. Checks that the buckets agree with
+    them."""
     with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
         families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
     found: dict[tuple[str, str], dict[str, float]] = {}
@@ -99,13 +100,13 @@ def request_times(server: Server) -> dict[tuple[str, str], tuple[float, float]]:
     return {each: (row["count"], row["sum"]) for each, row in found.items()}
 
 
-def test_a_scrape_tells_what_moves_between_the_tiers(
+def test_a_scrape_has_transfers_between_the_tiers(
     start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
 ) -> None:
     disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
     server = start_server("--http", "127.0.0.1:0", *disk, memory="8MiB", segment="1MiB")
     namespace = new_namespace(65536)
-    keys = make_keys(256)  # twice what fits memory
+    keys = make_keys(256)  # twice as many as fit into memory
     with KVStoreClient(server.endpoint, namespace) as client:
         for at in range(0, len(keys), 16):
             client.set(keys[at : at + 16], blocks_of(keys[at : at + 16], 65536))
@@ -126,7 +127,7 @@ def test_a_scrape_tells_what_moves_between_the_tiers(
         times = wait_until(lambda: (found := request_times(server))["get", "disk"][0] and found, what="a fresh scrape")
         values = scrape(server)
     assert times["get", "disk"][0] == 1 and times["get", "memory"][0] == 0
-    assert times["set", "memory"][0] >= 16  # a call that is slow is several of them
+    assert times["set", "memory"][0] >= 16  # a slow call counts as several requests
     assert times["set", "disk"][0] == 0  # written later
     assert values["kvstore_disk_fetched_blocks_total", "0"] >= 16
     assert values["kvstore_disk_fetched_bytes_total", "0"] >= 16 * 65536
@@ -134,7 +135,7 @@ def test_a_scrape_tells_what_moves_between_the_tiers(
         assert values[f"kvstore_disk_{name}_total", "0"] == 0, name
 
 
-def test_a_scrape_tells_what_an_earlier_run_left_on_disk(
+def test_a_scrape_counts_blocks_that_an_earlier_run_left_on_disk(
     start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
 ) -> None:
     disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
@@ -151,21 +152,21 @@ def test_a_scrape_tells_what_an_earlier_run_left_on_disk(
     assert values["kvstore_disk_recovery_seconds", "0"] > 0
 
 
-def test_every_metric_of_the_disk_tier_is_in_the_manual(start_server: StartServer, tmp_path: Path) -> None:
+def test_every_disk_tier_metric_is_in_the_manual(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server("--http", "127.0.0.1:0", "--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
-    manual = (ROOT / "docs" / "persistence.md").read_text(encoding="utf-8")
+    manual = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
     served = {name for name, _ in scrape(server) if "disk" in name or "index" in name}
     assert len(served) > 20
     assert not {name for name in served if f"`{name}`" not in manual}
 
 
-def test_every_metric_of_a_node_is_in_the_manual(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_every_node_metric_is_in_the_manual(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server("--http", "127.0.0.1:0")
     with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
         client.set(make_keys(1), blocks_of(make_keys(1), 4096))
         with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
-    manual = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    manual = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
     served = {
         family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
         for family in families
@@ -173,13 +174,14 @@ def test_every_metric_of_a_node_is_in_the_manual(start_server: StartServer, new_
     }
     assert len(served) > 40
     assert not {name for name in served if f"`{name}`" not in manual}
-    assert not {limit for limit in LIMITS if f"\n| `{limit}` | " not in manual}
+    limits = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert not {limit for limit in LIMITS if f"\n| `{limit}` | " not in limits}
 
 
-def test_namespaces_that_clients_invent_do_not_make_a_scrape_grow(
+def test_invented_namespaces_do_not_make_a_scrape_grow(
     start_server: StartServer,
 ) -> None:
-    """Those with the most memory have metrics of their own; a model's name is cut."""
+    """Only the namespaces with the most memory have metrics of their own, and long model names are cut."""
     server = start_server("--http", "127.0.0.1:0", memory="1GiB", segment="1MiB")
     large = make_namespace(1 << 16, "large")
     with KVStoreClient(server.endpoint, large) as client:
@@ -196,12 +198,12 @@ def test_namespaces_that_clients_invent_do_not_make_a_scrape_grow(
     assert max(map(len, rows)) < 500
 
 
-def test_a_server_without_a_disk_tier_has_no_metrics_of_one(start_server: StartServer) -> None:
+def test_without_a_disk_tier_its_metrics_are_absent(start_server: StartServer) -> None:
     values = scrape(start_server("--http", "127.0.0.1:0"))
     assert not [name for name, _ in values if name.startswith("kvstore_disk")]
 
 
-def test_a_dead_shard_is_down_in_the_metrics_until_it_is_back(start_server: StartServer) -> None:
+def test_a_dead_shard_is_down_in_the_metrics_until_it_returns(start_server: StartServer) -> None:
     server = start_server("--shards", "2", "--http", "127.0.0.1:0")
     assert scrape(server)["kvstore_shard_up", "1"] == 1
     server.shards()[1].kill()

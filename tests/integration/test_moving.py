@@ -1,4 +1,4 @@
-"""Moving a node's blocks to those that will own them: between real servers, whose members are made by hand."""
+"""Moves of a node's blocks to their next owners, between real servers whose member records the tests make."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvstore.cluster.etcd import Drain
 from kvstore.cluster.members import Member, State
 from kvstore.moving.draining import Draining
 from kvstore.moving.mover import REST_RATIO, Mover
-from kvstore.moving.planning import Plan, plan_joining, plan_leaving
-from kvstore.moving.progress import MoveReport, Progress
+from kvstore.moving.planning import MovePlan, plan_joining, plan_leaving
+from kvstore.moving.progress import MoveProgress, MoveReport
 from kvstore.wire import NamespaceInfo, ShardAddress
-from kvstore.wire.asking import Asking, KeyArray
+from kvstore.wire.queries import KeyArray, ShardQueries
 from kvstore_client import KVStoreClient, Namespace
 from tests.support.cluster import member_of, place
 from tests.support.disk import disk_flags, open_client, wait_until_on, wait_until_written
@@ -40,13 +40,13 @@ def matrix(keys: Sequence[bytes]) -> KeyArray:
 
 
 @contextmanager
-def asking(shard: ShardAddress, namespace: Namespace, copies: int = 1) -> Iterator[Asking]:
-    with Asking((shard.host, shard.port), ASK_S, namespace.canonical(), copies) as connection:
+def asking(shard: ShardAddress, namespace: Namespace, copies: int = 1) -> Iterator[ShardQueries]:
+    with ShardQueries((shard.host, shard.port), ASK_S, namespace.canonical(), copies) as connection:
         yield connection
 
 
 def owners(members: Sequence[Member], keys: Sequence[bytes], copies: int) -> list[tuple[ShardAddress, list[bytes]]]:
-    """The shards of these members, each with the keys it holds copies of."""
+    """Return the shards of these members, each with the keys whose blocks it should hold."""
     placed, placement = place(members)
     replicas = placement.replicas(matrix(keys), copies)
     return [
@@ -58,7 +58,7 @@ def owners(members: Sequence[Member], keys: Sequence[bytes], copies: int) -> lis
 def put(
     shard: ShardAddress, namespace: Namespace, keys: Sequence[bytes], copies: int = 1, damage: bool = False
 ) -> None:
-    """Set blocks on one shard, the first the hottest. `damage`: their checksums are others'."""
+    """Set blocks on one shard, the hottest first. `damage`: give them wrong checksums."""
     step = max(1, (4 << 20) // namespace.block_bytes)
     with asking(shard, namespace, copies) as connection:
         for at in reversed(range(0, len(keys), step)):
@@ -71,13 +71,13 @@ def put(
 
 
 def fill(members: Sequence[Member], namespace: Namespace, keys: Sequence[bytes], copies: int = 1) -> None:
-    """Set blocks where they belong."""
+    """Set blocks on their owners."""
     for shard, some in owners(members, keys, copies):
         put(shard, namespace, some, copies)
 
 
 def held(shard: ShardAddress, namespace: Namespace, keys: Sequence[bytes]) -> list[bytes]:
-    """Which of `keys` a shard has, with the right bytes."""
+    """Return which of `keys` a shard has, and check their bytes."""
     found = []
     with asking(shard, namespace) as connection:
         step = max(1, (4 << 20) // namespace.block_bytes)
@@ -100,13 +100,13 @@ def namespace_on(shard: ShardAddress, namespace: Namespace) -> NamespaceInfo:
 def move(
     leaving: Member, others: Sequence[Member], seconds: float = MOVE_S, stop_after: int | None = None
 ) -> tuple[MoveReport, list[MoveReport]]:
-    """-> the report, and all that was told of the progress."""
+    """Move the blocks. Returns the final report and all reports of progress."""
     members = [msgspec.structs.replace(leaving, state="draining"), *others]
     return carry_out(leaving, plan_leaving(leaving.node, members), seconds, stop_after)
 
 
 def carry_out(
-    sender: Member, plan: Plan, seconds: float = MOVE_S, stop_after: int | None = None
+    sender: Member, plan: MovePlan, seconds: float = MOVE_S, stop_after: int | None = None
 ) -> tuple[MoveReport, list[MoveReport]]:
     told: list[MoveReport] = []
 
@@ -122,7 +122,7 @@ def carry_out(
     return report, told
 
 
-def test_a_client_of_the_rest_reads_every_block(start_server: StartServer) -> None:
+def test_a_client_of_the_remaining_nodes_reads_every_block(start_server: StartServer) -> None:
     leaving = start_server("--shards", "2", memory="128MiB")
     rest = [start_server("--shards", shards, memory="128MiB") for shards in ("1", "2")]
     members = [member_of(server) for server in (leaving, *rest)]
@@ -151,17 +151,17 @@ def test_every_copy_is_kept(start_server: StartServer, zones: list[str]) -> None
     for shard, some in owners(members[1:], keys, 2):
         assert held(shard, SMALL, keys) == sorted(some)
         gained += len(some)
-        assert namespace_on(shard, SMALL).replicas == 2  # a node that leaves later knows it, too
+        assert namespace_on(shard, SMALL).replicas == 2  # so that a later drain of this node knows it, too
     gained -= sum(len(some) for _, some in owners(members, keys, 2)[1:])
     assert report == MoveReport(2 * len(mine), gained, 2 * len(mine) - gained, 0)
 
 
-def test_both_copies_are_made_while_who_has_the_other_drains_too(start_server: StartServer) -> None:
+def test_both_copies_are_made_while_their_other_holder_drains_too(start_server: StartServer) -> None:
     servers = [start_server() for _ in range(5)]
     states: list[State] = ["serving", "draining", "joining", "serving", "serving"]
     members = [member_of(server, state) for server, state in zip(servers, states, strict=True)]
     keys = make_keys(800)
-    fill([members[0], members[1], members[3]], SMALL, keys, copies=2)  # before the others joined
+    fill([members[0], members[1], members[3]], SMALL, keys, copies=2)  # as before the other nodes joined
     (_, mine), *_ = owners([members[0], members[1], members[3]], keys, 2)
     report, _ = move(members[0], members[1:])
     assert report.total == 2 * len(mine) == report.moved + report.present and report.present < len(mine)
@@ -169,7 +169,7 @@ def test_both_copies_are_made_while_who_has_the_other_drains_too(start_server: S
         assert set(held(shard, SMALL, mine)) >= set(some), "as acknowledged: on each of its next owners"
 
 
-def test_what_the_others_have_is_not_sent(start_server: StartServer) -> None:
+def test_blocks_that_the_others_have_are_not_sent(start_server: StartServer) -> None:
     members = [member_of(start_server()) for _ in range(2)]
     keys = make_keys(1000)
     fill(members, SMALL, keys)
@@ -184,7 +184,7 @@ def test_what_the_others_have_is_not_sent(start_server: StartServer) -> None:
         assert again == MoveReport(len(mine), 0, len(mine), 0)
 
 
-def test_those_that_do_not_own_blocks_get_none(start_server: StartServer) -> None:
+def test_nodes_that_do_not_own_blocks_get_none(start_server: StartServer) -> None:
     servers = [start_server() for _ in range(4)]
     states: list[State] = ["serving", "serving", "joining", "draining"]
     members = [member_of(server, state) for server, state in zip(servers, states, strict=True)]
@@ -198,7 +198,7 @@ def test_those_that_do_not_own_blocks_get_none(start_server: StartServer) -> Non
     assert held(members[3].shards[0], SMALL, keys) == []
 
 
-def test_the_hottest_go_first(start_server: StartServer) -> None:
+def test_the_hottest_blocks_go_first(start_server: StartServer) -> None:
     members = [member_of(start_server(*LRU, memory="128MiB")) for _ in range(3)]
     small, large = make_keys(8000), make_keys(380, first=10_000)
     for namespace, keys in ((SMALL, small), (LARGE, large)):
@@ -208,13 +208,13 @@ def test_the_hottest_go_first(start_server: StartServer) -> None:
         assert stop_after <= report.moved + report.present < report.total and not report.failed
         for namespace, keys in ((SMALL, small), (LARGE, large)):
             there = {key for member in members[1:] for key in held(member.shards[0], namespace, keys)}
-            batch = (4 << 20) // namespace.block_bytes  # the last may be there in part
+            batch = (4 << 20) // namespace.block_bytes  # only a part of the last batch may be there
             assert there <= set(keys[: len(there) + batch]), f"not the hottest of {namespace}"
     assert len(there) >= 30
 
 
 @pytest.mark.exclusive
-def test_it_ends_at_the_deadline(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_move_ends_at_its_deadline(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
     servers = [start_server(memory="128MiB") for _ in range(2)]
     members = [member_of(server) for server in servers]
     put(members[0].shards[0], LARGE, make_keys(300))
@@ -227,7 +227,7 @@ def test_it_ends_at_the_deadline(start_server: StartServer, caplog: pytest.LogCa
     assert move(members[0], members[1:], seconds=-1.0)[0] == MoveReport(0, 0, 0, 0)
 
 
-def test_it_can_be_stopped(start_server: StartServer) -> None:
+def test_a_move_can_be_stopped(start_server: StartServer) -> None:
     servers = [start_server(memory="128MiB") for _ in range(2)]
     members = [member_of(server) for server in servers]
     put(members[0].shards[0], LARGE, make_keys(300))
@@ -238,7 +238,7 @@ def test_it_can_be_stopped(start_server: StartServer) -> None:
         thread = threading.Thread(target=lambda: reports.append(mover.run(time.monotonic() + 60)))
         thread.start()
         wait_until(lambda: told, what="all is listed")
-        time.sleep(0.1)  # into a call, more likely than not
+        time.sleep(0.1)  # so that a call is probably in progress
         before = time.monotonic()
         mover.stop()
         thread.join(20)
@@ -246,7 +246,7 @@ def test_it_can_be_stopped(start_server: StartServer) -> None:
     assert reports[0].total > 0 and reports[0].moved == 0
 
 
-def test_a_node_that_is_down_is_left_out(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_node_is_left_out(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
     servers = [start_server("--shards", "2"), start_server(), start_server()]
     members = [member_of(server) for server in servers]
     keys = make_keys(3000)
@@ -262,7 +262,7 @@ def test_a_node_that_is_down_is_left_out(start_server: StartServer, caplog: pyte
     assert members[2].shards[0].name in record.getMessage()
 
 
-def test_a_shard_of_its_own_that_fails_costs_its_blocks_only(
+def test_a_failing_shard_of_its_own_costs_only_its_blocks(
     start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     members = [member_of(start_server()) for _ in range(2)]
@@ -271,7 +271,7 @@ def test_a_shard_of_its_own_that_fails_costs_its_blocks_only(
     (_, mine), _ = owners(members, keys, 1)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        gone = ShardAddress("gone", "127.0.0.1", nobody.getsockname()[1], 1.0)  # of no weight: it owned nothing
+        gone = ShardAddress("gone", "127.0.0.1", nobody.getsockname()[1], 1.0)  # without weight, so it owned nothing
         leaving = msgspec.structs.replace(members[0], shards=[gone, *members[0].shards])
         with caplog.at_level(logging.WARNING):
             report, _ = move(leaving, members[1:])
@@ -291,7 +291,7 @@ def test_the_last_node_keeps_its_blocks(start_server: StartServer) -> None:
     assert move(member, []) == (MoveReport(0, 0, 0, 0), [])
 
 
-def test_wrong_bytes_are_not_moved(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_with_wrong_bytes_are_not_moved(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
     members = [member_of(start_server()) for _ in range(2)]
     keys = make_keys(900)
     (_, mine), _ = owners(members, keys, 1)
@@ -304,7 +304,7 @@ def test_wrong_bytes_are_not_moved(start_server: StartServer, caplog: pytest.Log
     assert "20 block(s) are damaged" in caplog.text
 
 
-def test_a_namespace_that_fits_no_more_does_not_hold_up_the_others(
+def test_a_namespace_that_does_not_fit_does_not_block_others(
     start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     members = [member_of(start_server(segment="4MiB")), member_of(start_server(segment="1MiB"))]
@@ -318,7 +318,7 @@ def test_a_namespace_that_fits_no_more_does_not_hold_up_the_others(
     assert len(caplog.records) == 1 and "--segment" in caplog.text
 
 
-def test_blocks_that_are_on_disk_only_are_moved(start_server: StartServer, tmp_path: Path) -> None:
+def test_blocks_that_are_only_on_disk_are_moved(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server(*disk_flags(tmp_path / "disk"), *LRU, memory="16MiB")
     namespace = make_namespace(64 << 10, "disk")
     keys = make_keys(500)  # twice what memory holds
@@ -335,7 +335,7 @@ def test_blocks_that_are_on_disk_only_are_moved(start_server: StartServer, tmp_p
 # ---- to nodes that join --------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_joins_is_given_its_share_by_those_that_have_it(start_server: StartServer) -> None:
+def test_a_joining_node_gets_its_share_from_the_holders(start_server: StartServer) -> None:
     members = [member_of(start_server()) for _ in range(3)]
     joins = members[2]
     keys = make_keys(2000)
@@ -349,12 +349,12 @@ def test_a_node_that_joins_is_given_its_share_by_those_that_have_it(start_server
     assert carry_out(joins, plan)[0] == MoveReport(0, 0, 0, 0), "who joined has nothing to give to itself"
 
 
-def test_a_copy_that_two_have_is_sent_once_and_by_the_second_if_the_first_lost_it(start_server: StartServer) -> None:
+def test_a_copy_on_two_nodes_is_sent_once(start_server: StartServer) -> None:
     members = [member_of(start_server(memory="128MiB")) for _ in range(3)]
     joins = members[2]
     namespace = make_namespace(64 << 10, "copies")
     keys = make_keys(900)
-    fill(members[:2], namespace, keys, copies=2)  # each has all
+    fill(members[:2], namespace, keys, copies=2)  # each node has all blocks
     lost = set(keys[::10])
     with KVStoreClient(f"tcp://{members[0].shards[0].host}:{members[0].shards[0].port}", namespace) as client:
         client.delete(sorted(lost))
@@ -378,13 +378,13 @@ def test_a_copy_that_two_have_is_sent_once_and_by_the_second_if_the_first_lost_i
     assert namespace_on(shard, namespace).replicas == 2
 
 
-def test_a_shard_without_room_is_given_nothing_more(
+def test_joining_sends_nothing_more_to_a_full_shard(
     start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     giving = member_of(start_server(memory="256MiB", segment="1MiB"))
     small = member_of(start_server(*LRU, memory="16MiB", segment="1MiB"))
     roomy = member_of(start_server(memory="256MiB", segment="1MiB"))
-    # Of one weight, so that each is to have a third.
+    # All have the same weight, so each should have a third.
     members = [
         msgspec.structs.replace(some, shards=[msgspec.structs.replace(shard, weight=1.0) for shard in some.shards])
         for some in (giving, small, roomy)
@@ -409,7 +409,7 @@ def test_a_shard_without_room_is_given_nothing_more(
     ) == 1
 
 
-def test_who_leaves_sends_to_full_shards_too(start_server: StartServer) -> None:
+def test_leaving_sends_to_full_shards_too(start_server: StartServer) -> None:
     members = [member_of(start_server(memory="128MiB")), member_of(start_server(*LRU, memory="16MiB"))]
     keys = make_keys(200)
     put(members[0].shards[0], LARGE, keys)
@@ -420,7 +420,7 @@ def test_who_leaves_sends_to_full_shards_too(start_server: StartServer) -> None:
 
 
 def drain(leaving: Member, others: Callable[[], Sequence[Member]], seconds: float = MOVE_S) -> Drain:
-    """Drain a node. `others` is asked before each pass. -> how far it came."""
+    """Drain a node. `others` is called before each pass. Returns the progress."""
     told: list[str] = []
     draining = Draining(
         leaving.node,
@@ -436,7 +436,7 @@ def drain(leaving: Member, others: Callable[[], Sequence[Member]], seconds: floa
     return draining.progress
 
 
-def test_a_drain_looks_again_for_what_was_set_late_and_who_died(
+def test_a_drain_rechecks_for_late_sets_and_dead_nodes(
     start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     servers = [start_server() for _ in range(3)]
@@ -447,7 +447,7 @@ def test_a_drain_looks_again_for_what_was_set_late_and_who_died(
     passes: list[Sequence[Member]] = []
 
     def others() -> Sequence[Member]:
-        if passes:  # a client that knew the old view
+        if passes:  # like a client with the old view
             put(members[0].shards[0], SMALL, late)
         passes.append(members[1:] if not passes else members[1:2])
         return passes[-1]
@@ -460,7 +460,7 @@ def test_a_drain_looks_again_for_what_was_set_late_and_who_died(
     assert (progress.present, progress.failed, len(passes)) == (0, 0, 3)
 
 
-def test_a_drain_sends_a_full_shard_every_block_once(start_server: StartServer) -> None:
+def test_a_drain_sends_every_block_to_a_full_shard_once(start_server: StartServer) -> None:
     members = [member_of(start_server(memory="128MiB")), member_of(start_server(*LRU, memory="16MiB"))]
     keys = make_keys(200)
     put(members[0].shards[0], LARGE, keys)
@@ -468,7 +468,7 @@ def test_a_drain_sends_a_full_shard_every_block_once(start_server: StartServer) 
     assert (progress.total, progress.moved, progress.present, progress.failed) == (200, 200, 0, 0)
 
 
-def test_a_drain_gives_up_what_fails_for_good_and_says_so(
+def test_a_drain_gives_up_on_permanent_failures_and_reports_them(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.moving.draining.FAILING_S", 0.5)
@@ -481,7 +481,7 @@ def test_a_drain_gives_up_what_fails_for_good_and_says_so(
 
 
 @pytest.mark.exclusive
-def test_in_the_background_it_works_a_quarter_of_the_time_and_can_be_stopped(
+def test_a_background_move_works_a_quarter_of_the_time_and_can_stop(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = [member_of(start_server(memory="128MiB")) for _ in range(2)]
@@ -489,15 +489,15 @@ def test_in_the_background_it_works_a_quarter_of_the_time_and_can_be_stopped(
     worked: list[float] = []
     rested: list[float] = []
 
-    rest = Progress.rest
+    rest = MoveProgress.rest
 
-    def timed(progress: Progress, began: float) -> None:
+    def timed(progress: MoveProgress, began: float) -> None:
         ended = time.monotonic()
         worked.append(ended - began)
         rest(progress, began)
         rested.append(time.monotonic() - ended)
 
-    monkeypatch.setattr(Progress, "rest", timed)
+    monkeypatch.setattr(MoveProgress, "rest", timed)
     plan = plan_joining({members[1].node}, members)
     began = time.monotonic()
     report = Mover(members[0].shards, members[0].node, plan, lambda report: None).run(began + MOVE_S)

@@ -1,4 +1,4 @@
-"""Blocks read with NIXL, by real clients from real servers. UCX takes what it finds here: shared memory or TCP."""
+"""Real clients read blocks with NIXL from real servers. UCX uses what this machine has: shared memory or TCP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = 100_000
 
 
 @pytest.mark.parametrize("size", [1, 4096, BLOCK, 12 << 20])
-def test_every_call_reads_the_blocks(size: int, start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_every_call_reads_blocks_with_nixl(size: int, start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server("--nixl", memory="512MiB", segment="16MiB")
     keys = make_keys(200 if size <= BLOCK else 9)
     expected = np.frombuffer(b"".join(blocks_of(keys, size)), dtype=np.uint8).reshape(len(keys), size)
@@ -43,7 +43,7 @@ def test_every_call_reads_the_blocks(size: int, start_server: StartServer, new_n
         assert client.stats.path == "nixl" and client.stats.checksum_errors == 0
 
 
-def test_without_a_server_that_allows_it_blocks_come_in_band(
+def test_if_the_server_does_not_allow_it_blocks_come_in_band(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     server = start_server()
@@ -71,7 +71,7 @@ with KVStoreClient(sys.argv[1], namespace, nixl=True, timeout_s=60) as client:
 """
 
 
-def test_over_tcp_the_server_helps(start_server: StartServer) -> None:
+def test_over_tcp_the_server_makes_progress_too(start_server: StartServer) -> None:
     server = start_server("--nixl", UCX_TLS="tcp,self")
     done = subprocess.run(
         [sys.executable, "-c", READS, server.endpoint, "over-tcp"],
@@ -91,7 +91,7 @@ if "kvstore.wire.transports.nixl" in sys.orig_argv:
 """
 
 
-def test_a_library_that_crashes_takes_neither_server_nor_client_down(
+def test_a_crashing_library_stops_neither_server_nor_client(
     start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(CRASHES)
@@ -115,8 +115,8 @@ def test_a_library_that_crashes_takes_neither_server_nor_client_down(
         assert done.stderr.count("nixl is not used: a process that tried it crashed (SIGSEGV)") == 1, done.stderr
 
 
-def test_memory_that_changes_its_namespace_is_registered_anew(start_server: StartServer) -> None:
-    """Each namespace takes segments that the other one had, whose keys the client has loaded."""
+def test_memory_that_changes_its_namespace_is_registered_again(start_server: StartServer) -> None:
+    """Two namespaces take segments from each other, while clients hold NIXL's keys for that memory."""
     server = start_server("--nixl", "--policy", "lru", memory="8MiB", segment="1MiB")
     spaces = [Namespace(model=name, dtype="uint8", block_tokens=1, block_bytes=BLOCK) for name in ("one", "two")]
     with (
@@ -136,10 +136,11 @@ def test_memory_that_changes_its_namespace_is_registered_anew(start_server: Star
             assert client.stats.path == "nixl" and client.stats.checksum_errors == 0
 
 
-def test_memory_that_cannot_be_reached_is_read_in_band(
+def test_unreachable_memory_is_read_in_band(
     start_server: StartServer, new_namespace: MakeNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a shard ends between its greeting and the first read: no error of the protocol."""
+    """If the shard ends between its greeting and the first read, its memory cannot be reached. This is not a protocol
+    error."""
 
     def unreachable(*_: object) -> None:
         raise RuntimeError("NIXL_ERR_BACKEND")
@@ -153,9 +154,7 @@ def test_memory_that_cannot_be_reached_is_read_in_band(
         assert client.get(keys).blocks == blocks_of(keys, BLOCK) and client.stats.path == "tcp"
 
 
-def test_a_server_that_is_killed_while_it_is_read_is_a_miss(
-    start_server: StartServer, new_namespace: MakeNamespace
-) -> None:
+def test_a_server_killed_during_a_read_is_a_miss(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server("--nixl", memory="256MiB")
     keys, namespace = make_keys(1000), new_namespace(BLOCK)
     expected = np.frombuffer(b"".join(blocks_of(keys, BLOCK)), dtype=np.uint8).reshape(1000, BLOCK)
@@ -181,14 +180,14 @@ def test_a_server_that_is_killed_while_it_is_read_is_a_miss(
         assert client.get_into(keys, out).all() and (out == expected).all()
 
 
-def test_what_a_killed_reader_was_lent_is_given_back(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+def test_memory_lent_to_a_killed_reader_is_returned(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server("--nixl", memory="128MiB")
     namespace = new_namespace(BLOCK)
     keys = make_keys(500)
     with KVStoreClient(server.endpoint, namespace, timeout_s=10) as client:
         client.set(keys, blocks_of(keys, BLOCK))
         child = os.fork()
-        if child == 0:  # its clients and its agent are its own
+        if child == 0:  # the clients and the NIXL agent of that process are separate
             try:
                 reader = KVStoreClient(server.endpoint, namespace, nixl=True)
                 while True:
@@ -202,9 +201,7 @@ def test_what_a_killed_reader_was_lent_is_given_back(start_server: StartServer, 
         assert client.get(keys).blocks == blocks_of(keys, BLOCK)
 
 
-def test_a_child_that_was_forked_reads_with_an_agent_of_its_own(
-    start_server: StartServer, new_namespace: MakeNamespace
-) -> None:
+def test_a_forked_child_reads_with_its_own_agent(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server("--nixl", memory="128MiB")
     keys = make_keys(50)
     with KVStoreClient(server.endpoint, new_namespace(BLOCK), nixl=True, timeout_s=10) as client:

@@ -1,5 +1,5 @@
-"""`scripts/on_gpu.sh` on a machine without a GPU: steps run in small sizes, and say what they left out; and what
-happens to a run whose steps fail, take too long, or are ended.
+"""`scripts/on_gpu.sh` on a machine without a GPU: steps run in small sizes, and report the parts that they skipped.
+Other tests run steps that fail, exceed their time, or are interrupted.
 
 `make gpu-rehearsal` (KVSTORE_GPU_REHEARSAL) runs all steps; `make test` leaves out those of `LATER`.
 """
@@ -22,8 +22,11 @@ import pytest
 
 from benchmarks.draw import draw_charts, fill
 from benchmarks.gpu import __main__ as on_gpu
+from benchmarks.gpu import bench_vllm
 from benchmarks.gpu.names import COMPUTED, HOST, IN_CACHE, PINNED, SAVED, SHARED, TCP
 from benchmarks.gpu.steps import STEPS, VLLM_TESTS, WORKER_TESTS, Step
+from benchmarks.remote_kv_cache import first_token
+from benchmarks.remote_kv_cache.first_token import CPU_TIER, FILLED, STORE
 from benchmarks.results_reader import read_results
 from tests.support.harness import ROOT, environment
 
@@ -44,12 +47,9 @@ def read(file: Path) -> dict[str, Any]:
 
 
 IN_FULL: Final = "KVSTORE_GPU_REHEARSAL" in os.environ
-# Where `make test` runs the code of the steps that it leaves out here.
-LATER: Final = {
-    "cores": "tests/integration/test_client_processes.py",
-    "worker": "tests/gpu",  # without a device its tests are skipped, as those of the step `copies` are
-    "vllm": "tests/engine/test_gpu_vllm.py",
-}
+# Steps that other tests of `make test` cover. The clients of `cores` are in test_client_processes.py, the tests of
+# `worker` are skipped without a device, and many tests of tests/engine start engines as `vllm` does.
+LATER: Final = frozenset({"cores", "worker", "vllm"})
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,16 @@ def test_without_a_device_steps_run_in_small_sizes(ended: Path) -> None:
             assert result["skipped"] or name == "cores", f"{name} does not say what it left out"
     if IN_FULL:
         assert {case["case"] for case in read(ended / "cores.json")["cases"]} == {"1 shard", "2 shards"}
-        checks = read(ended / "vllm.json")["parameters"]["checks"]
+        engines = read(ended / "vllm.json")
+        assert engines["complete"] and engines["quick"]
+        assert set(engines["skipped"]) >= {bench_vllm.GRAPHS, bench_vllm.TIER}
+        restart = [first_token.COMPUTED, FILLED, STORE, bench_vllm.STORE_BESIDE_TIER, CPU_TIER]
+        assert {case["case"]: list(case["seconds"]) for case in engines["cases"]} == {
+            "restart, 256 tokens": restart,
+            "restart, 512 tokens": restart,
+            "two engines, 256 tokens": [first_token.COMPUTED, bench_vllm.AT_ONCE_FILLED, bench_vllm.AT_ONCE_STORE],
+        }
+        checks = engines["parameters"]["checks"]
         assert checks["answers_equal"] and not checks["answers_wrong"] and checks["cached_as_expected"]
 
 
@@ -100,7 +109,7 @@ def test_every_way_to_the_first_token_is_measured_and_compared(ended: Path) -> N
 
 
 @pytest.mark.timeout(700)
-def test_the_results_make_the_tables_and_charts_of_the_document(ended: Path, tmp_path: Path) -> None:
+def test_the_results_fill_the_documents_tables_and_charts(ended: Path, tmp_path: Path) -> None:
     folder = tmp_path / "results"
     shutil.copytree(ended, folder / "gpu")
     (folder / "gpu" / "run.json").rename(folder / "run.json")
@@ -112,10 +121,6 @@ def test_the_results_make_the_tables_and_charts_of_the_document(ended: Path, tmp
     assert drawn == {"gpu_first_token.svg", *(["gpu_vllm.svg"] if IN_FULL else [])}
 
 
-def test_what_the_suite_leaves_out_here_it_runs_elsewhere() -> None:
-    assert set(LATER) < set(STEPS) and all((ROOT / where).exists() for where in LATER.values())
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -123,19 +128,19 @@ def test_what_the_suite_leaves_out_here_it_runs_elsewhere() -> None:
         (["--wheels", "{tmp}"], "--out FOLDER is missing"),
         (["--wheels"], "--wheels FOLDER is missing"),
         (["--wheels", "{tmp}", "--out", "{tmp}/out", "--vlm", "x"], "unrecognized arguments: --vlm x"),
-        (["--wheels", "{tmp}/none", "--out", "{tmp}/out"], "there is no such folder, and no earlier run"),
+        (["--wheels", "{tmp}/none", "--out", "{tmp}/out"], "the folder does not exist, and no earlier run"),
         (["--wheels", "{tmp}", "--out", "{tmp}/out", "--only", "swop"], "invalid choice: 'swop'"),
         (["--wheels", "{tmp}", "--out", "{tmp}/out", "--within", "-1"], "expected more than 0 seconds"),
         (["--wheels", "{tmp}", "--vllm", "{tmp}/no", "--out", "{tmp}/out"], "gpu_vllm.sh prepare"),
     ],
 )
-def test_a_wrong_call_is_told_what_was_expected(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_a_wrong_call_reports_what_was_expected(tmp_path: Path, arguments: list[str], said: str) -> None:
     pytest.importorskip("torch")
     done = script(*(word.format(tmp=tmp_path) for word in arguments), KVSTORE_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 2 and said in done.stderr
 
 
-def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_interpreter_is_named(tmp_path: Path) -> None:
     done = subprocess.run(
         [str(ROOT / "scripts" / "on_gpu.sh")],
         check=False,
@@ -147,8 +152,8 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2 and f"there is no {tmp_path / 'python'}" in done.stderr
 
 
-def test_wheels_that_the_interpreter_has_are_not_installed(tmp_path: Path) -> None:
-    """Such a file is no wheel at all: to install it would fail."""
+def test_wheels_that_the_interpreter_already_has_are_not_installed(tmp_path: Path) -> None:
+    """The files are not real wheels, so installing one of them would fail."""
     (tmp_path / "numpy-1.0-py3-none-any.whl").write_text("not a wheel")
     command = [sys.executable, str(ROOT / "scripts" / "install_missing.py"), str(tmp_path), str(tmp_path / "site")]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
@@ -158,7 +163,7 @@ def test_wheels_that_the_interpreter_has_are_not_installed(tmp_path: Path) -> No
     assert done.returncode != 0 and "nobody_has_this" in done.stderr
 
 
-# What ends badly. The steps are programs of Python's, in a run of its own, which ends all children that it has.
+# Runs that fail or are interrupted. Their steps are Python programs, and the run must end all of its children.
 
 WRITES = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'skipped': {}, 'cases': [1]}))\n"
 STARTS_A_CHILD = WRITES + (
@@ -169,7 +174,8 @@ HANGS = STARTS_A_CHILD + "import time; time.sleep(600)\n"
 
 
 def begin(out: Path, steps: dict[str, tuple[str, float, str]], *arguments: str) -> subprocess.Popen[str]:
-    """steps: name -> text of the program, limit in seconds, a program that it needs."""
+    """Begin a run of these steps. steps: name -> the step's Python program, its limit in seconds, and a program that it
+    needs."""
     program = (
         "import sys\nfrom benchmarks.gpu import __main__ as on_gpu\nfrom benchmarks.gpu.steps import Step\n"
         "command = lambda text: lambda file, small: [sys.executable, '-c', text, str(file)]\n"
@@ -183,7 +189,7 @@ def begin(out: Path, steps: dict[str, tuple[str, float, str]], *arguments: str) 
 
 
 def run(out: Path, steps: dict[str, tuple[str, float, str]], *arguments: str) -> tuple[int, dict[str, Any]]:
-    """-> the exit status, and the steps by name as run.json has them."""
+    """Run these steps. Returns the exit status, and the steps of run.json by name."""
     process = begin(out, steps, *arguments)
     process.communicate(timeout=90)
     return process.returncode, {step["name"]: step for step in read(out / "run.json")["steps"]}
@@ -193,7 +199,7 @@ def child_of(lines: Iterable[str]) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("child"))
 
 
-def test_a_step_that_fails_or_takes_too_long_costs_itself_only(tmp_path: Path) -> None:
+def test_a_step_that_fails_or_is_too_slow_costs_only_itself(tmp_path: Path) -> None:
     steps = {
         "fails": ("print('what happened'); raise SystemExit(3)", 30, ""),
         "hangs": (HANGS, 2, ""),
@@ -207,19 +213,19 @@ def test_a_step_that_fails_or_takes_too_long_costs_itself_only(tmp_path: Path) -
         "fails": "failed", "hangs": "timed out", "lacks": "skipped", "works": "passed",
     }  # fmt: skip
     assert ended["fails"]["output"] == ["what happened"]
-    assert ended["lacks"]["skipped"] == {"all of it": "there is no no-such-program here"}
+    assert ended["lacks"]["skipped"] == {"all of it": "no-such-program is not installed"}
     assert read(tmp_path / "hangs.json")["cases"] == [1], "what it had finished is kept"
     assert not psutil.pid_exists(child_of(ended["hangs"]["output"]))
 
 
-def test_a_process_that_a_step_leaves_behind_is_ended_and_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_process_left_by_a_step_is_ended_without_delay(tmp_path: Path) -> None:
     began = time.monotonic()
     status, ended = run(tmp_path, {"leaves": (STARTS_A_CHILD, 60, ""), "works": (WRITES, 60, "")})
     assert status == 0 and [step["status"] for step in ended.values()] == ["passed", "passed"]
     assert not psutil.pid_exists(child_of(ended["leaves"]["output"])) and time.monotonic() - began < 30
 
 
-def test_tests_that_fail_fail_their_step_and_are_named(tmp_path: Path) -> None:
+def test_failing_tests_fail_their_step_and_are_named(tmp_path: Path) -> None:
     file, report = tmp_path / "test_it.py", tmp_path / "tests.xml"
     file.write_text("import pytest\n\ndef test_good(): pass\n\ndef test_bad(): assert 1 == 2\n")
     step = Step("tests", "", 60, lambda *_: [], is_tests=True)
@@ -231,19 +237,19 @@ def test_tests_that_fail_fail_their_step_and_are_named(tmp_path: Path) -> None:
     assert "assert 1 == 2" in next(test["why"] for test in result["tests"] if test["outcome"] == "failed")
 
 
-def test_tests_that_leave_no_report_are_no_success(tmp_path: Path) -> None:
+def test_tests_without_a_report_are_no_success(tmp_path: Path) -> None:
     on_gpu.tests_to_json(Step("tests", "", 60, lambda *_: [], is_tests=True), tmp_path / "tests.json", "")
     assert read(tmp_path / "tests.json")["counts"] == {"passed": 0, "failed": 0, "skipped": 0}
 
 
-def test_time_for_all_steps_is_shared_out(tmp_path: Path) -> None:
+def test_the_total_time_is_divided_among_the_steps(tmp_path: Path) -> None:
     began = time.monotonic()
     status, ended = run(tmp_path, {"hangs": (HANGS, 60, ""), "late": (WRITES, 60, "")}, "--within", "6")
     assert status == 1 and [step["status"] for step in ended.values()] == ["timed out", "not begun"]
     assert time.monotonic() - began < 30
 
 
-def test_a_run_that_is_ended_keeps_what_it_finished_and_leaves_no_process(tmp_path: Path) -> None:
+def test_an_ended_run_keeps_finished_results_and_leaves_no_process(tmp_path: Path) -> None:
     process = begin(tmp_path, {"done": (WRITES, 60, ""), "hangs": (HANGS, 60, "")})
     assert process.stdout is not None
     child = child_of(process.stdout)
@@ -254,14 +260,14 @@ def test_a_run_that_is_ended_keeps_what_it_finished_and_leaves_no_process(tmp_pa
     assert not psutil.pid_exists(child)
 
 
-def test_the_steps_have_all_tests_that_need_a_device() -> None:
+def test_the_steps_include_all_tests_that_need_a_device() -> None:
     marked = {str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("*.py") if "mark.gpu" in file.read_text()}
     outside = {name for name in marked if not name.startswith(("tests/gpu/", "tests/integration/test_on_gpu"))}
     assert outside == set(VLLM_TESTS)
     assert all((ROOT / name).exists() for name in WORKER_TESTS)
 
 
-# What travels.
+# The files to copy to the machine with the GPU.
 
 
 def pins(name: str) -> set[str]:
@@ -269,5 +275,5 @@ def pins(name: str) -> set[str]:
     return {line.split(";")[0].strip() for line in lines if line and not line.startswith("#")}
 
 
-def test_the_wheels_are_of_the_versions_that_the_suite_runs_with() -> None:
+def test_the_wheels_have_the_versions_of_the_suite() -> None:
     assert pins("gpu.txt") <= pins("test.txt") | pins("engine.txt")

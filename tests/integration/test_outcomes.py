@@ -1,4 +1,4 @@
-"""What a SET tells of each block when it is asked, and what a shard remembers of a HELLO."""
+"""The outcome of each block, which a SET reports on request, and what a shard remembers of a HELLO."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CREATED, EXISTED, FORCED, DUPLICATED, ERRED, PENDING = Outcome
 
 
 def set_blocks(raw: RawClient, keys: list[bytes], block_bytes: int, force: bool = False, outcomes: bool = True) -> list:
-    """A SET of blocks that fit one frame. -> the reply's counts and outcomes."""
+    """Send a SET of blocks that fit one frame. Returns the reply's counts and outcomes."""
     header = pack(SET, 1, 10_000, len(keys), len(keys[0]), force, 0, *([True] if outcomes else []))
     blocks = blocks_of(keys, block_bytes)
     reply = raw.ask(header, b"".join(keys), b"".join(blocks), sums_of(blocks))
@@ -59,7 +59,7 @@ def test_each_block_has_its_outcome(server: Server, new_namespace: MakeNamespace
         ]
 
 
-def test_nothing_is_told_that_was_not_asked_for(server: Server, new_namespace: MakeNamespace) -> None:
+def test_outcomes_are_sent_only_on_request(server: Server, new_namespace: MakeNamespace) -> None:
     keys = make_keys(3)
     with RawClient(server) as raw:
         raw.hello(new_namespace(256).canonical())
@@ -74,7 +74,7 @@ def test_nothing_is_told_that_was_not_asked_for(server: Server, new_namespace: M
         ]
 
 
-def test_what_another_client_writes_existed_for_the_second(server: Server, new_namespace: MakeNamespace) -> None:
+def test_a_block_being_written_existed_for_a_second_client(server: Server, new_namespace: MakeNamespace) -> None:
     namespace, keys = new_namespace(256), make_keys(2)
     blocks = blocks_of(keys, 256)
     with RawClient(server) as first, RawClient(server) as second:
@@ -89,14 +89,14 @@ def test_what_another_client_writes_existed_for_the_second(server: Server, new_n
         assert first.reply()[0][:4] == [SET_REPLY, 5, 1, 1]
 
 
-def test_a_block_there_is_no_room_for_is_named(start_server: StartServer) -> None:
+def test_a_block_without_room_is_named(start_server: StartServer) -> None:
     server = start_server(memory="4MiB", segment="4MiB")
     namespace = Namespace(model="m", dtype="uint8", block_tokens=16, block_bytes=1 << 19)
     keys = make_keys(8)  # all that fit
     with KVStoreClient(server.endpoint, namespace) as client, RawClient(server) as reader, RawClient(server) as raw:
         client.set(keys, blocks_of(keys, 1 << 19))
         reader.hello(namespace.canonical())
-        # Another client writes into all slots but two, and never ends.
+        # Another client has begun to write into all slots but two, and never finishes.
         new = make_keys(6, first=100)
         reader.send(pack(SET, 5, 60_000, 6, 16), b"".join(new), more=True)
         raw.hello(namespace.canonical())
@@ -109,7 +109,7 @@ def test_a_block_there_is_no_room_for_is_named(start_server: StartServer) -> Non
         assert reply[3:] == [2, 0, 0, 0, 1, bytes([CREATED, CREATED, ERRED]), 2, 0]
 
 
-def test_a_block_on_disk_only_existed_or_is_replaced(
+def test_a_block_only_on_disk_existed_or_is_replaced(
     start_server: StartServer, tmp_path: Path, new_namespace: MakeNamespace
 ) -> None:
     block_bytes = 64 << 10
@@ -131,7 +131,7 @@ def test_a_block_on_disk_only_existed_or_is_replaced(
 # ---- HELLO ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_most_copies_a_client_keeps_are_remembered(server: Server, new_namespace: MakeNamespace) -> None:
+def test_the_highest_number_of_copies_is_remembered(server: Server, new_namespace: MakeNamespace) -> None:
     namespace, keys = new_namespace(256), make_keys(3)
     with KVStoreClient(server.endpoint, namespace) as client, RawClient(server) as raw:
 
@@ -146,7 +146,7 @@ def test_the_most_copies_a_client_keeps_are_remembered(server: Server, new_names
         assert namespace_info(client).replicas == 2
 
 
-def test_a_namespace_made_after_the_hello_knows_its_copies(server: Server, new_namespace: MakeNamespace) -> None:
+def test_a_namespace_created_after_the_hello_knows_its_copies(server: Server, new_namespace: MakeNamespace) -> None:
     namespace, keys = new_namespace(256), make_keys(3)
     with RawClient(server) as raw, KVStoreClient(server.endpoint, namespace) as client:
         raw.ask(pack(HELLO, 0, PROTOCOL, namespace.canonical(), "raw", b"", 3))
@@ -168,10 +168,10 @@ def test_a_node_without_a_zone_says_so(server: Server) -> None:
         assert len(raw.hello()) == len(wire.Welcome.__struct_fields__) + 1
 
 
-def test_a_set_that_is_not_deferred_waits_for_a_block_that_another_client_is_writing(
+def test_a_non_deferred_set_waits_for_another_clients_write(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
-    """One that vanishes in the middle: the block is stored by who waited."""
+    """If the other client does not finish its write in time, the waiting client stores the blocks."""
     namespace, keys = new_namespace(256), make_keys(4)
     server, blocks = start_server(), blocks_of(keys, 256)
     with RawClient(server) as other, KVStoreClient(server.endpoint, namespace, timeout_s=10) as client:
@@ -190,9 +190,7 @@ def test_a_set_that_is_not_deferred_waits_for_a_block_that_another_client_is_wri
         assert client.get(keys).blocks == blocks
 
 
-def test_a_block_that_nobody_finishes_in_time_is_an_error(
-    start_server: StartServer, new_namespace: MakeNamespace
-) -> None:
+def test_a_block_not_finished_in_time_is_an_error(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     namespace, keys = new_namespace(256), make_keys(2)
     server, blocks = start_server(), blocks_of(keys, 256)
     with RawClient(server) as other, KVStoreClient(server.endpoint, namespace, timeout_s=1) as client:
@@ -201,7 +199,7 @@ def test_a_block_that_nobody_finishes_in_time_is_an_error(
         wait_until(lambda: namespace_info(client).writing == 1)
         result = client.set(keys, blocks, deferred=False)
         assert (result.created, result.error, result.copies) == (1, 1, 0)
-        # The same if the server is silent by the time of the last look.
+        # The result is the same if the server is silent at the last check.
         (shard,) = server.shards()
         stopping = threading.Timer(0.5, shard.suspend)
         stopping.start()

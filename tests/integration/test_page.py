@@ -1,4 +1,4 @@
-"""The page of a real server with real traffic, in a real browser: what a person sees there, and what it asks for."""
+"""The page of a real server with real traffic, in a real browser: what the page shows, and what it requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.harness import Server, blocks_of, make_keys, make_namespace, 
 BLOCK = 4096
 HOSTILE = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'>"
 ELSEWHERE = "http://127.0.0.1:9/"
-SHOWN_S = 15.0  # for the page to show what has happened: it takes two looks of 2 s, on a machine that is not busy
+SHOWN_S = 15.0  # the time until the page shows an event: on an idle machine, two refreshes of 2 s
 
 
 class Watched(NamedTuple):
@@ -27,11 +27,11 @@ class Watched(NamedTuple):
 
     @property
     def errors(self) -> list[str]:
-        """What went wrong in the page, but for what a test has it try."""
+        """Return the page's errors, except those that a test causes on purpose."""
         return [error for error in self.browser.errors if ELSEWHERE not in error]
 
     def shows(self, text: str, where: str = "body") -> str:
-        """Wait until the page shows a text that matches. -> all that it shows there."""
+        """Wait until a matching text appears at this place of the page. Returns all text shown there."""
         return str(
             wait_until(
                 lambda: (found := self.browser.text(where)) and re.search(text, found) and found,
@@ -43,7 +43,7 @@ class Watched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def watched(etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """A node with two shards and a disk tier, its page in a browser, and a client with a hostile name."""
+    """A node with two shards and a disk tier, its page in a browser, and a client with a malicious name."""
     need_browser()
     folder = tmp_path_factory.mktemp("page")
     with ExitStack() as stack:
@@ -65,10 +65,10 @@ def watched(etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wa
         yield Watched(server, client, browser)
 
 
-def test_it_shows_what_the_server_holds_and_what_is_asked_of_it(watched: Watched) -> None:
-    watched.shows("All is well|Needs a look", "#verdict")  # a busy machine makes slow turns
+def test_it_shows_the_servers_contents_and_requests(watched: Watched) -> None:
+    watched.shows("All is well|Needs a look", "#verdict")  # on a busy machine, the page reports slow turns
     watched.shows(r"800\s+in memory", "#tiles")
-    tiles = watched.shows(r"Hit rate\s+80\.0 %\s+1,000 blocks asked for", "#tiles")  # perhaps at a later look
+    tiles = watched.shows(r"Hit rate\s+80\.0 %\s+1,000 blocks asked for", "#tiles")  # may need another refresh
     assert re.search(r"Shards\s+2 of 2", tiles) and re.search(r"Memory\s+\d+ %\s+\d", tiles), tiles
     assert "get" in watched.shows("set", "#requests")
     assert watched.browser.evaluate("document.querySelectorAll('#shards tbody tr').length") == 2
@@ -81,22 +81,22 @@ def test_it_shows_the_cluster(watched: Watched) -> None:
     assert "This node is serving. The list of members is of epoch " in watched.browser.text("#cluster-about")
 
 
-def test_it_goes_on_by_itself(watched: Watched) -> None:
+def test_it_refreshes_by_itself(watched: Watched) -> None:
     before = len(watched.browser.requests)
     keys = make_keys(300, first=1000)
     watched.client.set(keys, blocks_of(keys, BLOCK), deferred=False)
-    watched.shows(r"1,100\s+in memory", "#tiles")  # with those of the beginning
+    watched.shows(r"1,100\s+in memory", "#tiles")  # including the first ones
     later = watched.browser.requests[before:]
-    assert later and all(url.endswith("/status.json") for url in later)  # nothing was loaded anew
+    assert later and all(url.endswith("/status.json") for url in later)  # no file was loaded again
 
 
-def test_the_name_of_a_namespace_is_text(watched: Watched) -> None:
+def test_a_namespaces_name_is_shown_as_text(watched: Watched) -> None:
     assert HOSTILE in watched.shows("script", "#namespaces tbody")
     assert watched.browser.evaluate("window.harmed") is None
     assert watched.browser.evaluate("document.querySelectorAll('main script, main img').length") == 0
 
 
-def test_it_asks_no_other_host_and_has_no_errors(watched: Watched) -> None:
+def test_it_requests_nothing_from_other_hosts_and_has_no_errors(watched: Watched) -> None:
     asked = {url.removeprefix(watched.server.http_url) for url in watched.browser.requests if url != "about:blank"}
     assert asked >= {"/", "/page.css", "/page.js", "/charts.js", "/status.json"}
     assert not [url for url in asked if not url.startswith("/")]
@@ -115,7 +115,7 @@ def test_it_fits_a_phone_and_has_dark_colors(watched: Watched) -> None:
     watched.browser.look(1200, 900)
 
 
-def test_a_shard_that_hangs_and_one_that_is_killed_are_named(watched: Watched) -> None:
+def test_hanging_and_killed_shards_are_named(watched: Watched) -> None:
     hangs = watched.server.shards()[1]
     hangs.suspend()
     try:
@@ -127,11 +127,11 @@ def test_a_shard_that_hangs_and_one_that_is_killed_are_named(watched: Watched) -
         hangs.resume()
     watched.shows(r"2 of 2", "#tiles")
     hangs.kill()
-    watched.shows(r"Shard 1 died and was started anew \d+ s ago", "#messages")
+    watched.shows(r"Shard 1 died and was restarted \d+ s ago", "#messages")
     watched.shows("Needs a look", "#verdict")
     assert not watched.errors
 
 
-def test_it_says_when_the_server_is_gone(watched: Watched) -> None:
+def test_it_shows_when_the_server_is_gone(watched: Watched) -> None:
     watched.server.kill()
-    watched.shows("The server does not answer. The numbers below are not current.", "#lost")
+    watched.shows("The server does not answer: .+ The numbers below are not current.", "#lost")

@@ -1,4 +1,4 @@
-"""Blocks kept as ranges of heads: what engines with other numbers of ranks see of each other's."""
+"""Blocks that are stored as ranges of heads, and shared by engines with different numbers of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore_client import Lookup, Namespace
 from kvstore_client.engine.client_store import ClientStore
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.jobs import Within
-from kvstore_client.engine.parts import SlicedStore, part_keys
+from kvstore_client.engine.slices import SlicedStore, slice_keys
 from kvstore_client.engine.store import get_into
 from kvstore_client.engine.transfer_in import TransferIn
 from kvstore_client.engine.transfer_out import BlockOut, SendOutcome, TransferOut
@@ -38,14 +38,14 @@ def client(server: Server, namespace: Namespace) -> Iterator[ClientStore]:
 
 
 def rank(client: ClientStore, place: int, ranks: int) -> tuple[SlicedStore, np.ndarray]:
-    """What a rank calls, and its share of the blocks."""
+    """Return the store of a rank, and the rank's parts of the blocks."""
     count = OF // ranks
     parts = range(place * count, (place + 1) * count)
     return SlicedStore(client, parts), np.ascontiguousarray(BLOCKS[:, parts.start * PART : parts.stop * PART])
 
 
 def read(client: ClientStore, place: int, ranks: int, slots: Sequence[int]) -> tuple[list[bool], bool]:
-    """-> which blocks a rank finds, and whether those are right."""
+    """Read all blocks as a rank. Returns which of them it finds, and whether their bytes are right."""
     store, mine = rank(client, place, ranks)
     rows = np.zeros((max(slots) + 1, mine.shape[1]), dtype=np.uint8)
     found = get_into(store, KEYS, rows, slots)
@@ -54,7 +54,7 @@ def read(client: ClientStore, place: int, ranks: int, slots: Sequence[int]) -> t
 
 @pytest.mark.parametrize("writers", [1, 2, 4])
 @pytest.mark.parametrize("readers", [1, 2, 4])
-def test_what_any_number_of_ranks_sets_any_other_number_reads(client: ClientStore, writers: int, readers: int) -> None:
+def test_any_number_of_ranks_reads_what_any_other_number_set(client: ClientStore, writers: int, readers: int) -> None:
     everything = SlicedStore(client, range(OF))
     for place in range(writers):
         assert everything.match_prefix(KEYS) == 0 and not everything.contains(KEYS).any()
@@ -66,10 +66,10 @@ def test_what_any_number_of_ranks_sets_any_other_number_reads(client: ClientStor
         assert read(client, place, readers, [5, 0, 3, 1, 2, 4]) == ([True] * len(KEYS), True)
 
 
-def test_a_block_that_lacks_a_part_is_not_there(client: ClientStore) -> None:
+def test_a_block_that_lacks_a_part_is_missing(client: ClientStore) -> None:
     store, mine = rank(client, 0, 1)
     store.set(KEYS, list(mine), parent=PARENTS)
-    client.delete(part_keys(KEYS[2:3], range(3, 4)))
+    client.delete(slice_keys(KEYS[2:3], range(3, 4)))
     present = [True, True, False, True, True, True]
     assert store.contains(KEYS).tolist() == present and store.match_prefix(KEYS) == 2
     assert read(client, 0, 1, range(len(KEYS))) == (present, True)
@@ -80,7 +80,7 @@ def test_a_block_that_lacks_a_part_is_not_there(client: ClientStore) -> None:
 def test_transfers_move_whole_blocks(server: Server, namespace: Namespace) -> None:
     counters = Counters()
     sent: list[tuple[object, SendOutcome]] = []
-    guard = StoreGuard(server.endpoint, namespace, timeout_s=10.0, counters=counters, parts=[range(OF)])
+    guard = StoreGuard(server.endpoint, namespace, timeout_s=10.0, counters=counters, slices=[range(OF)])
     assert guard.block_bytes == OF * PART
     out = TransferOut(guard, limit=100, counters=counters, done=sent.extend)
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_transfers_move_whole_blocks(server: Server, namespace: Namespace) -> No
     assert counted["transfer_in_bytes"] == counted["transfer_out_bytes"] == BLOCKS.nbytes
 
 
-def test_a_server_on_the_host_has_parts_too(
+def test_a_local_server_stores_parts_too(
     server: Server, start_server: StartServer, namespace: Namespace, tmp_path: Path
 ) -> None:
     near = start_server("--unix-socket", str(tmp_path / "near.sock"))
@@ -116,19 +116,19 @@ def test_a_server_on_the_host_has_parts_too(
         store, mine = rank(client, 0, 1)
         store.set(KEYS, list(mine), parent=PARENTS)
     guard = StoreGuard(
-        server.endpoint, namespace, timeout_s=10.0, counters=Counters(), local=near.endpoint, parts=[range(2)]
+        server.endpoint, namespace, timeout_s=10.0, counters=Counters(), local=near.endpoint, slices=[range(2)]
     )
     rows = np.zeros((len(KEYS), 2 * PART), dtype=np.uint8)
     found = guard.call(lambda store: get_into(store, KEYS, rows, range(len(KEYS)), timeout_s=10.0), None)
     assert found is not None and found.all() and np.array_equal(rows, BLOCKS[:, : 2 * PART])
     with ClientStore(near.endpoint, namespace) as client:
-        wait_until(lambda: client.contains(part_keys(KEYS, range(2))).all(), what="they were promoted")
-        assert not client.contains(part_keys(KEYS, range(2, OF))).any()
+        wait_until(lambda: client.contains(slice_keys(KEYS, range(2))).all(), what="they were promoted")
+        assert not client.contains(slice_keys(KEYS, range(2, OF))).any()
     guard.close()
 
 
 def test_a_block_is_promised_with_all_its_parts(server: Server, namespace: Namespace, client: ClientStore) -> None:
-    """And is another's if one of its parts is."""
+    """A block counts as promised by another client if one of its parts is."""
     whole, (half, mine) = SlicedStore(client, range(OF)), rank(client, 0, 2)
     half.set(KEYS[:1], list(mine[:1]), parent=[None])
     with ClientStore(server.endpoint, namespace) as other:
@@ -158,7 +158,7 @@ def test_promised_parts_are_waited_for(server: Server, namespace: Namespace, cli
     promise.withdraw()
 
 
-def test_the_former_name_still_works() -> None:
+def test_the_old_option_name_still_works() -> None:
     with pytest.warns(DeprecationWarning, match="SlicedStore"):
         from kvstore_client.engine.parts import PartsStore
     assert PartsStore is SlicedStore

@@ -1,4 +1,5 @@
-"""`kvstore plan`: its commands, their results, and what is said of wrong options. Engines: see tests/engine."""
+"""`kvstore plan`: its commands, their results, and its errors for wrong options. The tests with engines are in
+tests/engine."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ from kvstore_serving.proxy.pools_file import read_pools
 from tests.support import forked
 from tests.support.endpoint import Behaviour, Endpoint
 from tests.support.harness import environment, interruptible
+from tests.support.profiles import SHIPPED, on_one_gpu
 
 SEARCH = ["--slo-ttft", "0.3", "--slo-tpot", "0.1", "--percentile", "90"]
-ENGINE = ["--profile", "opt-13b-a100-80g", "--nodes", "1", "--gpus-per-node", "2"]
-LOAD = ["--rate", "3", "--input-tokens", "512", "--output-tokens", "16"]
+ENGINE = ["--profile", SHIPPED, "--nodes", "1", "--gpus-per-node", "2"]
+NODE = ENGINE[2:]
+LOAD = ["--rate", "3", "--input-tokens", "512", "--output-tokens", "6"]
 QUICK = ["--seeds", "1", "--no-sensitivity"]
 
 
@@ -57,13 +60,13 @@ def test_queue_prints_the_closed_forms() -> None:
     ("arguments", "message"),
     [
         (["--service-s", "0.2", "--rate", "5"], "expected less than 5 requests/s"),
-        (["--service-s", "0", "--rate", "5"], "--service-s 0: expected seconds, more than 0"),
-        (["--service-s", "0.2", "--rate", "1", "--intra", "2"], "--intra N and --speedup K go together"),
+        (["--service-s", "0", "--rate", "5"], "--service-s 0: expected a number of seconds above 0"),
+        (["--service-s", "0.2", "--rate", "1", "--intra", "2"], "--intra N and --speedup K must be given together"),
         (["--service-s", "0.2", "--rate", "1", "--intra", "2", "--speedup", "3"], "expected 1 to 2"),
         (["--service-s", "0.2", "--rate", "1", "--intra", "2", "--speedup", "2", "--inter", "2"], "one of them"),
     ],
 )
-def test_a_queue_that_cannot_be_is_a_usage_error(arguments: list[str], message: str) -> None:
+def test_an_unstable_queue_is_a_usage_error(arguments: list[str], message: str) -> None:
     assert message in document("queue", *arguments, status=2)["error"]["message"]
 
 
@@ -72,8 +75,9 @@ def test_a_queue_that_cannot_be_is_a_usage_error(arguments: list[str], message: 
 A100 = ["--link-bytes-per-s", "272e9", "--memory-bytes-per-s", "1.55e12"]
 
 
-def test_pipeline_computes_what_may_leave() -> None:
-    """Its own measured bandwidths, and no second term: 13 to 18 %, where the proposal said 30."""
+def test_pipeline_computes_the_share_that_may_leave() -> None:
+    """Computes with the bandwidths that a reply to the proposal measured, without the formula's second term. The share
+    is 18 %; the reply computed 30 %."""
     found = document("pipeline", "--kv-bytes", "40e9", *A100, "--other-s", "0", "--overhead-s", "0")
     assert found["alpha"] == pytest.approx(272 / 1550)
     assert found["capacity_gain"] == pytest.approx(1 / (1 - 272 / 1550))
@@ -88,8 +92,9 @@ def test_pipeline_computes_what_may_leave() -> None:
     assert buffers["capacity_gain"] < found["capacity_gain"]
 
 
-def test_pipeline_computes_what_fits_an_engine_that_lends() -> None:
-    """Of more KV a smaller share may leave: what fits is where that share leaves just what the engine has."""
+def test_pipeline_computes_the_kv_that_fits_a_lending_engine() -> None:
+    """The more KV there is, the smaller is the share that may be lent. The result is the amount of KV whose remaining
+    share exactly fills the engine's memory."""
     hardware = [*A100, "--other-s", "0.017", "--overhead-s", "0"]
     found = document("pipeline", "--resident-bytes", "40e9", *hardware)
     assert found["resident_bytes"] == pytest.approx(40e9)
@@ -105,13 +110,14 @@ def test_pipeline_computes_what_fits_an_engine_that_lends() -> None:
     assert (nothing["alpha"], nothing["capacity_gain"]) == (0.0, 1.0)
     fast = ["--link-bytes-per-s", "2e12", "--memory-bytes-per-s", "1e12", "--other-s", "0", "--overhead-s", "0"]
     message = document("pipeline", "--resident-bytes", "40e9", *fast, status=2)["error"]["message"]
-    assert "any amount of KV fits" in message
+    assert "any amount of KV" in message
     both = document("pipeline", "--resident-bytes", "1", "--kv-bytes", "1", *hardware, status=2)
     assert "either --kv-bytes or --resident-bytes" in both["error"]["message"]
 
 
-def test_pipeline_counts_what_copies_take_from_computing() -> None:
-    """The step is longer, so the link moves more in it, and the plan holds: the copies take just as long."""
+def test_pipeline_includes_the_computing_time_lost_to_copies() -> None:
+    """Copies make the step longer, so the link moves more bytes during a step. The plan stays consistent: the copies
+    take exactly the time that the step allows."""
     hardware = [*A100, "--other-s", "0.017", "--overhead-s", "0.001"]
     without = document("pipeline", "--kv-bytes", "40e9", *hardware)
     assert without["step_s"] == without["step_alone_s"] == pytest.approx(0.017 + 40 / 1550)
@@ -127,11 +133,11 @@ def test_pipeline_counts_what_copies_take_from_computing() -> None:
     assert "longer than without" in plan("pipeline", "--kv-bytes", "40e9", *hardware, "--lost-share", "0.2").stdout
 
 
-def test_pipeline_refuses_what_is_no_hardware() -> None:
+def test_pipeline_refuses_impossible_hardware() -> None:
     wrong = ["--kv-bytes", "0", *A100, "--other-s", "0", "--overhead-s", "0"]
-    assert "--kv-bytes 0: expected bytes" in document("pipeline", *wrong, status=2)["error"]["message"]
+    assert "--kv-bytes 0: expected a number of bytes" in document("pipeline", *wrong, status=2)["error"]["message"]
     wrong = ["--kv-bytes", "1", *A100, "--other-s", "-1", "--overhead-s", "0"]
-    assert "expected seconds, 0 or more" in document("pipeline", *wrong, status=2)["error"]["message"]
+    assert "expected a number of seconds, 0 or more" in document("pipeline", *wrong, status=2)["error"]["message"]
     wrong = ["--kv-bytes", "1", *A100, "--other-s", "0", "--overhead-s", "0", "--lost-share", "1"]
     assert "--lost-share 1: expected a share" in document("pipeline", *wrong, status=2)["error"]["message"]
 
@@ -139,13 +145,14 @@ def test_pipeline_refuses_what_is_no_hardware() -> None:
 # ---- search ------------------------------------------------------------------------------------------------------
 
 
-def test_search_finds_a_placement_and_writes_what_the_proxy_takes(tmp_path: Path) -> None:
+def test_search_finds_a_placement_and_writes_the_proxys_options(tmp_path: Path) -> None:
     pools, chart = tmp_path / "pools.toml", tmp_path / "plan.svg"
     files = ["--pools", str(pools), "--chart", str(chart), "--prefill-url", "http://p-{}:80"]
-    found = document("search", *ENGINE[:-1], "4", *LOAD, *SEARCH, "--seeds", "2", *files)
+    given = ["--profile", on_one_gpu(tmp_path), *NODE[:-1], "3", *LOAD, *SEARCH]
+    found = document("search", *given, "--seeds", "2", *files)
     for phase in ("prefill", "decode"):
         assert {"tp", "pp", "instances"} <= found["placement"][phase].keys()
-    assert found["enough"] and found["goodput_rps"] >= 3 and found["gpus"] <= 4
+    assert found["enough"] and found["goodput_rps"] >= 3 and found["gpus"] <= 3
     low, high = found["goodput_rps_per_gpu"]["ci95"]
     assert low <= found["goodput_rps_per_gpu"]["value"] <= high
     assert found["store"].keys() >= {"read_bytes_per_s", "write_bytes_per_s", "capacity_bytes", "nodes"}
@@ -164,7 +171,7 @@ def test_search_finds_a_placement_and_writes_what_the_proxy_takes(tmp_path: Path
     assert chart.read_text().startswith("<?xml")
 
 
-def test_search_tells_people_the_same() -> None:
+def test_search_prints_the_same_as_text() -> None:
     said = plan("search", *ENGINE, *LOAD, *SEARCH, *QUICK, "--outage", "30").stdout
     assert "price" not in said, "nothing was said of prices"
     for words in (
@@ -174,8 +181,8 @@ def test_search_tells_people_the_same() -> None:
         "prefill",
         "decode",
         "instead, colocated",
-        "what is short first",
-        "(M/D/1); simulated, they wait",
+        "the first limit as the rate grows",
+        "(M/D/1); in the simulation, prompts wait",
         "the store must deliver",
         "One engine fails, at 3 req/s",
     ):
@@ -185,11 +192,11 @@ def test_search_tells_people_the_same() -> None:
     assert missed["prefill"][0] == 30 and missed["prefill"][1] > 3 * 30 / 2, "there is no other one"
 
 
-def test_search_tells_people_prices_and_nodes_of_several_kinds() -> None:
-    kinds = ["--profile", "opt-13b-a100-80g", "--profile", "opt-13b-a100-80g-vllm"]
+def test_search_prints_prices_and_nodes_of_several_kinds(tmp_path: Path) -> None:
+    kinds = [word for name in (SHIPPED, f"{SHIPPED}-vllm") for word in ("--profile", on_one_gpu(tmp_path, name))]
     nodes = ["--nodes", "1", "--nodes", "2", "--gpus-per-node", "2", "--gpus-per-node", "1"]
     said = plan("search", *kinds, *nodes, "--price", "4", "--price", "2.5", *LOAD, *SEARCH, *QUICK).stdout
-    row = next(line.split() for line in said.splitlines() if line.lstrip().startswith("apart "))
+    row = next(line.split() for line in said.splitlines() if line.lstrip().startswith("P/D "))
     goodput, gpus, price, per_price = float(row[1]), int(row[2]), float(row[-2]), float(row[-1])
     assert gpus * 2.5 <= price <= gpus * 4
     assert per_price == pytest.approx(goodput / price, rel=0.02)
@@ -199,32 +206,33 @@ def test_search_tells_people_prices_and_nodes_of_several_kinds() -> None:
 
 def trace(path: Path) -> Path:
     lines = [
-        {"timestamp": 400 * number, "input_length": 1024, "output_length": 8, "hash_ids": [number % 5, 1000 + number]}
+        {"timestamp": 400 * number, "input_length": 1024, "output_length": 4, "hash_ids": [number % 5, 1000 + number]}
         for number in range(300)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
-def test_search_takes_a_trace_with_its_rate_and_its_hits(tmp_path: Path) -> None:
+def test_search_uses_a_traces_rate_and_hits(tmp_path: Path) -> None:
     file = trace(tmp_path / "trace.jsonl")
-    found = document("search", *ENGINE, "--trace", str(file), *SEARCH, *QUICK)
+    given = ["--profile", on_one_gpu(tmp_path), *NODE, "--trace", str(file), *SEARCH]
+    found = document("search", *given, *QUICK)
     assert found["rate_rps"] == pytest.approx(2.5)
     assert found["hit_rate"] == pytest.approx(0.5, abs=0.05)
     assert found["store"]["capacity_bytes"] > 0
-    short = document("search", *ENGINE, "--trace", str(file), "--requests", "150", *SEARCH, "--no-sensitivity")
+    short = document("search", *given, "--requests", "150", "--no-sensitivity")
     assert short["goodput_rps_per_gpu"]["ci95"] is None, "one part of a trace has no interval"
-    faster = document("search", *ENGINE, "--trace", str(file), "--speed", "2", "--no-hits", *SEARCH, *QUICK)
+    faster = document("search", *given, "--speed", "2", "--no-hits", *QUICK)
     assert faster["rate_rps"] == pytest.approx(5.0) and faster["hit_rate"] == 0
 
 
-def test_search_goes_along_the_hit_curve(tmp_path: Path) -> None:
+def test_search_follows_the_hit_curve(tmp_path: Path) -> None:
     file = tmp_path / "eviction.json"
     parameters = {"group": "trace", "blocks": [100, 200, 400], "hit_rate": {"default": [0.1, 0.3, 0.5]}}
     file.write_text(json.dumps({"cases": [{"parameters": parameters}]}))
     kept = 300 * 512 * 819_200
     options = ["--hit-curve", str(file), "--store-keeps", str(kept), "--seeds", "1"]
-    said = plan("search", *ENGINE, *LOAD, *SEARCH, *options).stdout
+    said = plan("search", "--profile", on_one_gpu(tmp_path), *NODE, *LOAD, *SEARCH, *options).stdout
     rows = said.partition("by what the store keeps")[2].splitlines()
     assert [row.split()[-3] for row in rows if "GiB" in row] == ["10%", "30%", "40%", "50%"]
     assert sum("as assumed" in row and row.endswith("100%") for row in map(str.rstrip, rows)) == 1
@@ -233,34 +241,34 @@ def test_search_goes_along_the_hit_curve(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*ENGINE, *SEARCH, "--rate", "1"], "a workload is --input-tokens, --output-tokens"),
+        ([*ENGINE, *SEARCH, "--rate", "1"], "expected --input-tokens, --output-tokens"),
         ([*ENGINE, *SEARCH, *LOAD, "--trace", "x"], "--trace has its own rate"),
         ([*ENGINE, *SEARCH, "--trace", "no-such-file"], "no-such-file: No such file or directory"),
-        ([*ENGINE, *SEARCH, *LOAD, "--speed", "2"], "go with --trace"),
-        ([*ENGINE, *LOAD, *SEARCH, "--percentile", "100"], "expected more than 0 and 99.9 at most"),
-        ([*ENGINE, *LOAD, *SEARCH, "--profile", "opt-66b-a100-80g"], "expected once for each of 2 --profile"),
+        ([*ENGINE, *SEARCH, *LOAD, "--speed", "2"], "need --trace"),
+        ([*ENGINE, *LOAD, *SEARCH, "--percentile", "100"], "expected more than 0 and at most 99.9"),
+        ([*ENGINE, *LOAD, *SEARCH, "--profile", "opt-66b-a100-80g"], "expected it once for each of 2 --profile"),
         ([*ENGINE, *LOAD, *SEARCH, "--via", "pigeon"], "expected store or direct"),
-        ([*ENGINE, *LOAD, *SEARCH, "--price", "0"], "expected a price, more than 0"),
+        ([*ENGINE, *LOAD, *SEARCH, "--price", "0"], "expected a price above 0"),
         ([*ENGINE, *LOAD, *SEARCH, "--input-cv", "nan"], "--input-cv"),
-        ([*ENGINE, *LOAD, *SEARCH, "--arrival-cv", "1e200"], "20 at most"),
-        ([*ENGINE, *LOAD, *SEARCH, "--decode-url", "http://d:80"], "where the engine's number goes"),
-        ([*ENGINE, *LOAD, *SEARCH, "--prefill-url", "http://{host}:80"], "where the engine's number goes"),
-        ([*ENGINE, *LOAD, *SEARCH, "--prefill-url", "http://p-{}:80/"], "where the engine's number goes"),
+        ([*ENGINE, *LOAD, *SEARCH, "--arrival-cv", "1e200"], "at most 20"),
+        ([*ENGINE, *LOAD, *SEARCH, "--decode-url", "http://d:80"], "in place of the engine's number"),
+        ([*ENGINE, *LOAD, *SEARCH, "--prefill-url", "http://{host}:80"], "in place of the engine's number"),
+        ([*ENGINE, *LOAD, *SEARCH, "--prefill-url", "http://p-{}:80/"], "in place of the engine's number"),
         (
             [*ENGINE, *LOAD, *SEARCH, "--prefill-url", "http://g-{}", "--decode-url", "http://g-{}"],
-            "would have one URL",
+            "would have the same URL",
         ),
-        ([*ENGINE, *LOAD, *SEARCH, "--chart", "x.gif"], "expected a file that ends with"),
+        ([*ENGINE, *LOAD, *SEARCH, "--chart", "x.gif"], "expected a file name that ends with"),
         ([*ENGINE, *LOAD, *SEARCH, "--store-memory", "lots"], "is not a size"),
-        ([*ENGINE, *LOAD, *SEARCH, "--hit-curve", "x"], "give --store-keeps SIZE, too"),
+        ([*ENGINE, *LOAD, *SEARCH, "--hit-curve", "x"], "expected --store-keeps SIZE, too"),
         (["--profile", "nobody", *ENGINE[2:], *LOAD, *SEARCH], "or one of opt-13b-a100-80g"),
     ],
 )
-def test_search_says_what_is_wrong_with_an_option(arguments: list[str], message: str) -> None:
+def test_search_reports_what_is_wrong_with_an_option(arguments: list[str], message: str) -> None:
     assert message in document("search", *arguments, status=2)["error"]["message"]
 
 
-def test_search_says_which_slo_nothing_holds() -> None:
+def test_search_names_an_slo_that_no_placement_meets() -> None:
     strict = ["--slo-ttft", "0.001", "--slo-tpot", "0.1"]
     error = document("search", *ENGINE, *LOAD, *strict, *QUICK, status=1)["error"]
     assert error["kind"] == "failed" and "TTFT of 0.001 s" in error["message"]
@@ -287,7 +295,7 @@ roles = ["decode"]
 """
 
 
-def test_roles_shift_as_few_engines_as_possible(tmp_path: Path) -> None:
+def test_role_changes_affect_as_few_engines_as_possible(tmp_path: Path) -> None:
     pools = tmp_path / "pools.toml"
     pools.write_text(FOUR)
     before = {engine.url: engine for engine in read_pools(pools)}
@@ -310,11 +318,11 @@ def test_roles_shift_as_few_engines_as_possible(tmp_path: Path) -> None:
     assert document("roles", str(pools), "--prefill", "2", "--decode", "2")["changed"] == []
     assert pools.stat().st_mtime_ns == stamp, "nothing to change, nothing written"
     message = document("roles", str(pools), "--prefill", "3", "--decode", "2", status=2)["error"]["message"]
-    assert "names 4 engines: --prefill 3 and --decode 2 are 5" in message
+    assert "names 4 engines, but --prefill 3 and --decode 2 are 5 together" in message
 
 
 class _Proxy(BaseHTTPRequestHandler):
-    """The metrics page of a proxy that serves four requests a second."""
+    """The metrics page of a proxy that gets four requests a second."""
 
     looked_at = requests = prompt_tokens = 0.0
     decoders = "abc"
@@ -329,7 +337,8 @@ class _Proxy(BaseHTTPRequestHandler):
         its.prompt_tokens += came * its.tokens
         lines = [
             f'kvstore_proxy_requests_total{{endpoint="/v1/completions",decision="split",outcome="ok"}} {its.requests}',
-            # For these no engine generates anything. An engine that failed a moment ago is still there.
+            # The next two kinds of requests generate nothing, so they do not count. Engine b has failed; it is still
+            # listed.
             f'kvstore_proxy_requests_total{{endpoint="/tokenize",decision="passed",outcome="ok"}} {its.requests * 2}',
             f'kvstore_proxy_requests_total{{endpoint="/v1/completions",decision="",outcome="rejected"}} {its.requests}',
             f"kvstore_proxy_prompt_tokens_total {its.prompt_tokens}",
@@ -367,10 +376,10 @@ def proxy() -> Iterator[str]:
     server.server_close()
 
 
-def test_watch_proposes_anew_when_engines_leave_and_when_the_load_drifts(proxy: str) -> None:
+def test_watch_proposes_again_after_lost_engines_or_load_drift(proxy: str) -> None:
     command = [sys.executable, "-m", "kvstore_cli", "plan", "watch", "--proxy", proxy, "--json", "--interval", "1"]
     command += ["--profile", "opt-13b-a100-80g", "--slo-ttft", "0.6", "--slo-tpot", "0.1", "--drift", "0.9"]
-    _Proxy.answers = 4  # soon simulated
+    _Proxy.answers = 2  # quick to simulate
     with interruptible(command, stdout=subprocess.PIPE, text=True, env=environment()) as watch:
         try:
             assert watch.stdout is not None
@@ -392,12 +401,12 @@ def test_watch_proposes_anew_when_engines_leave_and_when_the_load_drifts(proxy: 
             watch.kill()
 
 
-def test_watch_says_what_it_cannot_watch(endpoint: Endpoint) -> None:
+def test_watch_names_what_it_cannot_watch(endpoint: Endpoint) -> None:
     options = ["--profile", "opt-13b-a100-80g", "--slo-ttft", "0.6", "--slo-tpot", "0.1", "--once"]
     nobody = document("watch", "--proxy", "http://127.0.0.1:9", *options, status=1)
     assert nobody["error"]["kind"] == "unreachable"
     shape = document("watch", "--proxy", endpoint.url, "--shape", "7,1", *options, status=2)
-    assert "not in the profile" in shape["error"]["message"]
+    assert "is not in the profile" in shape["error"]["message"]
 
 
 def test_search_without_its_extra_says_what_to_install() -> None:

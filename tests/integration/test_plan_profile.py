@@ -1,4 +1,5 @@
-"""`kvstore plan profile`, against an endpoint whose times are known, and a store. Real engines: see tests/engine."""
+"""`kvstore plan profile` with an endpoint whose times are known, and with a store. The tests with real engines are in
+tests/engine."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tests.integration.test_plan import QUICK, document, plan
 from tests.support.endpoint import Behaviour, Endpoint
 from tests.support.harness import Server
 
-NODE = ["--nodes", "1", "--gpus-per-node", "2", "--max-batch", "8"]  # larger batches make longer simulations
+NODE = ["--nodes", "1", "--gpus-per-node", "2", "--max-batch", "8"]  # with larger batches, simulations take longer
 
 
 def test_profile_measures_fits_and_writes(paced_endpoint: Endpoint, tmp_path: Path) -> None:
@@ -37,41 +38,49 @@ def test_profile_measures_fits_and_writes(paced_endpoint: Endpoint, tmp_path: Pa
     assert planned["enough"]
 
 
-def test_profile_measures_what_an_engine_takes_from_another(tmp_path: Path) -> None:
-    """Of two endpoints, one takes three times as long while the other one has requests, as engines of one host do."""
+def test_profile_measures_interference_between_engines(tmp_path: Path) -> None:
+    """One of two endpoints takes three times as long while the other one has requests, like engines on one host."""
     output = tmp_path / "engine.json"
     what = ["--model", "m", "--kv-bytes-per-token", "1000", "--kv-tokens", "5000", "--output", str(output)]
     sweep = ["--lengths", "16,64", "--prefill-batches", "1,2", "--decode-batches", "1,2", "--rounds", "1"]
     endpoint: Endpoint
 
     def busy(number: int) -> Behaviour:
-        """Answer the first request at once, and later ones when the measured engine is not asked any more."""
+        """Answer the first request at once, and later ones after the measured endpoint has received and answered a
+        request."""
         began_s = time.monotonic()
 
         def held() -> bool:
             idle_s = time.monotonic() - max(began_s, endpoint.idle_since_s)
-            return number > 0 and (endpoint.running > 0 or idle_s < 6.0)
+            asked = endpoint.asked[-1].at_s > began_s
+            return number > 0 and (endpoint.running > 0 or idle_s < (0.5 if asked else 20.0))
 
         return Behaviour(held=held)
 
+    seen, beside = 1, False  # the other endpoint's requests so far, and whether it got new ones before this batch
+
     def behave(number: int) -> Behaviour:
-        return Behaviour(first_s=0.3, gap_s=0.15) if other.running else Behaviour(first_s=0.1, gap_s=0.05)
+        # The other endpoint's running requests are not used: it learns late that its users have gone.
+        nonlocal seen, beside
+        if number == 0 or endpoint.asked[number - 1].chunk_times_s:  # the first request of a batch
+            beside, seen = len(other.asked) > seen, max(seen, len(other.asked))
+        return Behaviour(first_s=0.3, gap_s=0.15) if beside else Behaviour(first_s=0.1, gap_s=0.05)
 
     with Endpoint(busy) as other, Endpoint(behave) as endpoint:
         urls = ["--url", endpoint.url, "--beside", other.url]
         found = document("profile", *urls, *what, *sweep, "--decode-tokens", "8")
     assert 1.5 < found["contention"]["prefill"] < 4.5 and 1.5 < found["contention"]["decode"] < 4.5
     wrong = document("profile", "--distserve", str(output), "--beside", "http://x", *what, status=2)
-    assert "expected no --distserve" in wrong["error"]["message"]
+    assert "expected only one: --distserve measures nothing" in wrong["error"]["message"]
 
 
-def test_profile_needs_to_know_the_memory(paced_endpoint: Endpoint, tmp_path: Path) -> None:
+def test_profile_requires_the_memory_size(paced_endpoint: Endpoint, tmp_path: Path) -> None:
     what = ["--model", "m", "--kv-bytes-per-token", "1000", "--output", str(tmp_path / "x.json")]
     error = document("profile", "--url", paced_endpoint.url, *what, status=1)["error"]
     assert "give --kv-tokens N" in error["message"]
 
 
-def test_profile_reads_distserves_files(tmp_path: Path) -> None:
+def test_profile_reads_distserve_files(tmp_path: Path) -> None:
     one = {"decoding_large_small_bs_threshold": 95, "prefill": [18.1, 0.1, 7e-6]}
     one |= {"decoding_smallbs": [19.9, 6e-4, 0.04], "decoding_largebs": [7.2, 5e-4, 0.16]}
     coefficients, capacities, output = (tmp_path / name for name in ("c.json", "m.csv", "p.json"))
@@ -86,7 +95,7 @@ def test_profile_reads_distserves_files(tmp_path: Path) -> None:
     assert "expected rows of model,tp,pp,max_num_tokens" in message
 
 
-def test_profile_fits_transfers_of_several_sizes_and_search_uses_them(
+def test_profile_fits_transfers_of_several_sizes_for_search(
     paced_endpoint: Endpoint, tcp_server: Server, tmp_path: Path
 ) -> None:
     output = tmp_path / "engine.json"
@@ -110,5 +119,5 @@ def test_profile_fits_transfers_of_several_sizes_and_search_uses_them(
     links = searched["basis"]["links"]
     assert (links["store_read_latency_s"], links["store_write_latency_s"]) == (0.125, 0.0625)
     assert links["store_bytes_per_s"] == pytest.approx(5e8), "the slower of both"
-    # Blocks are written while a request waits for the decode engine's memory.
+    # The latency of writing may be part of the wait for the decode engine's memory.
     assert searched["time_s"]["decode_memory"] + searched["time_s"]["hand_over"] > 0.125 + 0.0625

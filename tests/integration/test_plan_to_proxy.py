@@ -1,5 +1,5 @@
-"""From a plan to a proxy and back: `plan search` writes what `kvstore proxy` takes, `plan watch` sees the load change,
-and what it proposes shifts roles of engines. The engines are stand-ins: what they do takes no time.
+"""From a plan to a proxy and back. `plan search` writes the proxy's options; `plan watch` notices that the load has
+changed; its proposal changes the roles of engines. The engines are stand-ins that answer at once.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from kvstore_serving.planning.profile import read_profile
 from tests.support import forked
 from tests.support.harness import Server, environment, wait_until
 from tests.support.ports import free_ports
+from tests.support.profiles import on_one_gpu
 from tests.support.proxies import ProxyProcess, StandInEngine, post
 from tests.support.stand_in_engine import MODEL, expected
 
-SHIPPED = "opt-13b-a100-80g"
 SLO = ["--slo-ttft", "0.6", "--slo-tpot", "0.1"]
 
 
@@ -35,17 +33,14 @@ def kvstore(command: str, *arguments: str) -> str:
 
 @pytest.fixture
 def profile(tmp_path: Path) -> str:
-    """The times of the shipped one on a single GPU, for the model of the stand-ins."""
-    shipped = read_profile(SHIPPED)
-    one = msgspec.structs.replace(shipped.degree(1), kv_tokens={1: shipped.degree(1).kv_tokens[1]})
-    file = tmp_path / "profile.json"
-    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(shipped, model=MODEL, degrees=[one])))
-    return str(file)
+    """A profile for the model of the stand-ins."""
+    return on_one_gpu(tmp_path, model=MODEL)
 
 
 @contextmanager
 def users(url: str, body: dict[str, Any], each_s: float) -> Iterator[Callable[[], list[bytes]]]:
-    """Ask again and again, until the block ends. -> what was answered so far."""
+    """Send this request again and again until the `with` block ends. Yields a function that returns the answers so
+    far."""
     answers: list[bytes] = []
     over = threading.Event()
 
@@ -63,16 +58,17 @@ def users(url: str, body: dict[str, Any], each_s: float) -> Iterator[Callable[[]
         user.join()
 
 
-def test_a_plan_is_served_watched_and_shifted(profile: str, tcp_server: Server, tmp_path: Path) -> None:
-    """Planned for short prompts and long answers: few engines prefill. Then prompts come that are 30 times as long."""
+def test_a_plan_is_served_watched_and_changed(profile: str, tcp_server: Server, tmp_path: Path) -> None:
+    """The plan is made for short prompts, so only a few engines prefill. Then prompts arrive that are 30 times as
+    long."""
     pools = tmp_path / "pools.toml"
     ports = free_ports(2)
     urls = [f"http://127.0.1{{}}.{number}:{port}" for number, port in enumerate(ports, 1)]
     planned = json.loads(
         kvstore(
             f"plan search --profile {profile} --nodes 2 --gpus-per-node 2 --rate 20 --input-tokens 64",
-            "--output-tokens", "200", *SLO, "--seeds", "1", "--no-sensitivity", "--json", "--pools", str(pools),
-            "--prefill-url", urls[0], "--decode-url", urls[1],
+            "--output-tokens", "30", "--max-batch", "8", *SLO, "--seeds", "1", "--no-sensitivity", "--json",
+            "--pools", str(pools), "--prefill-url", urls[0], "--decode-url", urls[1],
         )
     )  # fmt: skip
     instances = {phase: planned["placement"][phase]["instances"] for phase in ("prefill", "decode")}

@@ -1,4 +1,4 @@
-"""`kvstore plan verify`, against an endpoint whose times are known. Real engines: see tests/engine."""
+"""`kvstore plan verify` with an endpoint whose times are known. The tests with real engines are in tests/engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ LOAD = ["--input-tokens", "16", "--output-tokens", "5", "--requests", "8", "--wa
 
 @pytest.fixture
 def profile(tmp_path: Path) -> str:
-    """The endpoint serves any number at once, in the same time: a profile without a cost for each says the same."""
+    """The profile of an endpoint that serves any number of requests in the same time, so there is no cost per
+    request."""
     degree = {
         "tp": 1,
         "prefill": {"fixed_s": 0.05, "per_token_s": 1e-9, "per_token_squared_s": 0.0},
@@ -32,7 +33,7 @@ def profile(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_verify_compares_what_was_predicted_with_what_happens(paced_endpoint: Endpoint, profile: str) -> None:
+def test_verify_compares_prediction_and_measurement(paced_endpoint: Endpoint, profile: str) -> None:
     at = ["--profile", profile, "--url", paced_endpoint.url, "--model", "m"]
     found = document("verify", *at, *RATES, *LOAD, *SLO)
     assert [each["rate_rps"] for each in found["compared"]] == [10.0, 20.0, 30.0, 40.0, 50.0]
@@ -40,11 +41,11 @@ def test_verify_compares_what_was_predicted_with_what_happens(paced_endpoint: En
         assert each["predicted"] == each["measured"] == 1.0 and each["error"] == 0.0
         for ends in (each["predicted_ci95"], each["measured_ci95"]):
             assert ends == [pytest.approx(0.676, abs=0.001), 1.0], "eight of eight, by Wilson"
-        # A client that is late takes tokens together.
+        # If the client runs late, it receives several tokens together.
         assert each["measured_ttft_s"] > 0.05 and each["measured_tpot_s"] > 0.01
         assert each["predicted_ttft_s"] == pytest.approx(0.05, abs=0.03)
     missing = document("verify", *at, *RATES, *LOAD, *SLO, "--prefill", "4,1,1", "--decode", "1,1,1", status=2)
-    assert "tp 4, pp 1 are not in the profile, which has 1,1" in missing["error"]["message"]
+    assert "tp 4 with pp 1 is not in the profile, which has 1,1" in missing["error"]["message"]
     at[3] = "http://127.0.0.1:9"
     assert document("verify", *at, *RATES, *LOAD, *SLO, status=1)["error"]["kind"] == "unreachable"
 
@@ -54,13 +55,13 @@ def test_verify_takes_engines_load_slos_and_rates_from_a_plan(
 ) -> None:
     what = ["--input-tokens", "600", "--output-tokens", "4", "--input-cv", "0.5", "--hit-rate", "0.5"]
     nodes = ["--nodes", "1", "--gpus-per-node", "2"]
-    # Loose SLOs and full batches make long simulations.
+    # With loose SLOs or large batches, simulations take long.
     short = ["--slo-ttft", "0.3", "--slo-tpot", "0.1", "--max-batch", "8", "--seeds", "1", "--no-sensitivity"]
     searched = plan("search", "--profile", profile, *nodes, *what, *short, "--json")
     file = tmp_path / "plan.json"
     file.write_text(searched.stdout)
     planned = json.loads(searched.stdout)
-    Path(profile).unlink()  # the plan has what it was made from
+    Path(profile).unlink()  # the plan contains the data it was made from
     at = ["--plan", str(file), "--url", paced_endpoint.url, "--model", "m"]
     found = document("verify", *at, "--requests", "10", "--warmup", "3")
     assert [each["rate_rps"] for each in found["compared"]] == [each["rate_rps"] for each in planned["curve"]]
@@ -99,14 +100,14 @@ def test_verify_sends_a_trace_at_each_rate(paced_endpoint: Endpoint, profile: st
     assert "--warmup 20 leaves none to count" in none["error"]["message"]
 
 
-def test_verify_says_what_is_missing(profile: str, tmp_path: Path) -> None:
+def test_verify_names_what_is_missing(profile: str, tmp_path: Path) -> None:
     at = ["--url", "http://127.0.0.1:9", "--model", "m"]
     few = document("verify", *at, "--profile", profile, *LOAD, *SLO, *RATES[:8], *RATES[:2], status=2)
-    assert "--rate: 4 rates; expected 5 or more, different ones" in few["error"]["message"]
+    assert "--rate: 4 different rates; expected 5 or more" in few["error"]["message"]
     nothing = document("verify", *at, *RATES, status=2)["error"]["message"]
     assert "--profile, --slo-ttft, --slo-tpot not given: give --plan" in nothing
     no_load = document("verify", *at, "--profile", profile, *SLO, *RATES, status=2)["error"]["message"]
-    assert "a load is --input-tokens with --output-tokens, or --trace" in no_load
+    assert "expected a load: --input-tokens with --output-tokens, --trace" in no_load
     other = document("verify", *at, "--plan", profile, status=2)["error"]["message"]
     assert "expected what this version's `kvstore plan search --json` prints" in other
     gone = document("verify", *at, "--plan", str(tmp_path / "no.json"), status=2)["error"]["message"]

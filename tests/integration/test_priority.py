@@ -1,4 +1,4 @@
-"""A client's priorities: what was set with a higher one stays when room is made."""
+"""Priorities of blocks: when room is needed, blocks of a higher priority stay."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of,
 BLOCK_BYTES = 65536
 
 
-def test_blocks_of_a_higher_priority_outlive_newer_ones(
-    start_server: StartServer, new_namespace: MakeNamespace
-) -> None:
+def test_higher_priority_blocks_outlive_newer_ones(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server(memory="8MiB", segment="1MiB")
     keys = make_keys(400)
     with KVStoreClient(server.endpoint, new_namespace(BLOCK_BYTES)) as client:
@@ -36,7 +34,7 @@ def test_the_asyncio_client_sends_priorities_too(start_server: StartServer, new_
             await client.set(keys[:32], blocks_of(keys[:32], BLOCK_BYTES), priority=1)
             for at in range(32, 400, 16):
                 await client.set(keys[at : at + 16], blocks_of(keys[at : at + 16], BLOCK_BYTES))
-            assert set((await client.scrub()).values()) == {0}  # no disk tier
+            assert set((await client.scrub()).values()) == {0}  # there is no disk tier
             return await client.contains(keys[:32])
 
     assert asyncio.run(run()).all()
@@ -57,6 +55,6 @@ def test_a_priority_out_of_range_is_refused(
 ) -> None:
     keys = make_keys(1)
     with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
-        with pytest.raises(error, match=f"priority={priority!r}: .*{says}"):
+        with pytest.raises(error, match=f"priority={priority!r}.*{says}"):
             client.set(keys, blocks_of(keys, 4096), priority=priority)
         assert client.set(keys, blocks_of(keys, 4096), priority=np.int64(3)).created == 1  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Promises: who waits for a promised block gets it when it is set, and misses at once when it will not come."""
+"""Promises: a client that waits for a promised block gets it when it is set, and misses at once if it will not be
+set."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ from tests.support.harness import (
 from tests.support.slow_link import SlowLink
 
 BLOCK_BYTES = 4096
-SOON_S = 1.0  # for what happens at once, on a busy machine
-LONG_S = 20.0  # that no test waits out
+SOON_S = 1.0  # the time for immediate events, on a busy machine
+LONG_S = 20.0  # longer than any test waits
 
 
 Connect = Callable[..., KVStoreClient]
@@ -65,7 +66,7 @@ def connect(server: Server, namespace: Namespace) -> Iterator[Connect]:
 
 
 class Reading:
-    """A `get_into` with `wait_s` on a thread of its own."""
+    """A `get_into` with `wait_s`, on a thread of its own."""
 
     def __init__(self, client: KVStoreClient, keys: list[bytes], wait_s: float = LONG_S, **options: Any) -> None:
         self.rows = np.zeros((len(keys), BLOCK_BYTES), dtype=np.uint8)
@@ -89,7 +90,7 @@ class Reading:
         return self._thread.is_alive()
 
     def present(self, within_s: float = SOON_S) -> list[bool]:
-        """Which blocks came, with the right bytes."""
+        """Return which blocks have arrived, and check their bytes."""
         self._thread.join(within_s)
         assert not self.waits, f"it still waits after {within_s} s"
         if self._error is not None:
@@ -121,15 +122,15 @@ def test_a_promised_block_is_waited_for_until_it_is_set(connect: Connect) -> Non
     assert namespace_info(producer).promised == 0
 
 
-def test_blocks_that_nobody_has_promised_are_missing_at_once(connect: Connect) -> None:
+def test_blocks_without_a_promise_are_missing_at_once(connect: Connect) -> None:
     consumer, keys = connect(), make_keys(4)
     assert Reading(consumer, keys).present() == [False] * 4
     consumer.set(keys[:1], blocks_of(keys[:1], BLOCK_BYTES))
     assert Reading(consumer, keys).present() == [True, False, False, False]
 
 
-def test_a_wait_in_vain_is_not_repeated(connect: Connect) -> None:
-    """However long it took, as over a slow network: the store is asked once."""
+def test_a_fruitless_wait_is_not_repeated(connect: Connect) -> None:
+    """After a wait without a block, the client does not ask the store again, however long the wait took."""
     producer, consumer, keys = connect(), connect(), make_keys(3)
     promise = producer.promise(keys)
     before = shard_info(producer).gets
@@ -141,13 +142,13 @@ def test_a_wait_in_vain_is_not_repeated(connect: Connect) -> None:
     assert shard_info(producer).gets == before + 1
 
 
-def test_without_wait_a_promised_block_is_missing_at_once(connect: Connect) -> None:
+def test_without_wait_s_a_promised_block_is_missing_at_once(connect: Connect) -> None:
     producer, consumer, keys = connect(), connect(), make_keys(2)
     with producer.promise(keys):
         assert Reading(consumer, keys, wait_s=0).present() == [False, False]
 
 
-def test_the_end_of_a_promise_is_the_end_of_the_wait(connect: Connect) -> None:
+def test_a_promises_end_ends_the_wait(connect: Connect) -> None:
     producer, consumer, keys = connect(), connect(), make_keys(3)
     promise = producer.promise(keys)
     reading = Reading(consumer, keys)
@@ -155,7 +156,7 @@ def test_the_end_of_a_promise_is_the_end_of_the_wait(connect: Connect) -> None:
     promise.withdraw()
     assert reading.present() == [False] * 3
     promise.withdraw()  # again: nothing happens
-    promise.renew()  # by a thread that does not know yet
+    promise.renew()  # as by a thread that does not know of the withdrawal yet
     assert namespace_info(producer).promised == 0
 
     with pytest.raises(RuntimeError, match="the prefill failed"), producer.promise(keys):
@@ -165,7 +166,7 @@ def test_the_end_of_a_promise_is_the_end_of_the_wait(connect: Connect) -> None:
     assert reading.present() == [False] * 3
 
 
-def test_a_promise_ends_with_its_time_unless_it_is_renewed(connect: Connect) -> None:
+def test_a_promise_expires_unless_it_is_renewed(connect: Connect) -> None:
     producer, consumer, keys = connect(), connect(), make_keys(2)
     promise = producer.promise(keys, ttl_s=0.6)
     reading = Reading(consumer, keys)
@@ -177,8 +178,8 @@ def test_a_promise_ends_with_its_time_unless_it_is_renewed(connect: Connect) -> 
     assert producer.promise(keys).mine.all(), "what has ended can be promised again"
 
 
-def test_a_wait_ends_with_its_own_time(connect: Connect) -> None:
-    producer, consumer, keys = connect(), connect(), make_keys(40)  # more than it waits for at a time
+def test_a_wait_ends_at_its_own_timeout(connect: Connect) -> None:
+    producer, consumer, keys = connect(), connect(), make_keys(40)  # more keys than the client waits for at a time
     producer.set(keys[30:], blocks_of(keys[30:], BLOCK_BYTES))
     with producer.promise(keys):
         reading = Reading(consumer, keys, wait_s=0.5)
@@ -187,9 +188,7 @@ def test_a_wait_ends_with_its_own_time(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "kill"])
-def test_a_producer_that_is_gone_promises_nothing(
-    server: Server, connect: Connect, namespace: Namespace, end: str
-) -> None:
+def test_a_vanished_producers_promises_end(server: Server, connect: Connect, namespace: Namespace, end: str) -> None:
     consumer, keys = connect(), make_keys(3)
     code = (
         "import sys; from kvstore_client import KVStoreClient, Namespace\n"
@@ -223,7 +222,7 @@ def test_only_one_of_two_clients_promises_a_block(connect: Connect) -> None:
     two.withdraw()
 
 
-def test_a_block_that_somebody_else_sets_fulfils_the_promise(connect: Connect) -> None:
+def test_a_block_set_by_another_client_fulfils_the_promise(connect: Connect) -> None:
     producer, other, consumer, keys = connect(), connect(), connect(), make_keys(2)
     with producer.promise(keys):
         reading = Reading(consumer, keys)
@@ -242,7 +241,7 @@ def test_repeated_keys_are_one_promise(connect: Connect) -> None:
     assert producer.promise([]).mine.tolist() == []
 
 
-def test_a_lookup_tells_what_is_present_and_what_is_promised(connect: Connect) -> None:
+def test_a_lookup_reports_present_and_promised_blocks(connect: Connect) -> None:
     producer, consumer, keys = connect(), connect(), make_keys(6)
     assert consumer.lookup(keys) == Lookup(0, 0)
     producer.set(keys[:2] + keys[3:4], blocks_of(keys[:2] + keys[3:4], BLOCK_BYTES))
@@ -255,7 +254,7 @@ def test_a_lookup_tells_what_is_present_and_what_is_promised(connect: Connect) -
     assert consumer.lookup([]) == Lookup(0, 0)
 
 
-def test_of_many_waiters_each_is_told_of_its_own_block(connect: Connect) -> None:
+def test_each_of_many_waiters_gets_its_own_block(connect: Connect) -> None:
     producer, keys = connect(), make_keys(12)
     consumers = [connect() for _ in range(3)]
     with producer.promise(keys):
@@ -279,8 +278,8 @@ def test_a_long_chain_is_read_while_it_is_set(connect: Connect) -> None:
         assert reading.present(10) == [True] * 300
 
 
-def test_others_are_served_on_a_connection_that_waits(connect: Connect) -> None:
-    """The same client reads and sets while one of its reads waits."""
+def test_other_requests_are_served_on_a_waiting_connection(connect: Connect) -> None:
+    """A client reads and sets blocks while another of its reads waits."""
     client, keys = connect(), make_keys(8)
     producer = connect()
     with producer.promise(keys[:4]):
@@ -292,7 +291,7 @@ def test_others_are_served_on_a_connection_that_waits(connect: Connect) -> None:
     assert reading.present() == [False] * 4
 
 
-def test_the_client_that_promised_may_wait_for_itself(connect: Connect) -> None:
+def test_a_client_may_wait_for_its_own_promise(connect: Connect) -> None:
     client, keys = connect(), make_keys(2)
     with client.promise(keys):
         reading = Reading(client, keys)
@@ -301,7 +300,7 @@ def test_the_client_that_promised_may_wait_for_itself(connect: Connect) -> None:
         assert reading.present() == [True, True]
 
 
-def test_waiters_of_a_server_that_stops_miss(start_server: StartServer, namespace: Namespace) -> None:
+def test_waiters_of_a_stopping_server_miss(start_server: StartServer, namespace: Namespace) -> None:
     server, keys = start_server(), make_keys(2)
     with (
         KVStoreClient(server.endpoint, namespace, timeout_s=2, fail_open=True) as producer,
@@ -322,11 +321,9 @@ def test_waiters_of_a_server_that_stops_miss(start_server: StartServer, namespac
         assert producer.promise(keys).mine.all()
 
 
-def test_a_promise_that_is_renewed_after_the_store_was_restarted_holds_again(
-    start_server: StartServer, namespace: Namespace
-) -> None:
-    """Its producer goes on computing meanwhile. Who waited when the store died misses at once; who comes later waits
-    for what is still to come, as long as the promise holds."""
+def test_renewing_after_a_store_restart_restores_a_promise(start_server: StartServer, namespace: Namespace) -> None:
+    """The producer computes on while the store restarts. Clients that wait when the store dies miss at once. After the
+    renewal, clients wait again for the remaining blocks."""
     server, keys = start_server(), make_keys(6)
     blocks = blocks_of(keys, BLOCK_BYTES)
     with (
@@ -337,7 +334,7 @@ def test_a_promise_that_is_renewed_after_the_store_was_restarted_holds_again(
         promise = producer.promise(keys, ttl_s=LONG_S)
         producer.set(keys[:2], blocks[:2])
         promise.renew()
-        for meanwhile in (True, False):  # whether it is also renewed while there is no store
+        for meanwhile in (True, False):  # whether the promise is also renewed while the store is down
             reading = Reading(consumer, keys[2:])
             awaited(producer, 4)
             server.kill()
@@ -369,7 +366,7 @@ def test_a_promise_that_is_renewed_after_the_store_was_restarted_holds_again(
         assert not producer._promiser._held and not other._promiser._held
 
 
-def test_a_store_that_cannot_be_asked_raises(start_server: StartServer, namespace: Namespace) -> None:
+def test_an_unreachable_store_raises(start_server: StartServer, namespace: Namespace) -> None:
     server = start_server()
     with KVStoreClient(server.endpoint, namespace, timeout_s=1) as client:
         server.kill()
@@ -388,7 +385,7 @@ def test_wrong_arguments_are_refused(connect: Connect) -> None:
     for wait_s in (-1, 601, float("nan")):
         with pytest.raises(ValueError, match="wait_s"):
             client.get_into(keys, rows, wait_s=wait_s)
-    with pytest.raises(ValueError, match="600 s together at most"):
+    with pytest.raises(ValueError, match="a sum of at most 600 s"):
         client.get_into(keys, rows, wait_s=599, timeout_s=2)
 
 
@@ -406,8 +403,8 @@ def test_requests_beyond_the_limits_are_refused(server: Server, namespace: Names
         assert raw.ask(pack(WITHDRAW, 9, 1000, 2, 16), keys) == [WITHDRAW_REPLY, 9, 0]
 
 
-def test_promises_are_bounded_by_the_account(server: Server, namespace: Namespace) -> None:
-    """One connection promises until it is refused; the refusal says so, and everything is given back at its end."""
+def test_an_account_bounds_the_promises(server: Server, namespace: Namespace) -> None:
+    """One connection promises blocks until it is refused, with a reason. When it ends, everything is released."""
     with KVStoreClient(server.endpoint, namespace, timeout_s=10) as other:
         assert shard_info(other).held_bytes["promises"] == 0
         with RawClient(server) as raw:
@@ -419,18 +416,19 @@ def test_promises_are_bounded_by_the_account(server: Server, namespace: Namespac
                 if answer[0] == ERROR:
                     break
                 count += 8192
-            assert "has no room for" in answer[3] or "at once" in answer[3]
+            assert "there is no room for" in answer[3] or "at once" in answer[3]
             info = shard_info(other)
             assert info.held_bytes["promises"] >= count * 200 and sum(info.held_bytes.values()) <= info.held_limit_bytes
             assert count >= 100_000
-            for _ in range(3):  # a renewal takes nothing
+            for _ in range(3):  # a renewal takes no more memory
                 keys = b"".join(make_keys(8192))
                 assert raw.ask(pack(PROMISE, 9, 1000, 8192, 16, 600_000), keys) == [PROMISE_REPLY, 9, bytes(8192)]
         wait_until(lambda: shard_info(other).held_bytes["promises"] == 0)
 
 
 def test_each_promise_of_a_client_holds_until_it_is_withdrawn(connect: Connect) -> None:
-    """Two requests of one engine share a prefix, and one is aborted."""
+    """A client has several promises of the same blocks, like two requests of an engine with a common prefix. Ending one
+    promise does not end the others."""
     producer, other = connect(), connect()
     keys = make_keys(6)
     with producer.promise(keys[:4]) as first:
@@ -446,7 +444,7 @@ def test_each_promise_of_a_client_holds_until_it_is_withdrawn(connect: Connect) 
     assert not producer._promiser._held
 
 
-def test_a_promise_that_nobody_has_any_more_ends_with_its_time(connect: Connect) -> None:
+def test_an_unreferenced_promise_ends_with_its_time(connect: Connect) -> None:
     producer, other = connect(), connect()
     keys = make_keys(4)
     dropped = producer.promise(keys, ttl_s=60)
@@ -459,7 +457,7 @@ def test_a_promise_that_nobody_has_any_more_ends_with_its_time(connect: Connect)
     assert not producer._promiser._held
 
 
-def test_a_renewal_that_is_not_answered_ends_nothing(server: Server, connect: Connect) -> None:
+def test_an_unanswered_renewal_ends_nothing(server: Server, connect: Connect) -> None:
     producer, other = connect(fail_open=True), connect()
     keys = make_keys(4)
     promise = producer.promise(keys, ttl_s=60, timeout_s=0.3)
@@ -473,7 +471,7 @@ def test_a_renewal_that_is_not_answered_ends_nothing(server: Server, connect: Co
     assert not producer._promiser._held
 
 
-def test_a_renewal_that_one_shard_refuses_ends_nothing_at_the_others(
+def test_a_renewal_refused_by_one_shard_ends_nothing_on_others(
     start_server: StartServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start_server("--shards", "2")
@@ -499,8 +497,9 @@ def test_a_renewal_that_one_shard_refuses_ends_nothing_at_the_others(
         assert other.lookup(keys) == Lookup(0, 0)
 
 
-def test_a_promise_that_is_not_answered_in_time_is_withdrawn(server: Server, namespace: Namespace) -> None:
-    """The shard makes it when it goes on. What the client had promised before stays promised."""
+def test_a_promise_not_answered_in_time_is_withdrawn(server: Server, namespace: Namespace) -> None:
+    """The shard was stopped, and makes the promise when it continues. The client then withdraws that promise, and keeps
+    its earlier ones."""
     keys = make_keys(3)
     with (
         KVStoreClient(server.endpoint, namespace, timeout_s=5) as producer,
@@ -530,7 +529,7 @@ async def _cancelled(server: Server, namespace: Namespace, keys: list[bytes]) ->
             await asyncio.sleep(0.01)
 
 
-def test_a_promise_whose_call_was_cancelled_is_withdrawn(server: Server, namespace: Namespace) -> None:
+def test_a_promise_of_a_cancelled_call_is_withdrawn(server: Server, namespace: Namespace) -> None:
     asyncio.run(asyncio.wait_for(_cancelled(server, namespace, make_keys(3)), SOON_S + 4))
 
 
@@ -549,14 +548,13 @@ async def _together(endpoint: str, namespace: Namespace, keys: list[bytes]) -> l
         return found
 
 
-def test_the_asynchronous_client_does_the_same(server: Server, namespace: Namespace) -> None:
+def test_the_asynchronous_client_behaves_the_same(server: Server, namespace: Namespace) -> None:
     assert asyncio.run(_together(server.endpoint, namespace, make_keys(3))) == [True] * 3
 
 
-def test_who_expects_promises_is_told_in_time_by_a_store_that_stands_still(
-    server: Server, namespace: Namespace
-) -> None:
-    """Of several at once, each: though one thread asks for all of them, and a lookup may take longer than is left."""
+def test_a_waiter_gets_its_answer_in_time_from_a_frozen_store(server: Server, namespace: Namespace) -> None:
+    """Each of several waiters gets its answer in time, although one thread asks for all of them and a lookup may take
+    longer than the remaining time."""
     counters = Counters()
     guard = StoreGuard(server.endpoint, namespace, timeout_s=5, counters=counters)
     flights = Flights([guard], timeout_s=2.0, counters=counters)
@@ -572,10 +570,10 @@ def test_who_expects_promises_is_told_in_time_by_a_store_that_stands_still(
     guard.close()
 
 
-def test_over_a_slow_link_the_first_blocks_of_a_set_are_there_while_the_others_are_on_their_way(
+def test_over_a_slow_link_a_sets_first_blocks_arrive_early(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
-    """A SET is as long as fits the link; how fast that is, the client has learned from the set before."""
+    """The client splits the SET to suit the speed of the link, which it has measured in an earlier set."""
     server, namespace = start_server("--unix-socket", "off"), new_namespace(64 << 10)
     keys = make_keys(64)
     blocks = blocks_of(keys, 64 << 10)
@@ -584,7 +582,7 @@ def test_over_a_slow_link_the_first_blocks_of_a_set_are_there_while_the_others_a
         KVStoreClient(link.endpoint, namespace) as producer,
         KVStoreClient(server.endpoint, namespace) as consumer,
     ):
-        link.bytes_per_s = 4e6  # a second for all
+        link.bytes_per_s = 4e6  # the link takes a second for all blocks
         producer.set(keys[:16], blocks[:16])
         promise = producer.promise(keys)
         setting = threading.Thread(target=lambda: producer.set(keys[16:], blocks[16:]))

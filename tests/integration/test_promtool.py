@@ -1,4 +1,5 @@
-"""Prometheus' own checker on the alert rules and on every query of the dashboard, and alerts on made-up series."""
+"""Prometheus' own checker, with the alert rules and every query of the dashboard, and the alerts for invented
+series."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ NODE = 'instance="n1:9100"'
 SHARD = f'{NODE}, shard="0"'
 LOOKUPS = f'kvstore_request_seconds_bucket{{{SHARD}, verb="contains", tier="memory", le='
 
-# Series a minute apart, as promtool writes them, and the alert that they give after 15 minutes, with its labels.
+# Series with a value per minute, in promtool's form, and the alert that they cause after 15 minutes, with its labels.
 CASES = {
     "a shard that does not answer": (
         {f"kvstore_shard_up{{{SHARD}}}": "0x20"},
@@ -51,7 +52,7 @@ def promtool(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def test_prometheus_accepts_the_rules_and_every_query_of_the_dashboard(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_rules_and_dashboard_queries(tmp_path: Path) -> None:
     assert "SUCCESS" in promtool("check", "rules", ALERTS)
     queries = [query.replace("$__rate_interval", "1m").replace("$node", ".*") for query in expressions()]
     rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
@@ -60,7 +61,7 @@ def test_prometheus_accepts_the_rules_and_every_query_of_the_dashboard(tmp_path:
     assert f"{len(rules)} rules found" in promtool("check", "rules", file)
 
 
-def test_alerts_come_when_they_should(tmp_path: Path) -> None:
+def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     names = {name for _, expected in CASES.values() for name in expected}
     tests = [
         {
@@ -82,7 +83,7 @@ def test_alerts_come_when_they_should(tmp_path: Path) -> None:
     ]
     rules = tmp_path / "alerts.yml"
     text = [line for line in ALERTS.read_text().splitlines() if "annotations:" not in line and "summary:" not in line]
-    rules.write_text("\n".join(text))  # without the sentences, which expected alerts would have to repeat
+    rules.write_text("\n".join(text))  # without the descriptions, which expected alerts would have to repeat
     file = tmp_path / "test.yml"
     file.write_text(json.dumps({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": tests}))
     promtool("test", "rules", file)

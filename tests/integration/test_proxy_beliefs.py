@@ -1,4 +1,5 @@
-"""What the proxy takes to be cached, and when it stops: real servers, and engines that say what they are told to."""
+"""Which blocks the proxy expects to be cached, and when it no longer expects them. Servers are real; engines report
+what the test sets."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ _prompts = itertools.count(1)
 
 
 def prompt() -> list[int]:
-    """640 tokens that nobody has seen."""
+    """Return 640 tokens that no engine has received before."""
     first = 1000 * next(_prompts)
     return list(range(first, first + 640))
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StandInEngine]]:
-    """Prefill engine p, decode engine d."""
+    """Prefill engine p and decode engine d."""
     folder = tmp_path_factory.mktemp("engines")
     found = {name: StandInEngine(folder / f"{name}.log", f"--adapter={ADAPTER}") for name in "pd"}
     yield found
@@ -39,13 +40,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stan
 
 
 class Asked:
-    """A proxy that splits prompts of which 256 tokens or more are not cached."""
+    """Sends requests to a proxy that splits prompts with 256 or more uncached tokens."""
 
     def __init__(self, proxy: ProxyProcess) -> None:
         self.proxy = proxy
 
     def __call__(self, tokens: list[int] | None, path: str = COMPLETIONS, **more: Any) -> tuple[str, str]:
-        """-> how the proxy serves this request, and why."""
+        """Send a request, and return how the proxy has served it, and why."""
         name = f"request-{next(_numbers)}"
         body = {"model": MODEL, "max_tokens": 2, "temperature": 0, **more}
         if tokens is not None:
@@ -58,7 +59,7 @@ class Asked:
         return record["decision"], record["why"]
 
     def learn(self, tokens: list[int]) -> None:
-        """Have it believe that the engines and the store have a prompt."""
+        """Send a prompt until the proxy expects that the engines and the store have it."""
         assert self(tokens) == ("split", "640 uncached tokens")
         assert self(tokens) == ("colocate", "0 uncached tokens")
 
@@ -86,7 +87,7 @@ def fill(client: KVStoreClient, count: int, first: int = 0) -> None:
 
 
 @pytest.mark.parametrize("differs", [{"cache_salt": "tenant"}, {"model": ADAPTER}], ids=["salt", "adapter"])
-def test_the_same_tokens_with_another_salt_or_adapter_are_not_cached(ask: Asked, differs: dict[str, Any]) -> None:
+def test_equal_tokens_with_another_salt_or_adapter_are_not_cached(ask: Asked, differs: dict[str, Any]) -> None:
     tokens = prompt()
     ask.learn(tokens)
     assert ask(tokens, **differs) == ("split", "640 uncached tokens")
@@ -109,7 +110,7 @@ EMBEDS = [{"type": "image_embeds", "image_embeds": data} for data in ("QUFB", "Q
 
 
 @pytest.mark.parametrize("parts", [IMAGES, SOUNDS, VIDEOS, EMBEDS], ids=["images", "sounds", "videos", "embeddings"])
-def test_the_same_words_about_something_else_are_not_cached(ask: Asked, parts: list[dict[str, Any]]) -> None:
+def test_equal_words_about_another_medium_are_not_cached(ask: Asked, parts: list[dict[str, Any]]) -> None:
     text = {"type": "text", "text": f"what is this? {next(_prompts):0600}"}
 
     def about(part: dict[str, Any]) -> tuple[str, str]:
@@ -121,7 +122,7 @@ def test_the_same_words_about_something_else_are_not_cached(ask: Asked, parts: l
         assert decision == "colocate" and int(why.split()[0]) < 64
 
 
-def test_what_an_engine_says_that_it_has_it_has_for_requests_of_the_same_kind(
+def test_an_engines_events_count_for_requests_of_the_same_kind(
     engines: dict[str, StandInEngine], tcp_server: Server, tmp_path: Path
 ) -> None:
     for engine in engines.values():
@@ -133,7 +134,7 @@ def test_what_an_engine_says_that_it_has_it_has_for_requests_of_the_same_kind(
             ask, tokens = Asked(proxy), prompt()
 
             def heard() -> bool:
-                publisher.store(tokens)  # to who listens by now
+                publisher.store(tokens)  # the event reaches the proxy only if the proxy listens already
                 return ask([*tokens, next(_numbers)])[1] == "1 uncached tokens"
 
             wait_until(heard, what="its events are heard")
@@ -148,14 +149,14 @@ def test_what_an_engine_says_that_it_has_it_has_for_requests_of_the_same_kind(
 
 @pytest.fixture
 def filled(start_server: StartServer) -> Iterator[tuple[Server, KVStoreClient]]:
-    """A store of one shard with 64 MiB, and what an engine has put there: 100 blocks."""
+    """A store of one shard with 64 MiB, and 100 blocks that an engine has set there."""
     store = start_server("--memory", "64MiB", "--http", "127.0.0.1:0")
     with KVStoreClient(store.endpoint, make_namespace(BLOCK_BYTES, "m"), fail_open=True) as client:
         fill(client, 100)
         yield store, client
 
 
-def test_a_request_with_a_policy_of_its_own_counts_no_more_on_the_store_than_others(
+def test_a_per_request_policy_relies_on_the_store_no_more_than_others(
     engines: dict[str, StandInEngine], filled: tuple[Server, KVStoreClient], tmp_path: Path
 ) -> None:
     store, client = filled
@@ -173,7 +174,7 @@ def test_a_request_with_a_policy_of_its_own_counts_no_more_on_the_store_than_oth
             assert decided(f"prefill {number}", tokens, max_tokens=1) == "one token"
         assert decided("kept", prompts.pop()) == "0 uncached tokens"
         client.purge(all_namespaces=True)
-        wait_until(  # an answer of the store is good for a tenth of a second
+        wait_until(  # an answer of the store is valid for a tenth of a second
             lambda: decided(f"purged {len(prompts)}", prompts.pop()) == "640 uncached tokens",
             what="the store is asked",
         )
@@ -183,10 +184,11 @@ LOSSES = ["none", "purge", "purge of one namespace", "restart", "eviction", "del
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_the_store_has_lost_is_not_counted_on(
+def test_blocks_lost_by_the_store_are_no_longer_expected(
     engines: dict[str, StandInEngine], filled: tuple[Server, KVStoreClient], tmp_path: Path, loss: str
 ) -> None:
-    """The proxy hears of it in time although it asks the store once a minute, but for a restart."""
+    """The proxy learns of the loss in time although it asks the store only once a minute. For a restart of the store,
+    it asks more often here."""
     store, client = filled
     for engine in engines.values():
         engine.behave()
@@ -221,7 +223,7 @@ def test_what_the_store_has_lost_is_not_counted_on(
         assert ask(prompts[0])[0] == "colocate", "it is there anew"
 
 
-def test_after_a_restart_of_everything_nothing_is_known(
+def test_after_a_restart_of_everything_nothing_is_expected(
     engines: dict[str, StandInEngine], filled: tuple[Server, KVStoreClient], tmp_path: Path
 ) -> None:
     store, _ = filled
@@ -258,10 +260,11 @@ KINDS = [{}, {"stream": True}, {"stream": True, "stream_options": {"include_usag
 
 
 @pytest.mark.parametrize("how", KINDS, ids=["whole", "stream", "stream with usage"])
-def test_an_engine_that_finds_less_than_expected_is_not_expected_to_have_it(
+def test_an_engine_that_finds_less_than_expected_corrects_the_proxy(
     ask: Asked, engines: dict[str, StandInEngine], how: dict[str, Any]
 ) -> None:
-    """Whatever the reason is: its cache was reset, the store has evicted it, its loads fail."""
+    """The proxy corrects itself whatever the reason is: the engine's cache was reset, the store has evicted the blocks,
+    or loads fail."""
     tokens = prompt()
     ask.learn(tokens)
     engines["d"].behave(cached=128)
@@ -271,7 +274,7 @@ def test_an_engine_that_finds_less_than_expected_is_not_expected_to_have_it(
     assert [ask(tokens, **how) for _ in range(2)] == [("colocate", "0 uncached tokens")] * 2, "it has computed it"
 
 
-def test_users_see_usage_only_if_they_asked_for_it(ask: Asked, engines: dict[str, StandInEngine]) -> None:
+def test_users_see_usage_only_if_they_requested_it(ask: Asked, engines: dict[str, StandInEngine]) -> None:
     engines["d"].behave(cached=0)
     for tokens in (prompt()[:64], prompt()):  # colocated, split
         body = {"model": MODEL, "prompt": tokens, "max_tokens": 2, "temperature": 0}
@@ -283,10 +286,11 @@ def test_users_see_usage_only_if_they_asked_for_it(ask: Asked, engines: dict[str
 
 
 @pytest.mark.parametrize("how", KINDS, ids=["whole", "stream", "stream with usage"])
-def test_a_prefill_engine_whose_work_does_not_arrive_is_not_used_until_it_does(
+def test_a_prefill_engine_is_avoided_while_its_blocks_do_not_arrive(
     ask: Asked, engines: dict[str, StandInEngine], how: dict[str, Any]
 ) -> None:
-    """As after a reset of the prefill engine alone: it names its blocks otherwise."""
+    """Blocks may not arrive after a reset of the prefill engine alone, because the engine then names its blocks
+    differently."""
 
     def decided() -> tuple[str, str]:
         return ask(prompt(), **how)
@@ -296,7 +300,7 @@ def test_a_prefill_engine_whose_work_does_not_arrive_is_not_used_until_it_does(
     assert decided() == ("colocate", "what is prefilled does not arrive")
     [pair] = ask.proxy.status()["not_arriving"]
     assert (pair["prefill"], pair["decode"]) == (engines["p"].url, engines["d"].url)
-    assert "does not arrive" in ask.proxy.log.read_text()
+    assert "did not arrive at" in ask.proxy.log.read_text()
     wait_until(lambda: decided()[0] == "split", what="it is tried again")
     assert decided()[0] == "colocate", "once"
     engines["d"].behave(cached=639, delay_s=0.2)
@@ -305,7 +309,7 @@ def test_a_prefill_engine_whose_work_does_not_arrive_is_not_used_until_it_does(
     assert ask.proxy.status()["not_arriving"] == []
 
 
-def test_another_prefill_engine_takes_over_from_one_whose_work_does_not_arrive(
+def test_another_prefill_engine_replaces_one_whose_blocks_do_not_arrive(
     engines: dict[str, StandInEngine], tcp_server: Server, tmp_path: Path
 ) -> None:
     other = StandInEngine(tmp_path / "other.log")

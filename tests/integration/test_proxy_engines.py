@@ -1,4 +1,4 @@
-"""How the proxy hears of engines, and of what they have: from a real etcd where they register, or from a file."""
+"""How the proxy learns of engines and of their blocks: from a real etcd in which they register, or from a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.stand_in_engine import MODEL, expected
 ASK = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
 
 
-def test_the_proxy_follows_engines_that_come_go_and_have_other_weights(tcp_server: Server, tmp_path: Path) -> None:
+def test_the_proxy_follows_engines_and_changes_of_their_weights(tcp_server: Server, tmp_path: Path) -> None:
     with Etcd(tmp_path / "etcd") as etcd:
         url = etcd.url("fleet")
         arguments = (f"--store={tcp_server.endpoint}", f"--engines={url}", "--policy=split", "--check-seconds=0.1")
@@ -55,7 +55,7 @@ def test_the_proxy_follows_engines_that_come_go_and_have_other_weights(tcp_serve
                 engine.kill()
 
 
-def test_an_engine_that_withdraws_is_gone_at_once_and_stays_away(tmp_path: Path) -> None:
+def test_an_engine_that_withdraws_is_removed_at_once_and_stays_away(tmp_path: Path) -> None:
     with Etcd(tmp_path / "etcd") as etcd:
         url = etcd.url("fleet")
         record = EngineRecord("http://127.0.0.1:1", ("decode",))
@@ -81,7 +81,7 @@ def entry(engine: StandInEngine, role: str, more: str = "") -> str:
     return f'[[engines]]\nurl = "{engine.url}"\nroles = ["{role}"]\n{more}\n'
 
 
-def test_the_proxy_follows_a_file_and_hears_the_events_that_it_names(
+def test_the_proxy_follows_a_file_and_the_events_it_names(
     tcp_server: Server, tmp_path: Path, publisher: Publisher
 ) -> None:
     engines = [StandInEngine(tmp_path / f"{number}.log") for number in range(2)]
@@ -107,11 +107,11 @@ def test_the_proxy_follows_a_file_and_hears_the_events_that_it_names(
             os.replace(new, pools)
             wait_until(lambda: proxy.status()["pools"]["prefill"], what="the prefill engine is there")
             wait_until(lambda: ask(list(range(asked * 200, asked * 200 + 100)))[0] == "split", what="the pair is used")
-            # What this proxy has never seen, the decode engine says that it has.
+            # The decode engine reports blocks that this proxy has never seen.
             told = list(range(50_000, 50_096))
 
             def heard() -> bool:
-                publisher.store(told)  # to who listens by now
+                publisher.store(told)  # the event reaches the proxy only if the proxy listens already
                 return ask([*told, asked])[1] == "1 uncached tokens"
 
             wait_until(heard, what="its events are heard")
@@ -140,7 +140,7 @@ NAMES = {"namespaces": "a", "generation": 3}
         ({"namespaces": "none"}, "one of them shares no blocks now"),
     ],
 )
-def test_engines_that_name_blocks_differently_are_not_paired_until_they_agree(
+def test_engines_that_name_blocks_differently_are_paired_once_they_agree(
     tcp_server: Server, tmp_path: Path, others: dict[str, object], why: str
 ) -> None:
     p, d = (StandInEngine(tmp_path / f"{name}.log") for name in "pd")
@@ -169,8 +169,9 @@ def test_engines_that_name_blocks_differently_are_not_paired_until_they_agree(
         d.kill()
 
 
-def test_the_same_weights_at_another_place_are_paired(tcp_server: Server, tmp_path: Path) -> None:
-    """What the engines say of the content counts, also of adapters; where the files are does not."""
+def test_equal_weights_in_another_folder_are_paired(tcp_server: Server, tmp_path: Path) -> None:
+    """Engines are paired by the weights that they report for the model and its adapters, and not by the location of the
+    files."""
     adapters = [f"--adapter={name}" for name in ("same", "other")]
     p = StandInEngine(tmp_path / "p.log", "--root=/models/a", "--adapter-root=/a", *adapters)
     d = StandInEngine(tmp_path / "d.log", "--root=/models/b", "--adapter-root=/b", *adapters)
@@ -208,7 +209,7 @@ CHAT = "/v1/chat/completions"
 def test_a_chat_is_rendered_once_and_both_engines_get_its_tokens(
     tcp_server: Server, tmp_path: Path, stream: bool, renders: int
 ) -> None:
-    """A template shows the time of day, and it is another day at the decode engine."""
+    """The chat template contains the date, and the two engines have different dates."""
     p, d = (StandInEngine(tmp_path / f"{name}.log") for name in "pd")
     try:
         for number, engine in enumerate((p, d)):
@@ -253,8 +254,8 @@ def test_both_engines_get_a_text_as_the_same_tokens(tcp_server: Server, tmp_path
         d.kill()
 
 
-def test_engines_are_asked_again_when_prompts_do_not_arrive(tcp_server: Server, tmp_path: Path) -> None:
-    """What was true when an engine came up may have changed since."""
+def test_engines_are_queried_again_when_prompts_do_not_arrive(tcp_server: Server, tmp_path: Path) -> None:
+    """The properties of an engine may have changed since the proxy asked for them."""
     p, d = (StandInEngine(tmp_path / f"{name}.log") for name in "pd")
     try:
         p.behave(names=NAMES)
@@ -282,7 +283,7 @@ def test_engines_are_asked_again_when_prompts_do_not_arrive(tcp_server: Server, 
 
 @pytest.mark.parametrize("differs", ["root", "weights"])
 def test_engines_of_another_model_or_version_are_never_paired(tcp_server: Server, tmp_path: Path, differs: str) -> None:
-    """Nor does one of them go on with an answer that another has begun."""
+    """Such engines also never continue an answer that another one has begun."""
     versions = {"p": "1", "a": "1", "b": "2"}
     roots = {name: f"/models/{version if differs == 'root' else '1'}" for name, version in versions.items()}
     engines = {name: StandInEngine(tmp_path / f"{name}.log", "--root", root) for name, root in roots.items()}
@@ -334,7 +335,7 @@ def test_engines_of_another_model_or_version_are_never_paired(tcp_server: Server
         ('[[engines]]\nurl = "http://127.0.0.1:1"\nroles = ["decode"]\nevents = "nonsense"', "'nonsense'"),
     ],
 )
-def test_a_file_that_cannot_be_used_ends_the_start(tcp_server: Server, tmp_path: Path, text: str, says: str) -> None:
+def test_an_unusable_file_prevents_the_start(tcp_server: Server, tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "pools.toml").write_text(text)
     words = ["proxy", "--listen", "127.0.0.1:0", "--store", tcp_server.endpoint]
     done = forked.run("kvstore_cli", *words, "--pools", str(tmp_path / "pools.toml"), env=environment())
@@ -342,7 +343,7 @@ def test_a_file_that_cannot_be_used_ends_the_start(tcp_server: Server, tmp_path:
     assert "Traceback" not in done.stderr
 
 
-def test_records_that_cannot_be_used_are_refused_where_they_are_made() -> None:
+def test_unusable_records_are_refused_where_they_are_made() -> None:
     with pytest.raises(ValueError, match="engine's name"):
         Registered("etcd://127.0.0.1:2379/fleet", "a/b", EngineRecord("http://h:1", ("decode",)))
     with pytest.raises(ValueError, match="url"):

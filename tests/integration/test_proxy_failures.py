@@ -1,6 +1,8 @@
-"""The proxy before engines that misbehave: real processes that fail on demand, see `tests.support.stand_in_engine`.
+"""The proxy in front of engines that fail: real processes that misbehave on demand; see
+`tests.support.stand_in_engine`.
 
-An engine's answer depends on all tokens before, so a token sent twice or left out makes every later one wrong.
+Each token of an answer depends on all tokens before it. So if a token is sent twice or left out, all later tokens are
+wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def chat(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StandInEngine]]:
-    """Prefill engine p; decode engines a and b."""
+    """Prefill engine p, and decode engines a and b."""
     folder = tmp_path_factory.mktemp("engines")
     found = {name: StandInEngine(folder / f"{name}.log") for name in "pab"}
     yield found
@@ -73,7 +75,7 @@ def options(store: Server, engines: dict[str, StandInEngine], *more: str) -> lis
 
 @pytest.fixture
 def proxy(engines: dict[str, StandInEngine], shared_proxy: ProxyProcess) -> ProxyProcess:
-    """With engines that behave, none of which is shunned."""
+    """A proxy with well-behaved engines, none of which it shuns."""
     for engine in engines.values():
         engine.behave()
 
@@ -82,7 +84,7 @@ def proxy(engines: dict[str, StandInEngine], shared_proxy: ProxyProcess) -> Prox
         return all(each["healthy"] and not each["shunned"] for pool in pools.values() for each in pool)
 
     wait_until(well, what="all engines take requests")
-    # A success ends the memory of failures; the engine that failed last is the first choice of an idle proxy.
+    # A success makes the proxy forget earlier failures. An idle proxy first chooses the engine that failed last.
     assert post(shared_proxy.url, COMPLETIONS, completion())[0] == 200
     for engine in engines.values():
         engine.behave()
@@ -90,17 +92,17 @@ def proxy(engines: dict[str, StandInEngine], shared_proxy: ProxyProcess) -> Prox
 
 
 def failures(proxy: ProxyProcess) -> float:
-    """What the proxy has counted against all engines."""
+    """Return the failures that the proxy has counted for all engines."""
     return sum(count for name, count in proxy.metrics().items() if "engine_failures_total" in name)
 
 
 def decoder_of(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> StandInEngine:
-    """The engine that was chosen for the last request."""
+    """Return the decode engine that got the last request."""
     return next(engine for engine in engines.values() if engine.seen()["requests"] and engine is not engines["p"])
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_stream_through_the_proxy_is_the_stream_of_one_engine(
+def test_a_stream_through_the_proxy_equals_one_engines_stream(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], path: str
 ) -> None:
     body = (completion if path == COMPLETIONS else chat)(stream_options={"include_usage": True})
@@ -109,11 +111,11 @@ def test_a_stream_through_the_proxy_is_the_stream_of_one_engine(
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
 
 
-def test_prefill_and_decode_are_asked_together_with_their_flags(
+def test_prefill_and_decode_are_sent_together_with_their_flags(
     proxy: ProxyProcess, engines: dict[str, StandInEngine]
 ) -> None:
     for name in "ab":
-        engines[name].behave(delay_s=0.2)  # prefill is given up when decode has answered
+        engines[name].behave(delay_s=0.2)  # prefill is abandoned when decode has answered
     status, _ = post(proxy.url, COMPLETIONS, completion(kv_transfer_params={"kvstore": {"priority": 3}}))
     assert status == 200
     [prefill] = engines["p"].seen()["requests"]
@@ -124,7 +126,7 @@ def test_prefill_and_decode_are_asked_together_with_their_flags(
     assert decode["body"]["max_tokens"] == 12
 
 
-def test_the_prefill_engines_token_comes_before_the_decode_engine_has_one(
+def test_the_prefill_engines_token_arrives_before_the_decode_engines(
     proxy: ProxyProcess, engines: dict[str, StandInEngine]
 ) -> None:
     for name in "ab":
@@ -137,7 +139,7 @@ def test_the_prefill_engines_token_comes_before_the_decode_engine_has_one(
 @pytest.mark.parametrize(
     "failure", [{"end_at": 5}, {"hang_at": 5}, {"malformed_at": 5}, {"error_at": 5}, {"cut_at": 5}, {"error_at": 0}]
 )
-def test_a_decode_engine_that_fails_in_a_stream_does_not_change_the_answer(
+def test_a_decode_engine_failing_in_a_stream_leaves_the_answer_unchanged(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], path: str, failure: dict[str, Any]
 ) -> None:
     body = (completion if path == COMPLETIONS else chat)(stream_options={"include_usage": True})
@@ -148,7 +150,7 @@ def test_a_decode_engine_that_fails_in_a_stream_does_not_change_the_answer(
 
 
 @pytest.mark.parametrize("more", [{"temperature": 0.7, "seed": 5}, {"stop": ["never"]}, {"presence_penalty": 0.5}])
-def test_an_answer_that_cannot_be_continued_is_repeated_and_its_beginning_left_out(
+def test_an_answer_that_cannot_continue_is_repeated_without_its_beginning(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], more: dict[str, Any]
 ) -> None:
     right = same_answer(chunks_of(engines["a"].url, COMPLETIONS, completion(**more)))
@@ -178,7 +180,7 @@ def test_an_answer_that_cannot_be_repeated_ends_with_an_error(
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_what_the_user_saw_stays_true_when_decode_disagrees_with_the_first_token(
+def test_shown_tokens_stay_valid_when_decode_disagrees_with_the_first(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], path: str
 ) -> None:
     body = (completion if path == COMPLETIONS else chat)(stream_options={"include_usage": True})
@@ -191,7 +193,7 @@ def test_what_the_user_saw_stays_true_when_decode_disagrees_with_the_first_token
 
 
 @pytest.mark.parametrize("usage", [False, True])
-def test_an_answer_of_one_real_token_ends_with_the_prefill_engine(
+def test_an_answer_of_one_real_token_ends_at_the_prefill_engine(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], usage: bool
 ) -> None:
     engines["p"].behave(stop_at=1)
@@ -207,7 +209,7 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @pytest.mark.parametrize("asked", [{}, {"stream": True}, USAGE], ids=["whole", "stream", "stream with usage"])
-def test_of_a_split_prompt_what_prefill_found_is_cached_not_what_it_computed(
+def test_cached_tokens_of_a_split_prompt_exclude_those_prefill_computed(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], asked: dict[str, Any]
 ) -> None:
     for name in "ab":
@@ -230,7 +232,7 @@ def test_of_a_split_prompt_what_prefill_found_is_cached_not_what_it_computed(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("failure", [{"status": 500}, {"silent": True}, {"cut_at": 0}])
-def test_prefill_that_fails_does_not_change_the_answer(
+def test_a_failing_prefill_does_not_change_the_answer(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], failure: dict[str, Any], stream: bool
 ) -> None:
     engines["p"].behave(**failure)
@@ -252,11 +254,11 @@ def test_a_decode_engine_that_fails_at_once_is_replaced(
         else:
             status, body = post(proxy.url, COMPLETIONS, completion())
             assert status == 200 and expected(PROMPT, 12).encode() in body
-    assert len(engines["a"].seen()["requests"]) <= 5  # its circuit opens, for twice as long each time
+    assert len(engines["a"].seen()["requests"]) <= 5  # its circuit breaker opens, each time for twice as long
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
-def test_an_engines_refusal_is_passed_on_as_it_is(
+def test_an_engines_refusal_is_passed_on_unchanged(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], status: int
 ) -> None:
     for engine in engines.values():
@@ -266,7 +268,7 @@ def test_an_engines_refusal_is_passed_on_as_it_is(
     assert sum(len(engines[name].seen()["requests"]) for name in "ab") == 3
 
 
-def test_a_refusal_by_decode_alone_is_passed_on_though_prefill_has_a_token(
+def test_decodes_refusal_is_passed_on_though_prefill_has_a_token(
     proxy: ProxyProcess, engines: dict[str, StandInEngine]
 ) -> None:
     for name in "ab":
@@ -276,7 +278,7 @@ def test_a_refusal_by_decode_alone_is_passed_on_though_prefill_has_a_token(
 
 @pytest.mark.parametrize("code", [400, 404])
 @pytest.mark.parametrize("how", [{"error_at": 0}, {"error_at": 0, "alone": True}, {"no_events": True}])
-def test_a_refusal_that_comes_instead_of_an_answer_of_several_parts_is_the_reply(
+def test_a_refusal_of_a_multi_part_answer_is_the_reply(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], how: dict[str, Any], code: int
 ) -> None:
     for name in "ab":
@@ -292,7 +294,7 @@ def test_a_refusal_that_comes_instead_of_an_answer_of_several_parts_is_the_reply
 
 
 @pytest.mark.parametrize("how", [{"error_at": 0}, {"error_at": 0, "alone": True}])
-def test_a_refusal_in_a_stream_that_has_begun_is_its_last_event(
+def test_a_refusal_in_a_started_stream_is_its_last_event(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], how: dict[str, Any]
 ) -> None:
     for engine in engines.values():
@@ -304,9 +306,7 @@ def test_a_refusal_in_a_stream_that_has_begun_is_its_last_event(
     assert said.get("error", said)["code"] == 404
 
 
-def test_all_engines_failing_is_an_error_in_openais_form(
-    proxy: ProxyProcess, engines: dict[str, StandInEngine]
-) -> None:
+def test_if_all_engines_fail_the_error_has_openais_form(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> None:
     for engine in engines.values():
         engine.behave(status=500)
     named = {"x-request-id": "all-fail"}
@@ -316,7 +316,7 @@ def test_all_engines_failing_is_an_error_in_openais_form(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_user_who_leaves_ends_the_requests_at_both_engines(
+def test_a_user_who_disconnects_ends_the_requests_at_both_engines(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], stream: bool
 ) -> None:
     for engine in engines.values():
@@ -335,7 +335,8 @@ def test_a_user_who_leaves_ends_the_requests_at_both_engines(
 
 
 def test_a_slow_user_slows_the_engine_down(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> None:
-    """An answer of 200 MB that nobody reads: the proxy takes what fits into sockets."""
+    """The user does not read the answer of 200 MB, so the proxy receives only as much as fits into the sockets'
+    buffers."""
     import psutil
 
     for engine in engines.values():
@@ -361,7 +362,7 @@ def test_a_slow_user_slows_the_engine_down(proxy: ProxyProcess, engines: dict[st
 @pytest.mark.parametrize(
     ("named", "kind"), [("logprobs", {"logprobs": 1}), ("two", {"n": 2}), ("chosen", {"temperature": 1.0, "n": 2})]
 )
-def test_an_error_in_a_stream_that_cannot_be_repeated_ends_it_and_counts_against_the_engine(
+def test_an_error_in_an_unrepeatable_stream_ends_it_and_counts(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], named: str, kind: dict[str, Any]
 ) -> None:
     for name in "ab":
@@ -376,7 +377,7 @@ def test_an_error_in_a_stream_that_cannot_be_repeated_ends_it_and_counts_against
 
 
 @pytest.mark.parametrize(("name", "media_type"), [("json", "application/json"), ("events", "text/event-stream")])
-def test_half_of_an_answer_that_is_passed_on_is_not_ended_as_if_it_were_the_whole(
+def test_a_partial_answer_is_not_ended_as_if_complete(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], name: str, media_type: str
 ) -> None:
     for each in "ab":
@@ -392,9 +393,7 @@ def test_half_of_an_answer_that_is_passed_on_is_not_ended_as_if_it_were_the_whol
     assert failures(proxy) == before + 1
 
 
-def test_a_body_that_does_not_come_further_is_refused(
-    engines: dict[str, StandInEngine], tcp_server: Server, tmp_path: Path
-) -> None:
+def test_a_stalled_body_is_refused(engines: dict[str, StandInEngine], tcp_server: Server, tmp_path: Path) -> None:
     with ProxyProcess(tmp_path, *options(tcp_server, engines, "--user-stall-seconds=0.5")) as proxy:
         host, port = proxy.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as sock:
@@ -420,14 +419,14 @@ def test_bodies_and_headers_have_bounds(proxy: ProxyProcess) -> None:
         (completion(prompt=[5, -1]), b"the token id -1; expected 0 to"),
     ],
 )
-def test_requests_that_no_engine_can_serve_are_refused_here(proxy: ProxyProcess, body: Any, says: bytes) -> None:
+def test_requests_that_no_engine_can_serve_are_refused_by_the_proxy(
+    proxy: ProxyProcess, body: Any, says: bytes
+) -> None:
     status, reply = post(proxy.url, COMPLETIONS, body)
     assert status == 400 and says in reply
 
 
-def test_models_that_nobody_serves_and_paths_that_are_not_passed_are_404(
-    proxy: ProxyProcess, engines: dict[str, StandInEngine]
-) -> None:
+def test_unknown_models_and_paths_are_404(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> None:
     assert post(proxy.url, COMPLETIONS, completion(model="other"))[0] == 404
     assert post(proxy.url, "/reset_prefix_cache", {})[0] == 404
     assert get(proxy.url, COMPLETIONS) == get(engines["a"].url, COMPLETIONS), "the engine's own 405"
@@ -452,7 +451,7 @@ def test_trace_and_request_id_reach_both_engines(proxy: ProxyProcess, engines: d
     assert [proxy.record("mine")[name] for name in ("id", "trace", "decision")] == ["mine", trace, "split"]
 
 
-def test_without_the_store_nothing_is_handed_over(
+def test_without_the_store_no_request_is_handed_over(
     engines: dict[str, StandInEngine], start_server: StartServer, tmp_path: Path
 ) -> None:
     store = start_server()
@@ -472,3 +471,5 @@ def test_without_the_store_nothing_is_handed_over(
         store.restart()
         wait_until(lambda: proxy.status()["store"]["answers"], what="it is noticed")
         assert decision() == "split"
+    levels = [line.split()[1] for line in proxy.log.read_text().splitlines() if "the store at" in line]
+    assert levels == ["INFO", "WARNING", "INFO"], "only a store that does not answer is a warning"

@@ -1,6 +1,7 @@
-"""The proxy as a hop of HTTP: it adds nothing and loses nothing, and holds no more of a request than it may.
+"""The proxy as an HTTP hop: it adds nothing, loses nothing, and holds no more of a request than its limits allow.
 
-Real processes; tests/engine/test_transparent.py compares it with a real engine.
+The proxy and the stand-in engines are real processes. tests/engine/test_transparent.py compares the proxy with a real
+engine.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def completion(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StandInEngine]]:
-    """Prefill engine p and decode engine d, which closes idle connections after a second."""
+    """Prefill engine p and decode engine d, which close idle connections after a second."""
     folder = tmp_path_factory.mktemp("engines")
     found = {name: StandInEngine(folder / f"{name}.log", "--keep-alive-s", "1") for name in "pd"}
     yield found
@@ -77,7 +78,7 @@ def engines_of(proxy: ProxyProcess) -> list[dict[str, Any]]:
 def ask(
     url: str, method: str, path: str, body: bytes | None = None, **headers: str
 ) -> tuple[int, list[tuple[str, str]], bytes]:
-    """-> status, headers with names in small letters, body."""
+    """Return status, headers with lower-case names, and body."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     with contextlib.closing(connection):
         connection.request(method, path, body, headers)
@@ -88,8 +89,9 @@ def ask(
 # ---- what is passed on -------------------------------------------------------------------------------------------
 
 
-def test_an_answer_does_not_wait_until_its_head_is_acknowledged(proxy: ProxyProcess) -> None:
-    """Which clients put off for 40 ms, once a connection has had some requests."""
+def test_an_answer_does_not_wait_for_the_acknowledgement_of_its_head(proxy: ProxyProcess) -> None:
+    """After some requests on a connection, a client delays the acknowledgement of an answer's head by 40 ms. The rest
+    of the answer must not wait for it."""
     took = []
     with contextlib.closing(http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=30)) as connection:
         for _ in range(40):
@@ -100,7 +102,7 @@ def test_an_answer_does_not_wait_until_its_head_is_acknowledged(proxy: ProxyProc
     assert min(took[20:]) < 0.035
 
 
-def test_headers_go_through_in_both_directions_but_those_of_one_hop(proxy: ProxyProcess) -> None:
+def test_all_headers_but_hop_by_hop_ones_pass_in_both_directions(proxy: ProxyProcess) -> None:
     sent = {
         "Accept-Language": "de",
         "Authorization": "Bearer k",
@@ -126,7 +128,7 @@ def test_headers_go_through_in_both_directions_but_those_of_one_hop(proxy: Proxy
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/models", "/tokenize"])
-def test_browsers_may_ask_as_they_may_ask_the_engine(
+def test_browsers_have_the_same_access_as_to_the_engine(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], path: str
 ) -> None:
     question = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
@@ -148,13 +150,13 @@ def cors(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return sorted((name, value) for name, value in headers if name.startswith("access-control-"))
 
 
-def test_an_engine_behind_a_sidecar_that_packs_is_of_use(
+def test_an_engine_behind_a_compressing_sidecar_is_usable(
     proxy: ProxyProcess, engines: dict[str, StandInEngine]
 ) -> None:
     for engine in engines.values():
         engine.behave(packs=True, cached=3)
     life = time.monotonic() + 1.0
-    while time.monotonic() < life:  # some checks
+    while time.monotonic() < life:  # during some checks
         assert all(each["healthy"] for each in engines_of(proxy))
         status, headers, body = ask(
             proxy.url, "POST", COMPLETIONS, json.dumps(completion()).encode(), **{"Content-Type": "application/json"}
@@ -168,7 +170,7 @@ def test_an_engine_behind_a_sidecar_that_packs_is_of_use(
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": 1}], ids=str)
-def test_comments_of_an_engine_keep_the_users_connection_alive(
+def test_an_engines_comments_keep_the_users_connection_alive(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], more: dict[str, Any]
 ) -> None:
     engines["p"].behave(delay_s=1.0)
@@ -190,10 +192,8 @@ def test_an_engine_that_sends_only_comments_is_given_up(proxy: ProxyProcess, eng
     wait_until(lambda: not engines["d"].seen()["running"], what="its request has ended")
 
 
-def test_connections_that_an_engine_has_closed_are_no_failure(
-    proxy: ProxyProcess, engines: dict[str, StandInEngine]
-) -> None:
-    """It closes them a second after its last answer, which is when the next request comes."""
+def test_connections_closed_by_an_engine_are_no_failure(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> None:
+    """The engine closes idle connections a second after its last answer, just when the next request comes."""
     before = proxy.metrics()
     for number in range(20):
         time.sleep(0.98 + number % 5 * 0.01 if number % 2 else 0)
@@ -210,10 +210,11 @@ def test_connections_that_an_engine_has_closed_are_no_failure(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("more", [{}, {"n": 2}], ids=str)
-def test_users_are_told_what_was_cached_before_they_asked(
+def test_users_see_as_cached_what_was_cached_before_their_request(
     tcp_server: Server, engines: dict[str, StandInEngine], tmp_path: Path, stream: bool, more: dict[str, Any]
 ) -> None:
-    """D finds all that P has just computed; who asked pays for that."""
+    """D finds the blocks that P has just computed for this request. The usage must not count them as cached, because
+    the user pays for them."""
     engines["p"].behave(cached=16)
     engines["d"].behave(cached=39, delay_s=0.2)
     with ProxyProcess(tmp_path, *options(tcp_server, engines), "--policy=split") as proxy:
@@ -226,10 +227,10 @@ def test_users_are_told_what_was_cached_before_they_asked(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_finds_what_is_prefilled_before_the_prefill_has_answered_does_not_count_it_as_cached(
+def test_blocks_prefilled_for_this_request_do_not_count_as_cached(
     tcp_server: Server, engines: dict[str, StandInEngine], tmp_path: Path, stream: bool
 ) -> None:
-    """P's blocks are there before its answer is."""
+    """D finds P's blocks before P's answer has arrived."""
     engines["p"].behave(cached=0, delay_s=0.1)
     engines["d"].behave(cached=39)
     with ProxyProcess(tmp_path, *options(tcp_server, engines), "--policy=split") as proxy:
@@ -245,7 +246,7 @@ def test_who_finds_what_is_prefilled_before_the_prefill_has_answered_does_not_co
 @pytest.mark.parametrize("stop_at", [1, 4])
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}], ids=str)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_what_an_engine_says_at_the_end_is_in_the_last_event(
+def test_an_engines_final_fields_are_in_the_last_event(
     proxy: ProxyProcess,
     engines: dict[str, StandInEngine],
     path: str,
@@ -253,7 +254,7 @@ def test_what_an_engine_says_at_the_end_is_in_the_last_event(
     stop_at: int,
     first: str,
 ) -> None:
-    """Also of an answer that ends with P's token."""
+    """The fields are in the last event also if the answer ends with P's token."""
     for name, engine in engines.items():
         engine.behave(stop_at=stop_at, says_last={"system_fingerprint": "f"}, **({} if name == first else LATE))
     body = {**completion(**options), "messages": [{"role": "user", "content": "a"}]}
@@ -262,7 +263,7 @@ def test_what_an_engine_says_at_the_end_is_in_the_last_event(
     assert [each.get("system_fingerprint") for each in through] == [None] * (len(right) - 1) + ["f"]
 
 
-def test_what_is_no_request_of_this_api_is_refused_by_an_engine_in_its_own_words(
+def test_invalid_requests_are_refused_in_the_engines_own_words(
     proxy: ProxyProcess, engines: dict[str, StandInEngine]
 ) -> None:
     for body in (b"{", b"", b"[1]", b"\xff"):
@@ -275,7 +276,7 @@ def test_what_is_no_request_of_this_api_is_refused_by_an_engine_in_its_own_words
 # ---- state in an engine ------------------------------------------------------------------------------------------
 
 
-def test_requests_with_state_stay_with_their_engine(tcp_server: Server, tmp_path: Path) -> None:
+def test_stateful_requests_stay_with_their_engine(tcp_server: Server, tmp_path: Path) -> None:
     engines = [StandInEngine(tmp_path / f"{number}.log") for number in range(3)]
     roles = [f"--decode={engine.url}" for engine in engines]
     try:
@@ -301,18 +302,18 @@ def test_requests_with_state_stay_with_their_engine(tcp_server: Server, tmp_path
 
 
 @pytest.mark.parametrize("status", [101, 600, 999])
-def test_a_status_that_is_none_is_the_engines_failure(
+def test_an_invalid_status_is_the_engines_failure(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], status: int
 ) -> None:
-    """The other one answers, or it is a 502 with a reason."""
+    """The other engine answers instead, or the reply is a 502 with a reason."""
     engines["d"].behave(status=status, headers={})
     code, body = post(proxy.url, COMPLETIONS, completion())
     right = code == 200 and json.loads(body)["choices"][0]["text"] == expected(PROMPT, 6)
     assert right or (code == 502 and json.loads(body)["error"]["message"])
 
 
-def test_headers_of_any_bytes_are_passed_on(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> None:
-    """What HTTP calls obs-text; a user agent may know what it means."""
+def test_headers_with_any_bytes_are_passed_on(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> None:
+    """HTTP permits bytes above 0x7F in headers (obs-text); the user's program may know their meaning."""
     for engine in engines.values():
         engine.behave(headers={"x-said": "gr\xfc\xdf", "www-authenticate": 'Basic realm="\xe9"'}, status=401)
     status, headers, _ = ask(proxy.url, "POST", COMPLETIONS, json.dumps(completion()).encode())
@@ -332,7 +333,7 @@ def test_headers_of_any_bytes_are_passed_on(proxy: ProxyProcess, engines: dict[s
     ],
     ids=str,
 )
-def test_chunks_of_odd_types_are_the_engines_failure(
+def test_chunks_of_unexpected_types_are_the_engines_failure(
     proxy: ProxyProcess, engines: dict[str, StandInEngine], how: dict[str, Any]
 ) -> None:
     engines["d"].behave(**how)
@@ -347,7 +348,7 @@ def test_chunks_of_odd_types_are_the_engines_failure(
 
 
 class Sending:
-    """A body of which a part has come."""
+    """Sends a request with only the first part of its body."""
 
     def __init__(self, url: str, length: int, sent: int) -> None:
         where = urlsplit(url)
@@ -357,7 +358,7 @@ class Sending:
         self.sock.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + b" " * sent)
 
     def status(self) -> int:
-        """-> of the reply, which comes before the body has ended."""
+        """Return the status of the reply, which arrives before the body is complete."""
         self.sock.settimeout(30)
         return int(self.sock.recv(1 << 16).split()[1])
 
@@ -365,10 +366,11 @@ class Sending:
         self.sock.close()
 
 
-def test_the_bodies_that_come_take_no_more_than_they_may(
+def test_incoming_bodies_stay_within_their_memory_bound(
     tcp_server: Server, engines: dict[str, StandInEngine], tmp_path: Path
 ) -> None:
-    """Those that have been coming for longest give way to others, and a user with a small one notices nothing."""
+    """The bodies that have been arriving for the longest time are dropped to make room. A user with a small body is not
+    affected."""
     limits = ["--max-body=16MiB", "--max-bodies=32MiB"]
     with (
         ProxyProcess(tmp_path, *options(tcp_server, engines), *limits) as proxy,
@@ -385,7 +387,7 @@ def test_the_bodies_that_come_take_no_more_than_they_may(
         assert post(proxy.url, COMPLETIONS, b" " * (17 * MiB))[0] == 413
 
 
-def test_bodies_that_never_end_keep_nobody_out(
+def test_endless_bodies_keep_no_other_user_out(
     tcp_server: Server, engines: dict[str, StandInEngine], tmp_path: Path
 ) -> None:
     with (
@@ -398,8 +400,8 @@ def test_bodies_that_never_end_keep_nobody_out(
         assert endless[0].status() == 408
 
 
-def test_a_body_must_get_on(tcp_server: Server, engines: dict[str, StandInEngine], tmp_path: Path) -> None:
-    """A byte now and then is not enough."""
+def test_a_body_must_make_progress(tcp_server: Server, engines: dict[str, StandInEngine], tmp_path: Path) -> None:
+    """A body that arrives byte by byte is too slow, so its connection is closed."""
     with ProxyProcess(tmp_path, *options(tcp_server, engines), "--user-stall-seconds=1") as proxy:
         sending, began = Sending(proxy.url, 10_000, 1), time.monotonic()
         with contextlib.closing(sending), contextlib.suppress(OSError):

@@ -1,4 +1,5 @@
-"""The bounds of the proxy that its user or its operator meets: requests at a time, a drain, users who do not read."""
+"""The proxy's limits that users and operators notice: on concurrent requests, during a drain, and for stalled
+readers."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def ask(tokens: int = 8, **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": tokens, "temperature": 0, **more}
 
 
-def test_more_requests_than_it_takes_at_a_time_are_refused_until_one_ends(
+def test_requests_beyond_the_limit_are_refused_until_one_ends(
     tcp_server: Server, engine: StandInEngine, tmp_path: Path
 ) -> None:
     with start(tmp_path, tcp_server, engine, "--max-in-flight=2") as proxy:
@@ -51,7 +52,7 @@ def test_more_requests_than_it_takes_at_a_time_are_refused_until_one_ends(
         wait_until(lambda: post(proxy.url, COMPLETIONS, ask())[0] == 200, what="their places are free again")
 
 
-def test_what_is_not_finished_when_the_drain_ends_is_cut_off_and_says_so(
+def test_answers_unfinished_at_the_drains_end_are_cut_with_an_error(
     tcp_server: Server, engine: StandInEngine, tmp_path: Path
 ) -> None:
     proxy = start(tmp_path, tcp_server, engine, "--drain-seconds=1")
@@ -68,7 +69,7 @@ def test_what_is_not_finished_when_the_drain_ends_is_cut_off_and_says_so(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_user_who_does_not_read_is_gone_after_a_while(
+def test_a_user_who_does_not_read_is_disconnected_after_a_while(
     tcp_server: Server, engine: StandInEngine, tmp_path: Path, stream: bool
 ) -> None:
     with start(tmp_path, tcp_server, engine, "--user-stall-seconds=1") as proxy:

@@ -1,4 +1,5 @@
-"""From how many tokens a prompt is split is measured; a request may ask for either way; others' load counts."""
+"""The proxy measures the prompt length from which it splits requests. A request may choose either way. The load of
+other users counts."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def engines(tmp_path: Path) -> Iterator[dict[str, StandInEngine]]:
 
 
 class Asked:
-    """A proxy, and requests with prompts that nobody has asked before."""
+    """Sends prompts that no engine has received before to a proxy."""
 
     def __init__(self, folder: Path, store: Server, engines: dict[str, StandInEngine], *more: str) -> None:
         roles = (f"--prefill={engines['p'].url}", f"--decode={engines['d'].url}")
@@ -32,7 +33,7 @@ class Asked:
         self._asked = 0
 
     def __call__(self, tokens: int, **headers: str) -> dict[str, Any]:
-        """-> the record of a request with so many tokens."""
+        """Send a request with this many tokens, and return its record."""
         self._asked += 1
         prompt = [self._asked] * tokens
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 3, "temperature": 0, "stream": True}
@@ -51,7 +52,7 @@ def ask(tmp_path: Path, tcp_server: Server, engines: dict[str, StandInEngine]) -
     found.proxy.stop()
 
 
-def test_the_least_tokens_of_a_split_follow_what_is_measured(ask: Asked, engines: dict[str, StandInEngine]) -> None:
+def test_the_split_threshold_follows_measurements(ask: Asked, engines: dict[str, StandInEngine]) -> None:
     assert ask.split_from() == 512, "nothing is measured yet"
     engines["p"].behave(takes=(0.01, 0.0002))
     engines["d"].behave(takes=(0.01, 0.002), helped_takes=(0.05, 0.0003), cached=0)
@@ -65,7 +66,7 @@ def test_the_least_tokens_of_a_split_follow_what_is_measured(ask: Asked, engines
     assert metrics[f'kvstore_proxy_split_tokens{{decode="{engines["d"].url}"}}'] < 200
 
 
-def test_no_prompt_is_split_where_hand_overs_take_longer_than_computing(
+def test_no_prompt_is_split_if_hand_overs_are_slower_than_computing(
     ask: Asked, engines: dict[str, StandInEngine]
 ) -> None:
     engines["p"].behave(takes=(0.01, 0.0001))
@@ -78,7 +79,7 @@ def test_no_prompt_is_split_where_hand_overs_take_longer_than_computing(
     assert ask.proxy.metrics()[f'kvstore_proxy_split_tokens{{decode="{engines["d"].url}"}}'] == float("inf")
 
 
-def test_a_request_may_ask_for_either_way(ask: Asked, engines: dict[str, StandInEngine]) -> None:
+def test_a_request_may_choose_either_way(ask: Asked, engines: dict[str, StandInEngine]) -> None:
     header = "x-kvstore-policy"
     assert ask(100, **{header: "split"})["decision"] == "split"
     assert ask(1000, **{header: "colocate"})["decision"] == "colocate"
@@ -90,7 +91,7 @@ def test_a_request_may_ask_for_either_way(ask: Asked, engines: dict[str, StandIn
     assert seen and not any(header in each["headers"] for each in seen)
 
 
-def test_requests_that_others_send_to_an_engine_count(tmp_path: Path, tcp_server: Server) -> None:
+def test_requests_from_others_at_an_engine_count(tmp_path: Path, tcp_server: Server) -> None:
     decode = [StandInEngine(tmp_path / f"{number}.log") for number in range(2)]
     try:
         urls = [f"--decode={engine.url}" for engine in decode]

@@ -1,4 +1,5 @@
-"""The proxy's spans, in its file and at a collector: real processes, and a real HTTP server that reads OTLP."""
+"""The proxy's spans, in its file and at a collector. The processes are real, and so is the HTTP server that receives
+OTLP."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.support.stand_in_engine import MODEL
 
 COMPLETIONS = "/v1/completions"
 TRACE, USER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-SERVER, CLIENT, ERROR = 2, 3, 2  # as OTLP numbers them
+SERVER, CLIENT, ERROR = 2, 3, 2  # OTLP's numbers of span kinds and of a status
 
 
 def completion(**more: Any) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def completion(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StandInEngine]]:
-    """Prefill engine p; decode engines a and b."""
+    """Prefill engine p, and decode engines a and b."""
     folder = tmp_path_factory.mktemp("engines")
     found = {name: StandInEngine(folder / f"{name}.log") for name in "pab"}
     yield found
@@ -43,7 +44,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stan
 
 @pytest.fixture
 def calm(engines: dict[str, StandInEngine]) -> dict[str, StandInEngine]:
-    """They behave. Decode takes a while, since prefill is given up when decode has answered."""
+    """Engines that behave. Decode takes a while here, because the prefill is abandoned when decode has answered."""
     for name, engine in engines.items():
         engine.behave(**({} if name == "p" else {"delay_s": 0.1}))
     return engines
@@ -88,7 +89,7 @@ def in_file(proxy: ProxyProcess, trace: str) -> list[Slice]:
     return [each for each in read_trace(proxy.access.parent / "trace.json") if each.trace_id == trace]
 
 
-def test_a_collector_gets_the_spans_of_a_request(
+def test_a_collector_receives_a_requests_spans(
     proxy: ProxyProcess, calm: dict[str, StandInEngine], receiver: OtlpReceiver
 ) -> None:
     chunks_of(proxy.url, COMPLETIONS, completion(stream=True), **header(TRACE))
@@ -122,7 +123,7 @@ def test_a_collector_gets_the_spans_of_a_request(
         assert asked["body"]["kv_transfer_params"]["kvstore"]["traceparent"] == asked["headers"]["traceparent"]
 
 
-def test_a_retry_and_what_failed_are_seen(
+def test_a_retry_and_its_failure_are_recorded(
     proxy: ProxyProcess, calm: dict[str, StandInEngine], receiver: OtlpReceiver
 ) -> None:
     trace = "1" * 32
@@ -143,7 +144,7 @@ def test_a_retry_and_what_failed_are_seen(
     assert {each.request_id for each in written} == {spans[0]["attributes"]["kvstore.request_id"]}
 
 
-def test_what_its_caller_does_not_want_recorded_is_not(
+def test_a_request_that_its_caller_did_not_sample_is_not_recorded(
     proxy: ProxyProcess, calm: dict[str, StandInEngine], receiver: OtlpReceiver
 ) -> None:
     unwanted, wanted = "2" * 32, "3" * 32
@@ -154,7 +155,7 @@ def test_what_its_caller_does_not_want_recorded_is_not(
     assert not receiver.of(unwanted) and not in_file(proxy, unwanted)
 
 
-def test_two_traceparents_are_none(proxy: ProxyProcess, calm: dict[str, StandInEngine]) -> None:
+def test_two_traceparent_headers_count_as_none(proxy: ProxyProcess, calm: dict[str, StandInEngine]) -> None:
     connection = http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=30)
     body = json.dumps(completion()).encode()
     connection.putrequest("POST", COMPLETIONS)
@@ -174,7 +175,7 @@ def test_two_traceparents_are_none(proxy: ProxyProcess, calm: dict[str, StandInE
     assert proxy.record("two")["trace"] == asked["headers"]["traceparent"].split("-")[1]
 
 
-def test_tracestate_in_several_headers_is_one_list(proxy: ProxyProcess, calm: dict[str, StandInEngine]) -> None:
+def test_several_tracestate_headers_form_one_list(proxy: ProxyProcess, calm: dict[str, StandInEngine]) -> None:
     connection = http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=30)
     body = json.dumps(completion()).encode()
     connection.putrequest("POST", COMPLETIONS)
@@ -187,7 +188,7 @@ def test_tracestate_in_several_headers_is_one_list(proxy: ProxyProcess, calm: di
     assert calm["p"].seen()["requests"][0]["headers"]["tracestate"] == "a=1,b=2"
 
 
-def test_without_options_engines_get_the_header_and_nothing_else(
+def test_without_options_engines_get_only_the_header(
     options: list[str], calm: dict[str, StandInEngine], tmp_path: Path
 ) -> None:
     with ProxyProcess(tmp_path, *options) as proxy:
@@ -198,7 +199,7 @@ def test_without_options_engines_get_the_header_and_nothing_else(
         assert sorted(each.name for each in tmp_path.iterdir()) == ["access.jsonl", "proxy.log"]
 
 
-def test_a_collector_that_is_away_disturbs_neither_requests_nor_the_end(
+def test_an_unreachable_collector_disturbs_neither_requests_nor_the_stop(
     options: list[str], calm: dict[str, StandInEngine], tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -216,17 +217,17 @@ def test_a_collector_that_is_away_disturbs_neither_requests_nor_the_end(
     ("arguments", "says"),
     [
         (["--trace-file=/no/such/file"], "--trace-file: [Errno 2] No such file or directory: '/no/such/file'"),
-        (["--trace-file=/dev/null"], "/dev/null is no ordinary file"),
+        (["--trace-file=/dev/null"], "/dev/null is not an ordinary file"),
         (["--otlp-endpoint=collector:4318"], "--otlp-endpoint is 'collector:4318'; expected http://HOST:PORT"),
     ],
 )
-def test_what_cannot_be_used_is_said_at_the_start(options: list[str], arguments: list[str], says: str) -> None:
+def test_unusable_options_are_reported_at_the_start(options: list[str], arguments: list[str], says: str) -> None:
     done = forked.run("kvstore_cli", "proxy", "--listen=127.0.0.1:0", *options, *arguments, env=environment())
     assert done.returncode == 2 and says in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("option", ["--otlp-endpoint=http://h:1", "--trace-file=trace.json"])
-def test_without_the_extra_its_name_is_said(options: list[str], option: str) -> None:
+def test_a_missing_extra_is_named(options: list[str], option: str) -> None:
     code = "import sys; sys.modules['opentelemetry'] = None; from kvstore_cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "proxy", "--listen=127.0.0.1:0", *options, option]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment(), check=False)

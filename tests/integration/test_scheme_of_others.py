@@ -1,4 +1,4 @@
-"""A cluster whose members another package finds: here in a file, by `file:///FOLDER/members.json`."""
+"""A cluster whose members are found by another package: here in a file, with `file:///FOLDER/members.json`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def member(server: Server) -> Member:
     return Member(shard.node, "serving", [ShardAddress(shard.name, host, int(port), 1.0)])
 
 
-def test_a_client_finds_its_shards_through_another_packages_directory(
+def test_a_client_finds_shards_through_another_packages_directory(
     start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
 ) -> None:
     first, second = start_server(), start_server()
@@ -92,11 +92,11 @@ def test_a_client_finds_its_shards_through_another_packages_directory(
         assert client.set(keys, blocks_of(keys, 64)).created > 0, "the new shard owns some of them"
 
 
-def test_its_urls_are_checked_as_others_are(tmp_path: Path) -> None:
+def test_its_urls_are_checked_like_built_in_ones(tmp_path: Path) -> None:
     assert parse_endpoints("file:///a/b").cluster == "file:///a/b"
     with pytest.raises(ValueError, match="'file://a': expected file:///PATH"):
         parse_endpoints("file://a")
-    with pytest.raises(ValueError, match="stands alone"):
+    with pytest.raises(ValueError, match="must be the only endpoint"):
         parse_endpoints(["a:1", "file:///a"])
     with pytest.raises(ValueError, match="schemes of clusters are dns, etcd, etcds, file"):
         parse_endpoints("http://a:1")

@@ -29,7 +29,7 @@ def run(*arguments: str, status: int = 0, **variables: str) -> subprocess.Comple
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_the_help_tells_every_setting_with_its_default(flag: str) -> None:
+def test_help_shows_every_setting_with_its_default(flag: str) -> None:
     text = " ".join(run(flag).stdout.split())
     for each in describe(ServerConfig):
         if not each.setting.file_only:
@@ -37,7 +37,7 @@ def test_the_help_tells_every_setting_with_its_default(flag: str) -> None:
     assert "--print-config" in text and "--check-config" in text and "KVSTORE_SERVER_CONFIG" in text
 
 
-def test_settings_are_checked_without_a_start(tmp_path: Path) -> None:
+def test_settings_can_be_checked_without_a_start(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     fine = ("--memory", "512Mi", "--port", "0", "--disk", str(disk), "--disk-size", "64MiB")
     assert run("--check-config", *fine).stdout == "the settings are valid\n"
@@ -49,7 +49,7 @@ def test_settings_are_checked_without_a_start(tmp_path: Path) -> None:
     assert f"error: {file}: port = 70000: expected a whole number from 0 to 65535\n" in wrong.stderr
 
 
-def test_a_check_tells_everything_that_the_machine_lacks(tmp_path: Path) -> None:
+def test_a_check_reports_everything_that_the_machine_lacks(tmp_path: Path) -> None:
     others = tmp_path / "others"
     others.mkdir()
     (others / "thesis.txt").write_text("mine")
@@ -85,7 +85,7 @@ def test_a_check_tells_everything_that_the_machine_lacks(tmp_path: Path) -> None
     assert [each.name for each in others.iterdir()] == ["thesis.txt"]
 
 
-def test_a_check_knows_the_disk_tier_that_is_there(start_server: StartServer, tmp_path: Path) -> None:
+def test_a_check_finds_an_existing_disk_tier(start_server: StartServer, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     server = start_server("--disk", str(disk), "--disk-size", "64MiB")
     beside = ("--check-config", "--port", "0", "--memory", "64MiB", "--segment", "4MiB", "--disk", str(disk))
@@ -98,7 +98,7 @@ def test_a_check_knows_the_disk_tier_that_is_there(start_server: StartServer, tm
     assert f"port {server.port}, for shard 0: it is in use" in wrong.stderr
 
 
-def test_printed_settings_can_be_given_as_the_file(tmp_path: Path) -> None:
+def test_printed_settings_work_as_a_settings_file(tmp_path: Path) -> None:
     file, again = tmp_path / "server.toml", tmp_path / "again.toml"
     file.write_text(run("--print-config", "--shards", "3", KVSTORE_SERVER_MEMORY="2Gi").stdout)
     assert "\nshards = 3  # source: --shards\n" in file.read_text()
@@ -108,7 +108,7 @@ def test_printed_settings_can_be_given_as_the_file(tmp_path: Path) -> None:
     assert f"\nshards = 3  # source: {file}\n" in again.read_text()
 
 
-def test_a_signal_that_the_kernel_gives_to_another_thread_stops_the_server(start_server: StartServer) -> None:
+def test_a_signal_delivered_to_another_thread_stops_the_server(start_server: StartServer) -> None:
     server = start_server("--http", "127.0.0.1:0")
     pid = server.process.pid
     [other, *_] = [int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid]
@@ -117,7 +117,7 @@ def test_a_signal_that_the_kernel_gives_to_another_thread_stops_the_server(start
     assert server.process.wait(20) == 0
 
 
-def test_a_start_and_a_stop_are_told_in_one_line_each(start_server: StartServer) -> None:
+def test_start_and_stop_are_logged_in_one_line_each(start_server: StartServer) -> None:
     server = start_server("--shards", "2", "--http", "127.0.0.1:0")
     (started,) = (line for line in server.log_text().splitlines() if " starts: " in line)
     assert f"kvstore-server {kvstore.__version__} starts: listening on 127.0.0.1:{server.port}, 127.0.0.1:" in started
@@ -131,7 +131,7 @@ def test_a_start_and_a_stop_are_told_in_one_line_each(start_server: StartServer)
 
 def test_every_line_of_a_json_log_is_an_object(start_server: StartServer, tmp_path: Path) -> None:
     disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
-    # With this variable its processes are not forked, so they have command lines of their own.
+    # With this variable the processes are not forks, so each has a command line of its own.
     server = start_server("--log-format", "json", "--log-level", "debug", *disk, PYTHONHASHSEED="0")
     shard = server.shards()[0]
     keeper = wait_until(lambda: next(iter(shard.children()), None), what="the shard has its keeper")
@@ -155,7 +155,7 @@ def test_every_line_of_a_json_log_is_an_object(start_server: StartServer, tmp_pa
     assert (died["level"], died["fields"]["pid"], died["fields"]["status"]) == ("error", pid, -9)
 
 
-def test_a_start_that_fails_is_told_in_the_log_as_well(start_server: StartServer) -> None:
+def test_a_failed_start_is_logged_too(start_server: StartServer) -> None:
     server = start_server()
     taken = run("--port", str(server.port), "--log-format", "json", status=1)
     line = json.loads(taken.stderr.splitlines()[-1])

@@ -1,5 +1,5 @@
-"""Shards on the client's host are read in turn, when there are more of them than cores; one that hangs keeps the
-others waiting for a moment only."""
+"""If more shards run on the client's host than it has cores, a client reads from them in turn. A hanging shard delays
+the others only for a moment."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of,
 MiB = 1 << 20
 BLOCK, COUNT = MiB, 48
 KEYS = make_keys(COUNT)
-SILENT_S = 1.5  # after so long a silence a shard gets a PING, but is not given up yet
-MOMENT_S = 0.5  # what the others may lose, on a busy machine
+SILENT_S = 1.5  # the client's time-out: after this silence, a shard gets a PING
+MOMENT_S = 0.5  # the delay of other shards on a busy machine
 
 
 @pytest.fixture
 def server(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr(in_turn, "AT_A_TIME", 1)
+    monkeypatch.setattr(in_turn, "SHARDS_AT_A_TIME", 1)
     return start_server("--shards", "3", memory="256MiB", segment="8MiB")
 
 
@@ -51,18 +51,18 @@ def test_blocks_come_from_all_shards(client: KVStoreClient) -> None:
     assert get_into(client) == stream(client) == COUNT
 
 
-def test_they_are_asked_one_after_the_other(client: KVStoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_asked_one_after_another(client: KVStoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
-    send = type(client._core.links[0]).owe
+    send = type(client._pool.links[0]).owe
 
     def owe(link: object, answer: object) -> int:
         nonlocal most
         number: int = send(link, answer)  # type: ignore[arg-type]
-        most = max(most, sum(bool(each.pending) for each in client._core.links))
+        most = max(most, sum(bool(each.pending) for each in client._pool.links))
         return number
 
-    monkeypatch.setattr(type(client._core.links[0]), "owe", owe)
-    monkeypatch.setattr(in_turn, "SHORTEST_TURN_S", 10.0)  # on a busy machine, they take longer
+    monkeypatch.setattr(type(client._pool.links[0]), "owe", owe)
+    monkeypatch.setattr(in_turn, "SHORTEST_TURN_S", 10.0)  # on a busy machine, turns take longer
     monkeypatch.setattr(in_turn, "NEARLY_BYTES", 0)
     assert stream(client) == get_into(client) == COUNT
     assert most == 1
@@ -70,7 +70,7 @@ def test_they_are_asked_one_after_the_other(client: KVStoreClient, monkeypatch: 
 
 @pytest.mark.exclusive
 @pytest.mark.parametrize("read", [get_into, stream])
-def test_one_that_hangs_costs_its_own_blocks(
+def test_a_hanging_shard_costs_only_its_own_blocks(
     server: Server, client: KVStoreClient, read: Callable[[KVStoreClient], int]
 ) -> None:
     namespace = client.namespace.id
@@ -83,13 +83,13 @@ def test_one_that_hangs_costs_its_own_blocks(
             assert time.monotonic() - began < SILENT_S + MOMENT_S
         finally:
             shard.resume()
-        while client.get(KEYS).hit < COUNT:  # the connection is made again in the background
+        while client.get(KEYS).hit < COUNT:  # the client reconnects in the background
             assert time.monotonic() - began < 30
             time.sleep(0.05)
 
 
 @pytest.mark.exclusive
-def test_blocks_are_set_at_the_others_while_one_hangs(server: Server, client: KVStoreClient) -> None:
+def test_blocks_are_set_on_other_shards_while_one_hangs(server: Server, client: KVStoreClient) -> None:
     keys = make_keys(COUNT, first=10_000)
     shard = server.shards()[0]
     shard.suspend()
@@ -103,8 +103,9 @@ def test_blocks_are_set_at_the_others_while_one_hangs(server: Server, client: KV
 
 
 @pytest.mark.exclusive
-def test_a_call_does_not_wait_for_the_shard_of_another_call(server: Server, client: KVStoreClient) -> None:
-    """The caller that reads for all stays with the only link that owes an answer, until another link owes one, too."""
+def test_a_call_does_not_wait_for_another_calls_shard(server: Server, client: KVStoreClient) -> None:
+    """One caller receives for all calls. It waits only for the link that owes an answer, and also for another link as
+    soon as that one owes an answer."""
     promised = next(
         key for key in make_keys(20, 1000) if client.locate(key)[0].shard != client.locate(KEYS[0])[0].shard
     )

@@ -1,4 +1,5 @@
-"""A client on the server's host: what it reads in the server's memory, and what the server copies from its own."""
+"""A client on the server's host: what it reads in the server's memory, and what the server copies from the client's
+memory."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import struct
@@ -24,7 +26,9 @@ import pytest
 import xxhash
 
 from kvstore import wire
+from kvstore.node import unix_sockets
 from kvstore_client import AsyncKVStoreClient, ConnectionLost, KVStoreClient, Namespace
+from kvstore_client._links import going_local
 from kvstore_client._links.link import Link
 from kvstore_client.memory import host_memory
 from tests.support.harness import (
@@ -61,7 +65,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def local(start_server: StartServer, path: Path) -> Server:
-    """A server with a Unix socket at `path`: 64 MiB, of which it lends 32 MiB, one client 16 MiB."""
+    """A server with a Unix socket at `path`. It has 64 MiB, and lends 32 MiB in total and 16 MiB to each client."""
     return start_server("--unix-socket", str(path))
 
 
@@ -78,7 +82,7 @@ def lent(client: KVStoreClient) -> int:
 # ---- which way blocks take -----------------------------------------------------------------------------------------
 
 
-def test_a_client_on_the_servers_host_uses_its_memory_by_itself(local: Server, namespace: Namespace) -> None:
+def test_a_client_on_the_servers_host_uses_its_memory_automatically(local: Server, namespace: Namespace) -> None:
     with (
         KVStoreClient(local.endpoint, namespace) as auto,
         KVStoreClient(local.endpoint, namespace, shared_memory=False) as remote,
@@ -89,7 +93,7 @@ def test_a_client_on_the_servers_host_uses_its_memory_by_itself(local: Server, n
         assert remote.get(keys).blocks == [*blocks_of(keys[:2], namespace.block_bytes), None]
 
 
-def test_who_insists_on_shared_memory_is_told_why_there_is_none(
+def test_a_client_that_requires_shared_memory_learns_why_it_is_missing(
     start_server: StartServer, namespace: Namespace, path: Path
 ) -> None:
     server = start_server()
@@ -105,7 +109,7 @@ def test_who_insists_on_shared_memory_is_told_why_there_is_none(
         KVStoreClient(server.endpoint, namespace, shared_memory="yes")  # type: ignore[arg-type]
 
 
-def test_another_server_at_the_path_is_not_taken_for_the_right_one(
+def test_another_server_on_the_path_is_not_mistaken_for_the_right_one(
     local: Server, start_server: StartServer, path: Path, namespace: Namespace
 ) -> None:
     other = start_server("--unix-socket", str(path.with_name("other.sock")))
@@ -117,7 +121,7 @@ def test_another_server_at_the_path_is_not_taken_for_the_right_one(
         KVStoreClient(local.endpoint, namespace, shared_memory=True)
 
 
-def test_a_member_of_a_cluster_whose_socket_path_is_another_ones_is_reached_by_tcp(
+def test_a_member_whose_socket_path_belongs_to_another_uses_tcp(
     local: Server, start_server: StartServer, path: Path, namespace: Namespace
 ) -> None:
     start_server("--unix-socket", str(path.with_name("other.sock")))
@@ -145,28 +149,48 @@ def test_every_shard_of_a_node_has_a_socket(
     with KVStoreClient(server.endpoint, namespace, shared_memory=True) as client:
         assert client.set(keys, blocks_of(keys, 4096)).created == 60
         assert client.get(keys).blocks == blocks_of(keys, 4096)
-        assert all(link.local for link in client._core.links)
+        assert all(link.local for link in client._pool.links)
     server.stop()
     assert not list(path.parent.glob("kv.sock*"))
 
 
-def test_by_default_the_socket_lies_in_a_folder_that_only_the_servers_user_can_enter(
+def test_the_default_socket_folder_is_accessible_only_to_the_servers_user(
     start_server: StartServer, tmp_path: Path, namespace: Namespace
 ) -> None:
     server = start_server("--unix-socket", "", XDG_RUNTIME_DIR=str(tmp_path))
     (found,) = (tmp_path / "kvstore").iterdir()
     assert found.name == f"127.0.0.1_{server.port}.sock" and (tmp_path / "kvstore").stat().st_mode & 0o777 == 0o700
-    server.kill()  # leaves the socket, which the next server at the same port takes over
+    server.kill()  # a killed server leaves its socket, which the next server on the same port replaces
     server.restart()
     with KVStoreClient(server.endpoint, namespace, shared_memory=True) as client:
         assert client.stats.path == "shared memory"
 
 
-def test_a_socket_that_cannot_be_made_stops_the_server_only_if_it_was_asked_for(
+def test_a_server_removes_old_sockets_of_killed_servers_and_no_others(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    running = start_server("--unix-socket", "", XDG_RUNTIME_DIR=str(tmp_path))
+    folder = tmp_path / "kvstore"
+
+    def leave(name: str) -> None:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(folder / name))
+
+    (folder / "a.sock.txt").write_text("no socket")
+    leave("old.sock")
+    leave("old.sock.1")
+    wait_until(lambda: time.time() - (folder / "old.sock.1").lstat().st_ctime > 0.5, what="the sockets are old")
+    leave("new.sock")  # perhaps of a server that does not listen yet
+    unix_sockets._sweep(folder, older_s=0.4)
+    left = {each.name for each in folder.iterdir()}
+    assert left == {f"127.0.0.1_{running.port}.sock", "new.sock", "a.sock.txt"}
+
+
+def test_an_impossible_socket_stops_only_a_server_that_requested_it(
     start_server: StartServer, tmp_path: Path, local: Server, path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    for wrong, reason in (("file", "exists and is no socket"), ("no/folder", "No such file"), ("kv.sock", "another")):
+    for wrong, reason in (("file", "but is not a socket"), ("no/folder", "No such file"), ("kv.sock", "another")):
         with pytest.raises(AssertionError, match=reason):
             start_server("--unix-socket", str(tmp_path / wrong))
     with pytest.raises(AssertionError, match="expected at most 107"):
@@ -177,7 +201,7 @@ def test_a_socket_that_cannot_be_made_stops_the_server_only_if_it_was_asked_for(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_only_users_who_are_named_may_connect(start_server: StartServer, tmp_path: Path, namespace: Namespace) -> None:
+def test_only_named_users_may_connect(start_server: StartServer, tmp_path: Path, namespace: Namespace) -> None:
     os.chmod(tmp_path, 0o755)
     for parent in list(tmp_path.parents)[:3]:
         if parent != Path("/tmp") and os.stat(parent).st_uid == os.getuid():
@@ -205,7 +229,7 @@ def test_only_users_who_are_named_may_connect(start_server: StartServer, tmp_pat
     os.chmod(mine, 0o666)
     refusing = start_server("--unix-socket", str(tmp_path / "2.sock"))
     os.chmod(tmp_path / "2.sock", 0o666)
-    assert as_nobody(tmp_path / "2.sock") == "0"  # closed: the kernel says who it is
+    assert as_nobody(tmp_path / "2.sock") == "0"  # closed, because of the user that the kernel reports
     assert "of user 65534 connected to the Unix socket and was refused" in refusing.log.read_text()
     start_server("--unix-socket", str(all_of_us), "--unix-users", "nobody")
     assert as_nobody(all_of_us) == "64"
@@ -213,12 +237,84 @@ def test_only_users_who_are_named_may_connect(start_server: StartServer, tmp_pat
         start_server("--unix-socket", str(tmp_path / "3.sock"), "--unix-users", "nobody-else")
 
 
+def test_a_client_without_shared_memory_gets_the_reason_in_one_line(
+    start_server: StartServer, path: Path, namespace: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has one line for any number of shards, clients and connections. It has none if the server has no socket,
+    or the client does not want shared memory."""
+    caplog.set_level("INFO", "kvstore_client")
+
+    def said() -> list[tuple[str, str]]:
+        return [(each.levelname, each.getMessage()) for each in caplog.records if "shared memory" in each.getMessage()]
+
+    server = start_server("--unix-socket", str(path), "--shards", "3", memory="96MiB")
+    hidden = path.with_name("hidden")
+    hidden.mkdir()
+    for each in path.parent.glob("kv.sock*"):
+        each.rename(hidden / each.name)
+    for _ in range(2):
+        with KVStoreClient(server.endpoint, namespace) as client:
+            assert client.stats.path == "tcp" and len(client.shards()) == 3
+    ((level, line),) = said()
+    assert level == "INFO" and re.search(
+        r"^127\.0\.0\.1:\d+: blocks travel over TCP, not in shared memory: its Unix socket "
+        rf"{path}(\.\d)? is not on this host, or not mounted in this container$",
+        line,
+    )
+    caplog.clear()
+    with KVStoreClient(server.endpoint, namespace, shared_memory=False) as client:
+        assert client.stats.path == "tcp"
+    with KVStoreClient(start_server("--shards", "2").endpoint, namespace) as client:
+        assert client.stats.path == "tcp" and not said()
+    for each in hidden.iterdir():
+        each.rename(path.with_name(each.name))
+    with KVStoreClient(server.endpoint, namespace) as client:
+        assert client.stats.path == "shared memory" and not said()
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "place", "why"),
+    [
+        (65534, 0o711, "run/kv", ""),
+        (
+            65534,
+            0o711,
+            "elsewhere/kv",
+            "user 65534 listens there, which may be any user: run the server as user {me} or",
+        ),
+        (
+            65534,
+            0o757,
+            "run/kv",
+            "user 65534 listens there, and every user may write to {folder}, so it may be any process",
+        ),
+        (1, 0o711, "run/kv", "user 65534 listens there, which may be any user"),
+    ],
+    ids=["its-own-folder-of-run", "another-folder", "everybody-may-write", "somebody-elses-folder"],
+)
+def test_a_client_trusts_the_servers_that_the_manual_names(
+    owner: int, mode: int, place: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give folders away")
+    monkeypatch.setattr(going_local, "RUN", tmp_path / "run")
+    (folder := tmp_path / place).mkdir(parents=True)
+    os.chown(folder, owner, owner)
+    folder.chmod(mode)
+    if not why:
+        going_local._distrust(str(folder / "kv.sock"), 65534)
+        return
+    with pytest.raises(OSError, match=re.escape(why.format(me=os.getuid(), folder=folder))):
+        going_local._distrust(str(folder / "kv.sock"), 65534)
+    going_local._distrust(str(folder / "kv.sock"), 0)
+
+
 # ---- right bytes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block_bytes", [1, 1000, 4096, 16 << 10, 917_504, 3 << 20])
 @pytest.mark.parametrize("source", ["array", "buffers", "host memory", "rows with gaps"])
-def test_blocks_of_any_size_from_any_memory_are_read_as_they_were_set(
+def test_blocks_of_any_size_are_read_from_any_memory(
     block_bytes: int, source: str, local: Server, new_namespace: MakeNamespace
 ) -> None:
     count = max(2, min(300, (12 << 20) // block_bytes))
@@ -247,19 +343,19 @@ def test_blocks_of_any_size_from_any_memory_are_read_as_they_were_set(
         assert lent(client) == 0
 
 
-def test_memory_of_the_host_is_read_where_it_is_and_other_memory_through_the_ring(client: KVStoreClient) -> None:
+def test_host_memory_is_read_in_place_and_other_memory_through_the_ring(client: KVStoreClient) -> None:
     keys = make_keys(20)
     rows = host_memory(20, BLOCK)
     rows[:] = np.frombuffer(b"".join(blocks_of(keys, BLOCK)), dtype=np.uint8).reshape(20, BLOCK)
     assert client.set(keys[:10], rows[:10]).created == 10
-    (link,) = client._core.links
+    (link,) = client._pool.links
     assert link.staging is not None and link.staging.ring is None
     assert client.set(keys[10:], np.array(rows[10:])).created == 10
     assert link.staging.ring is not None and len(link.staging.shared) == 2
     assert client.get(keys).blocks == blocks_of(keys, BLOCK)
 
 
-def test_blocks_of_a_set_may_be_in_memory_of_several_kinds(client: KVStoreClient) -> None:
+def test_a_set_may_combine_several_kinds_of_memory(client: KVStoreClient) -> None:
     keys, rows, others = make_keys(5), host_memory(2, BLOCK), host_memory(1, BLOCK)
     wanted = blocks_of(keys, BLOCK)
     rows[0], rows[1], others[0] = (np.frombuffer(wanted[at], dtype=np.uint8) for at in (0, 4, 2))
@@ -267,7 +363,7 @@ def test_blocks_of_a_set_may_be_in_memory_of_several_kinds(client: KVStoreClient
     assert client.get(keys).blocks == wanted and client.stats.reconnects == 0
 
 
-def test_many_threads_set_and_read_at_once(client: KVStoreClient) -> None:
+def test_many_threads_set_and_read_concurrently(client: KVStoreClient) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     def work(number: int) -> bool:
@@ -290,7 +386,7 @@ def test_many_threads_set_and_read_at_once(client: KVStoreClient) -> None:
     wait_until(lambda: lent(client) == 0)
 
 
-def test_a_read_of_more_than_one_client_may_be_lent_comes_in_turns(client: KVStoreClient) -> None:
+def test_a_read_beyond_the_lending_limit_is_done_in_turns(client: KVStoreClient) -> None:
     keys = make_keys(200)  # 50 MiB of the server's 64
     for at in range(0, 200, 50):
         client.set(keys[at : at + 50], blocks_of(keys[at : at + 50], BLOCK))
@@ -300,7 +396,7 @@ def test_a_read_of_more_than_one_client_may_be_lent_comes_in_turns(client: KVSto
     assert sum(1 for _ in client.stream_get(keys)) == 200
 
 
-def test_a_child_process_connects_by_itself(client: KVStoreClient) -> None:
+def test_a_child_process_connects_separately(client: KVStoreClient) -> None:
     keys = make_keys(4)
     client.set(keys, blocks_of(keys, BLOCK))
 
@@ -331,7 +427,7 @@ def test_the_asynchronous_client_borrows_too(local: Server, namespace: Namespace
 # ---- leases --------------------------------------------------------------------------------------------------------
 
 
-def test_borrowed_blocks_are_views_that_only_read_and_end_with_the_block(client: KVStoreClient) -> None:
+def test_borrowed_blocks_are_read_only_views_until_the_with_body_ends(client: KVStoreClient) -> None:
     keys = make_keys(3)
     client.set(keys[:2], blocks_of(keys[:2], BLOCK))
     with client.borrow([*keys, keys[0]]) as blocks:
@@ -344,7 +440,7 @@ def test_borrowed_blocks_are_views_that_only_read_and_end_with_the_block(client:
         assert view is not None and view.readonly and lent(client) == 2
         with pytest.raises(TypeError):
             view[0] = 1
-    assert blocks == [None] * 4 and view.tobytes() == block_of(keys[0], BLOCK)  # a view that is kept keeps its block
+    assert blocks == [None] * 4 and view.tobytes() == block_of(keys[0], BLOCK)  # a view keeps its block
     assert lent(client) == 2
     del view
     wait_until(lambda: lent(client) == 0)
@@ -353,14 +449,14 @@ def test_borrowed_blocks_are_views_that_only_read_and_end_with_the_block(client:
         assert blocks == []
 
 
-def test_an_array_of_a_borrowed_block_keeps_it_until_it_is_gone(client: KVStoreClient) -> None:
+def test_an_array_of_a_borrowed_block_keeps_it(client: KVStoreClient) -> None:
     keys = make_keys(2)
     client.set(keys, blocks_of(keys, BLOCK))
     with client.borrow(keys) as blocks:
         kept = np.frombuffer(blocks[0] or b"", dtype=np.uint8)[1000:2000]
     del blocks
     client.delete(keys)
-    for at in range(0, 300, 50):  # more than fits: every free slot is used
+    for at in range(0, 300, 50):  # more than fits, so every free slot is used
         more = make_keys(50, first=1000 + at)
         client.set(more, blocks_of(more, BLOCK))
     assert lent(client) == 2 and kept.tobytes() == block_of(keys[0], BLOCK)[1000:2000]
@@ -374,7 +470,7 @@ def test_a_tensor_of_a_borrowed_block_keeps_it(client: KVStoreClient) -> None:
     keys = make_keys(2)
     client.set(keys, blocks_of(keys, BLOCK))
     with client.borrow(keys) as blocks, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch has no tensors that only read
+        warnings.simplefilter("ignore")  # torch warns that it has no read-only tensors
         tensor = torch.frombuffer(blocks[0], dtype=torch.uint8)
     fill(client)
     assert lent(client) == 2 and tensor.numpy().tobytes() == block_of(keys[0], BLOCK)
@@ -383,20 +479,18 @@ def test_a_tensor_of_a_borrowed_block_keeps_it(client: KVStoreClient) -> None:
 
 
 def fill(client: KVStoreClient, count: int = 300) -> None:
-    """Set more blocks than fit, so that every free slot is used."""
+    """Set more blocks than fit into memory, so that every free slot is used."""
     for at in range(0, count, 50):
         more = make_keys(50, first=1000 + at)
         client.set(more, blocks_of(more, BLOCK))
 
 
-def test_a_borrow_that_got_some_blocks_by_its_deadline_keeps_them(
-    local: Server, path: Path, client: KVStoreClient
-) -> None:
+def test_a_borrow_keeps_the_blocks_it_got_by_its_deadline(local: Server, path: Path, client: KVStoreClient) -> None:
     keys = make_keys(6)
     client.set(keys[:5], blocks_of(keys[:5], BLOCK))
     with RawLocal(path) as raw:
         raw.hello(client.namespace.canonical())
-        raw.send(pack(SET, 1, 30_000, 1, 16), keys[5], more=True)  # it is being written all the time
+        raw.send(pack(SET, 1, 30_000, 1, 16), keys[5], more=True)  # this block is never finished
         wait_until(lambda: namespace_info(client).writing == 1)
         with (
             KVStoreClient(local.endpoint, client.namespace, shared_memory=True, fail_open=True) as other,
@@ -411,8 +505,8 @@ def test_a_borrow_that_got_some_blocks_by_its_deadline_keeps_them(
     wait_until(lambda: lent(client) == 0)
 
 
-def test_a_client_reads_on_beside_what_it_holds(client: KVStoreClient) -> None:
-    """What it has borrowed takes all that it may be lent: other blocks are sent to it, and nobody waits."""
+def test_a_client_that_holds_loans_can_still_read(client: KVStoreClient) -> None:
+    """The loans use the client's whole limit, so the server sends it other blocks, and no call waits."""
     keys = make_keys(150)
     for at in range(0, 150, 50):
         client.set(keys[at : at + 50], blocks_of(keys[at : at + 50], BLOCK))
@@ -425,7 +519,7 @@ def test_a_client_reads_on_beside_what_it_holds(client: KVStoreClient) -> None:
     assert [row.tobytes() for row in out] == blocks_of(keys[100:], BLOCK)
 
 
-def test_a_slow_consumer_of_a_stream_gets_all_blocks(client: KVStoreClient) -> None:
+def test_a_slow_stream_reader_gets_all_blocks(client: KVStoreClient) -> None:
     keys = make_keys(150)
     for at in range(0, 150, 50):
         client.set(keys[at : at + 50], blocks_of(keys[at : at + 50], BLOCK))
@@ -438,10 +532,10 @@ def test_a_slow_consumer_of_a_stream_gets_all_blocks(client: KVStoreClient) -> N
     assert seen == 150 and time.monotonic() - began > timeout_s
 
 
-def test_what_is_given_back_while_another_thread_sends_is_given_back_after_it(client: KVStoreClient) -> None:
+def test_a_release_during_another_threads_send_follows_it(client: KVStoreClient) -> None:
     keys = make_keys(8)
     client.set(keys, blocks_of(keys, BLOCK))
-    (link,) = client._core.links
+    (link,) = client._pool.links
     someone = object()
     with client.borrow(keys) as blocks:
         assert all(block is not None for block in blocks)
@@ -453,7 +547,7 @@ def test_what_is_given_back_while_another_thread_sends_is_given_back_after_it(cl
     wait_until(lambda: lent(client) == 0)
 
 
-def test_a_connection_that_ended_with_loans_does_not_harm_the_next_ones(
+def test_a_connection_that_ended_with_loans_does_not_harm_the_next(
     local: Server, path: Path, client: KVStoreClient
 ) -> None:
     keys = make_keys(4)
@@ -475,7 +569,7 @@ def test_a_connection_that_ended_with_loans_does_not_harm_the_next_ones(
 
 
 @pytest.mark.parametrize("end", ["delete", "purge", "force", "eviction"])
-def test_a_block_that_is_lent_is_not_overwritten(end: str, client: KVStoreClient, local: Server) -> None:
+def test_a_lent_block_is_not_overwritten(end: str, client: KVStoreClient, local: Server) -> None:
     keys = make_keys(8)
     client.set(keys, blocks_of(keys, BLOCK))
     with client.borrow(keys) as blocks:
@@ -493,9 +587,11 @@ def test_a_block_that_is_lent_is_not_overwritten(end: str, client: KVStoreClient
     wait_until(lambda: lent(client) == 0)
 
 
-def test_who_holds_what_it_was_lent_takes_it_from_nobody_else(local: Server, path: Path, client: KVStoreClient) -> None:
-    """A client that never gives anything back is lent a quarter of the memory. Then its GETs wait for it, to their
-    deadline. Others are lent blocks, and when all is lent, they are sent blocks."""
+def test_a_client_that_keeps_its_loans_takes_nothing_from_others(
+    local: Server, path: Path, client: KVStoreClient
+) -> None:
+    """A client that never releases anything gets loans of a quarter of the memory; then its GETs wait until their
+    deadline. Other clients still get loans. When everything is lent, the server sends them blocks instead."""
     keys = make_keys(200)
     for at in range(0, 200, 50):
         client.set(keys[at : at + 50], blocks_of(keys[at : at + 50], BLOCK))
@@ -519,7 +615,7 @@ def test_who_holds_what_it_was_lent_takes_it_from_nobody_else(local: Server, pat
     wait_until(lambda: lent(client) == 0)
 
 
-def test_a_get_that_waits_for_what_was_lent_goes_on_when_it_is_given_back(
+def test_a_get_waiting_for_lent_memory_continues_when_it_is_released(
     local: Server, path: Path, client: KVStoreClient
 ) -> None:
     keys = make_keys(100)
@@ -538,9 +634,7 @@ def test_a_get_that_waits_for_what_was_lent_goes_on_when_it_is_given_back(
         assert last and len(found) + len(more) + len(rest) == 100
 
 
-def test_a_client_that_is_killed_leaves_nothing_lent(
-    local: Server, client: KVStoreClient, namespace: Namespace
-) -> None:
+def test_a_killed_client_leaves_nothing_lent(local: Server, client: KVStoreClient, namespace: Namespace) -> None:
     keys = make_keys(16)
     client.set(keys, blocks_of(keys, BLOCK))
     script = textwrap.dedent(
@@ -571,7 +665,7 @@ def test_a_client_that_is_killed_leaves_nothing_lent(
     wait_until(lambda: lent(client) == 0)
 
 
-def test_when_the_server_closes_a_connection_its_loans_stay_until_the_client_has_closed_too(
+def test_loans_of_a_closed_connection_last_until_the_client_closes_too(
     local: Server, path: Path, client: KVStoreClient
 ) -> None:
     keys = make_keys(8)
@@ -580,7 +674,7 @@ def test_when_the_server_closes_a_connection_its_loans_stay_until_the_client_has
         raw.hello(client.namespace.canonical())
         raw.get(1, keys)
         found = raw.all_lent()
-        raw.sock.sendall(b"\x02" + bytes(7) + b"\x01" + b"\xff" * 300)  # no message: the connection ends
+        raw.sock.sendall(b"\x02" + bytes(7) + b"\x01" + b"\xff" * 300)  # an invalid message, which ends the connection
         raw.sock.sendall(struct.pack(">BQ", 0x82, 1))
         assert raw.closed()
         wait_until(lambda: shard_info(client).connections == 1, what="only this client's connection is left")
@@ -593,7 +687,7 @@ def test_when_the_server_closes_a_connection_its_loans_stay_until_the_client_has
     wait_until(lambda: lent(client) == 0)
 
 
-def test_what_was_borrowed_outlives_the_server(local: Server, client: KVStoreClient) -> None:
+def test_borrowed_memory_outlives_the_server(local: Server, client: KVStoreClient) -> None:
     keys = make_keys(8)
     client.set(keys, blocks_of(keys, BLOCK))
     with client.borrow(keys) as blocks:
@@ -609,7 +703,7 @@ def test_what_was_borrowed_outlives_the_server(local: Server, client: KVStoreCli
 # ---- what a client can see -----------------------------------------------------------------------------------------
 
 
-def test_a_client_is_given_memory_of_its_own_namespace_only_and_cannot_write_to_it(
+def test_a_client_gets_only_its_namespaces_memory_and_cannot_write(
     path: Path, client: KVStoreClient, local: Server, new_namespace: MakeNamespace
 ) -> None:
     other_namespace = new_namespace(BLOCK)
@@ -645,10 +739,11 @@ def test_a_client_is_given_memory_of_its_own_namespace_only_and_cannot_write_to_
 
 
 @pytest.mark.parametrize("seen_before", [False, True])
-def test_what_another_namespace_left_in_memory_is_not_shown(
+def test_another_namespaces_leftover_bytes_are_not_visible(
     seen_before: bool, path: Path, local: Server, new_namespace: MakeNamespace
 ) -> None:
-    """All memory was another namespace's, also while no client on this host had come yet."""
+    """All memory belonged to another namespace before. In one case, that was before the first client on this host
+    connected."""
     theirs, mine, keys = new_namespace(BLOCK), new_namespace(BLOCK), make_keys(240)
     secret = b"\xa5" * BLOCK
     if seen_before:
@@ -663,16 +758,16 @@ def test_what_another_namespace_left_in_memory_is_not_shown(
         assert client.set(some, [bytes(BLOCK)] * 70).created == 70
         raw.get(1, some[60:], deadline_ms=1000)
         raw.all_lent()
-        assert raw.files or not seen_before  # what was there before the first client on this host is not given to it
+        assert raw.files or not seen_before  # memory that was used before a local client came is not lent
         for number, descriptor in raw.files.items():
             assert secret[:64] not in raw.bytes_at((number, 0), os.fstat(descriptor).st_size)
 
 
-def test_memory_that_changes_its_namespace_is_another_file(
+def test_memory_that_changes_its_namespace_becomes_another_file(
     path: Path, client: KVStoreClient, local: Server, new_namespace: MakeNamespace
 ) -> None:
-    """When a namespace takes a segment from another one, whoever mapped that sees nothing of what comes after it, and
-    the file has no memory any more."""
+    """When a namespace takes a segment from another one, the segment gets a new file. Processes that mapped the old
+    file see no later bytes, and the old file has no memory any more."""
     keys = make_keys(150)
     for at in range(0, 150, 50):
         client.set(keys[at : at + 50], blocks_of(keys[at : at + 50], BLOCK))
@@ -702,7 +797,7 @@ def entries(*blocks: tuple[int, int, int]) -> bytes:
     return b"".join(struct.pack("<QQQ", *block) for block in blocks)
 
 
-def test_a_file_must_be_sealed_and_of_the_size_that_is_said(path: Path, local: Server, tmp_path: Path) -> None:
+def test_a_file_must_be_sealed_and_of_the_stated_size(path: Path, local: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(4096))
     plain = os.open(tmp_path / "file", os.O_RDWR)
     sealed, unsealed, reader = memfd(4096), memfd(4096, 0), os.pipe()
@@ -728,7 +823,7 @@ def test_a_file_must_be_sealed_and_of_the_size_that_is_said(path: Path, local: S
         os.close(descriptor)
 
 
-def test_a_set_by_references_is_stored_only_if_every_block_is_as_it_was_said(
+def test_a_set_by_reference_is_stored_only_if_its_blocks_are_unchanged(
     path: Path, local: Server, new_namespace: MakeNamespace
 ) -> None:
     namespace, keys = new_namespace(4096), make_keys(4)
@@ -749,7 +844,7 @@ def test_a_set_by_references_is_stored_only_if_every_block_is_as_it_was_said(
             "outside its piece of memory": entries(*good[:3], (7, 4096 * 3 + 1, sums[3])),
             "not shared": entries(*good[:3], (8, 4096 * 3, sums[3])),
             "at most": entries(*good, good[0]),
-            "24 a block": entries(*good)[:-1],
+            "24 bytes for each": entries(*good)[:-1],
             "ends after 3 of 4": entries(*good[:3]),
         }
         for request_id, (reason, frame) in enumerate(wrong.items(), start=2):
@@ -766,7 +861,7 @@ def test_a_set_by_references_is_stored_only_if_every_block_is_as_it_was_said(
     os.close(shared)
 
 
-def test_on_tcp_nothing_is_lent_and_nothing_is_shared(server: Server, new_namespace: MakeNamespace) -> None:
+def test_over_tcp_nothing_is_lent_or_shared(server: Server, new_namespace: MakeNamespace) -> None:
     from tests.support.harness import GET, SHARE, RawClient
 
     namespace, keys = new_namespace(64), make_keys(2)
@@ -780,9 +875,9 @@ def test_on_tcp_nothing_is_lent_and_nothing_is_shared(server: Server, new_namesp
         assert "expected 0" in raw.ask(pack(GET, 3, 1000, 2, 16, 100, True, False, False, True), b"".join(keys))[3]
 
 
-def test_memory_that_clients_share_does_not_count_as_the_servers_for_long(local: Server, client: KVStoreClient) -> None:
+def test_memory_shared_by_clients_soon_stops_counting_as_the_servers(local: Server, client: KVStoreClient) -> None:
     keys = make_keys(800)
-    rows = host_memory(800, BLOCK)  # 200 MiB, of which the server holds 64
+    rows = host_memory(800, BLOCK)  # 200 MiB, for a server of 64 MiB
     rows[:] = 7
     (shard,) = local.shards()
     before = rss_bytes(shard.pid)
@@ -792,7 +887,7 @@ def test_memory_that_clients_share_does_not_count_as_the_servers_for_long(local:
     assert rss_bytes(shard.pid) < before + (64 << 20) + (48 << 20)
 
 
-def test_descriptors_that_nobody_asked_for_are_closed_and_end_the_connection(path: Path, local: Server) -> None:
+def test_unrequested_descriptors_are_closed_and_end_the_connection(path: Path, local: Server) -> None:
     (shard,) = local.shards()
     before = shard.num_fds()
     with socket.socket() as other:

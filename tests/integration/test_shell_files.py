@@ -1,4 +1,4 @@
-"""The manual pages and the completion of both commands, as groff, bash and zsh take them."""
+"""The manual pages and the completion scripts of both commands, processed by groff, bash and zsh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_command_has_a_page_that_groff_sets_without_a_warning(pages: Path) -> None:
+def test_every_command_has_a_page_without_groff_warnings(pages: Path) -> None:
     names = {page.stem for page in pages.iterdir()}
     assert {"kvstore", "kvstore-server", "kvstore-top", "kvstore-cluster-status", "kvstore-plan-search"} <= names
     if shutil.which("groff") is None:
@@ -38,7 +38,7 @@ def test_every_command_has_a_page_that_groff_sets_without_a_warning(pages: Path)
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
-def test_the_page_of_the_server_has_every_setting(pages: Path) -> None:
+def test_the_servers_page_has_every_setting(pages: Path) -> None:
     text = (pages / "kvstore-server.1").read_text(encoding="utf-8").replace("\\-", "-")
     for each in describe(ServerConfig):
         assert (f"[[{each.name}]]" if each.setting.file_only else f"\\fB{each.flag}") in text, each.name
@@ -48,7 +48,8 @@ def test_the_page_of_the_server_has_every_setting(pages: Path) -> None:
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """Asks bash what it would complete a command line to: the function that the command's own script defines."""
+    """A function that returns bash's completions of a command line, from the function that the command's own script
+    defines."""
     programs = tmp_path_factory.mktemp("programs")
     scripts = []
     for name, module in MODULES.items():
@@ -100,8 +101,8 @@ def test_bash_completes_commands_options_and_values(
     assert complete(line) == completions
 
 
-def test_zsh_completes_at_the_first_tab_of_a_shell(tmp_path: Path) -> None:
-    """zsh reads the file then, as a function, and expects it to complete."""
+def test_zsh_completes_at_the_first_tab(tmp_path: Path) -> None:
+    """At the first tab, zsh loads the file as a function and expects completions from it."""
     if shutil.which("zsh") is None:
         pytest.skip("zsh is not installed: scripts/programs.sh installs it")
     script = runpy.run_path(str(ROOT / "scripts" / "shell_files.py"))["completion"]("kvstore", "zsh")

@@ -1,4 +1,4 @@
-"""What `kvstore_client.engine.store` says that every store must do, tried on each of them and on nested ones."""
+"""What `kvstore_client.engine.store` promises for every store, tested with each kind of store and with nested ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from kvstore_client import KVStoreClient, KVStoreError, Namespace
 from kvstore_client.engine.client_store import ClientStore
 from kvstore_client.engine.local_first import LocalFirstStore
-from kvstore_client.engine.parts import SlicedStore
+from kvstore_client.engine.slices import SlicedStore
 from kvstore_client.engine.store import Store, get_into
 from tests.support.harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, stays, wait_until
 
@@ -22,8 +22,8 @@ SLICES = 4
 
 
 class Open:
-    """Opens stores of one kind, of one namespace; each call of them ends after so many seconds. Blocks have `BLOCK`
-    bytes."""
+    """Opens stores of one kind, for one namespace with blocks of `BLOCK` bytes. `timeout_s` is the limit of each
+    call."""
 
     def __init__(self, kind: str, far: Server, near: Server | None, namespace: Namespace) -> None:
         self._kind, self._far, self._near, self._namespace = kind, far, near, namespace
@@ -43,7 +43,7 @@ class Open:
         return ClientStore(server.endpoint, self._namespace, fail_open=True, timeout_s=timeout_s, keeps_copies=True)
 
     def purge(self) -> None:
-        """As an operator does, of the store that the fleet shares."""
+        """Purge the store that the fleet shares, as an operator does."""
         with KVStoreClient(self._far.endpoint, self._namespace) as operator:
             operator.purge()
 
@@ -69,12 +69,12 @@ def open_store(
 
 
 def set_chain(store: Store, keys: list[bytes], version: int = 0, generation: int | None = None) -> int:
-    """-> how many blocks were not stored."""
+    """Set a chain. Returns the number of blocks that were not stored."""
     blocks = [block_of(key, BLOCK, version) for key in keys]
     return store.set(keys, blocks, parent=[None, *keys[:-1]], generation=generation).error
 
 
-def test_blocks_arrive_where_they_are_asked_for_and_others_are_misses(open_store: Open) -> None:
+def test_blocks_arrive_in_their_places_and_others_miss(open_store: Open) -> None:
     store, keys = open_store(), make_keys(6)
     assert set_chain(store, keys[:4]) == 0
     out = np.zeros((8, BLOCK), dtype=np.uint8)
@@ -88,7 +88,7 @@ def test_blocks_arrive_where_they_are_asked_for_and_others_are_misses(open_store
     assert store.expire(keys, ttl_s=60.0).tolist() == [True] * 4 + [False] * 2
 
 
-def test_a_block_that_is_there_is_left_alone(open_store: Open) -> None:
+def test_an_existing_block_is_left_unchanged(open_store: Open) -> None:
     store, keys = open_store(), make_keys(2)
     assert set_chain(store, keys) == 0 and set_chain(store, keys, version=1) == 0
     out = np.zeros((2, BLOCK), dtype=np.uint8)
@@ -112,7 +112,7 @@ def test_a_promised_block_is_waited_for(open_store: Open) -> None:
     assert all(found) and [bytes(row) for row in out] == blocks_of(keys, BLOCK)
 
 
-def test_a_store_that_is_silent_is_a_miss_by_the_deadline_and_explained(open_store: Open, far: Server) -> None:
+def test_a_silent_store_is_a_miss_by_the_deadline_with_a_reason(open_store: Open, far: Server) -> None:
     store, keys = open_store(0.5), make_keys(3)
     assert not store.contains(keys).any() and store.reached
     with far.stopped():
@@ -125,7 +125,7 @@ def test_a_store_that_is_silent_is_a_miss_by_the_deadline_and_explained(open_sto
         assert store.stats.unanswered > 0 and isinstance(store.why_unanswered(), KVStoreError)
 
 
-def test_what_was_made_before_a_purge_is_refused_and_what_was_stored_is_a_miss(open_store: Open) -> None:
+def test_blocks_made_before_a_purge_are_refused_and_stored_ones_miss(open_store: Open) -> None:
     store, keys = open_store(), make_keys(4)
     assert set_chain(store, keys[:2]) == 0
     before = store.generation
@@ -160,7 +160,7 @@ def test_a_wrong_argument_is_named_and_changes_nothing(
     assert not out.any() and store.contains(keys).all()
 
 
-def test_steps_that_are_closed_give_up_what_was_asked_for(open_store: Open) -> None:
+def test_closed_steps_give_up_their_requests(open_store: Open) -> None:
     store, other, keys = open_store(), open_store(), make_keys(2)
     promise = other.promise(keys)
     out = np.zeros((2, BLOCK), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""What a server tells systemd: a real server, and a socket in the place of systemd's."""
+"""The messages of a server to systemd: a real server, and a socket in place of systemd's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEARD_S = 10.0
 
 
 class Systemd:
-    """The end of the protocol that systemd has."""
+    """systemd's side of the protocol."""
 
     def __init__(self, path: Path) -> None:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -28,17 +28,17 @@ class Systemd:
         self._sock.close()
 
     def next(self) -> dict[str, str]:
-        """The next message."""
+        """Return the next message."""
         return dict(line.split("=", 1) for line in self._sock.recv(4096).decode().splitlines())
 
     def heard(self, field: str) -> dict[str, str]:
-        """The next message with a field."""
+        """Return the next message that has this field."""
         while field not in (message := self.next()):
             pass
         return message
 
     def silent(self, seconds: float) -> bool:
-        """Drop what has come, and wait. -> whether nothing came then."""
+        """Drop the messages received so far, and wait. Returns whether no other message came."""
         self._sock.settimeout(0)
         try:
             while True:
@@ -68,7 +68,7 @@ def server(systemd: Systemd, start_server: StartServer, tmp_path: Path) -> Serve
     return start_server("--shards", "2", NOTIFY_SOCKET=str(tmp_path / "notify"), WATCHDOG_USEC=watchdog)
 
 
-def test_systemd_hears_of_start_readiness_and_end(systemd: Systemd, server: Server) -> None:
+def test_systemd_is_notified_of_start_readiness_and_stop(systemd: Systemd, server: Server) -> None:
     assert systemd.next() == {"STATUS": "starting 2 shard(s)"}
     ready = systemd.heard("READY")
     assert ready == {"READY": "1", "STATUS": f"serving at 127.0.0.1:{server.port} with 2 shard(s) of 64MiB together"}
@@ -78,7 +78,7 @@ def test_systemd_hears_of_start_readiness_and_end(systemd: Systemd, server: Serv
     assert systemd.heard("STOPPING") == {"STOPPING": "1", "STATUS": "stopping"}
 
 
-def test_the_watchdog_hears_a_supervisor_that_works_and_none_that_hangs(systemd: Systemd, server: Server) -> None:
+def test_the_watchdog_is_notified_by_a_working_supervisor_only(systemd: Systemd, server: Server) -> None:
     systemd.heard("READY")
     for _ in range(3):
         assert systemd.heard("WATCHDOG") == {"WATCHDOG": "1"}
@@ -90,7 +90,7 @@ def test_the_watchdog_hears_a_supervisor_that_works_and_none_that_hangs(systemd:
     assert systemd.heard("WATCHDOG") == {"WATCHDOG": "1"}
 
 
-def test_a_server_whose_socket_of_systemd_is_gone_serves_and_says_so(start_server: StartServer) -> None:
+def test_a_server_without_its_systemd_socket_serves_and_logs_that(start_server: StartServer) -> None:
     server = start_server(NOTIFY_SOCKET="/nosuch/notify")
     assert server.stop() == 0
-    assert "systemd cannot be told 'READY=1" in server.log_text()
+    assert "cannot notify systemd of 'READY=1" in server.log_text()

@@ -1,4 +1,4 @@
-"""Quotas of tenants: one that floods the store takes nothing that another one is entitled to."""
+"""Quotas of tenants: a tenant that floods the store takes nothing that is guaranteed to another one."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def fill(client: KVStoreClient, count: int, first: int) -> list[bytes]:
 
 def test_a_tenant_that_floods_the_store_evicts_itself(tenants: Tenants) -> None:
     with tenants.client("quiet") as quiet, tenants.client("noisy") as noisy:
-        kept = fill(quiet, 160, 0)  # 10 MiB, within what it is guaranteed
+        kept = fill(quiet, 160, 0)  # 10 MiB, less than its guaranteed memory
         flood = fill(noisy, 1600, 10_000)  # 100 MiB
         assert int(quiet.contains(kept).sum()) == 160
         assert quiet.get(kept[:32]).blocks == blocks_of(kept[:32], BLOCK_BYTES)
         assert state(quiet).memory_bytes >= 10 * MIB
-        assert noisy.contains(flood[-64:]).sum() > 0  # it has the rest
-        # What it is entitled to, it also gets while the other one has taken all that there was.
+        assert noisy.contains(flood[-64:]).sum() > 0  # it gets the remaining memory
+        # A tenant also gets its guaranteed memory if the other one has taken everything.
         more = fill(quiet, 32, 1000)
         assert int(quiet.contains(kept + more).sum()) == 192
         assert [each.tenant for each in noisy.info().shards[0].tenants] == ["noisy"]
@@ -99,7 +99,7 @@ def test_without_a_guarantee_tenants_share_equally(tenants: Tenants) -> None:
         del one
         fill(noisy, 1000, 0)
         with tenants.client("quiet") as quiet:
-            kept = fill(quiet, 256, 5000)  # 16 MiB: its 12 MiB, and a part of what is left
+            kept = fill(quiet, 256, 5000)  # 16 MiB: its guaranteed 12 MiB, and a part of the rest
             fill(noisy, 1000, 20_000)
             assert int(quiet.contains(kept).sum()) == 256
 
@@ -117,7 +117,7 @@ def test_a_tenant_stays_below_its_maximum_in_memory_and_on_disk(tenants: Tenants
 def test_pins_of_a_tenant_are_limited(tenants: Tenants) -> None:
     with tenants.client("small") as small:
         keys = fill(small, 48, 0)
-        small.contains(keys, pin_s=30.0)  # 3 MiB: refused, the blocks are found all the same
+        small.contains(keys, pin_s=30.0)  # 3 MiB: the pin is refused, but the blocks are found
         assert state(small).refused == {"pinned": 1}
         assert small.contains(keys[-8:], pin_s=30.0).all()
         fill(small, 256, 1000)
@@ -131,7 +131,7 @@ def test_connections_of_a_tenant_are_limited(tenants: Tenants) -> None:
         assert "refused at a limit: tenant 'small' is at its limit of connections = 2" in tenants.server.log.read_text()
         assert state(second).connections == 2
         assert state(second).refused == {"connections": 1} and second.info().shards[0].refused["tenant"] == 1
-    with tenants.client("quiet") as quiet:  # nobody else is held up
+    with tenants.client("quiet") as quiet:  # no other tenant is delayed
         assert quiet.match_prefix(make_keys(1)) == 0
     client = wait_until(lambda: _connected(tenants), what="a place is free again")
     client.close()
@@ -144,7 +144,7 @@ def _connected(tenants: Tenants) -> KVStoreClient | None:
         return None
 
 
-def test_requests_and_bytes_beyond_a_limit_are_refused_told_and_recorded(tenants: Tenants) -> None:
+def test_requests_and_bytes_beyond_a_limit_are_refused_and_recorded(tenants: Tenants) -> None:
     keys = make_keys(1)
     with tenants.client("slow") as slow:
         with pytest.raises(ProtocolError, match="tenant 'slow' is at its limit of requests_per_s = 5"):
@@ -156,7 +156,7 @@ def test_requests_and_bytes_beyond_a_limit_are_refused_told_and_recorded(tenants
         assert "refused at a limit: tenant 'slow' is at its limit of requests_per_s" in tenants.server.log_text()
     with tenants.client("heavy") as heavy:
         many = make_keys(64, 100)
-        heavy.set(many, blocks_of(many, BLOCK_BYTES))  # 4 MiB in one request: let through, and paid for later
+        heavy.set(many, blocks_of(many, BLOCK_BYTES))  # 4 MiB in one request: accepted, and charged to later ones
         with pytest.raises(ProtocolError, match="bytes_per_s"):
             heavy.get(many)
         assert state(heavy).refused.keys() == {"bytes_per_s"}

@@ -1,4 +1,4 @@
-"""A shard and a client whose blocks move in a third way, neither in band nor through mapped memory."""
+"""A shard and a client whose blocks move by a third transport, neither in band nor through mapped memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
 
 @contextmanager
 def serving(local: socket.socket | None = None, sharing: Sharing = DESCRIPTORS, **more: Any) -> Iterator[str]:
-    """A shard of this process. -> its endpoint."""
+    """Run a shard in this process. Gives its endpoint."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         port = listener.getsockname()[1]
@@ -81,7 +81,7 @@ def serving(local: socket.socket | None = None, sharing: Sharing = DESCRIPTORS, 
 
 @pytest.fixture
 def endpoint(fabric: Fabric, tmp_path: Path) -> Iterator[str]:
-    """A shard whose memory the fabric reads where else mapped memory would be read."""
+    """A shard whose memory clients read through the fabric, and not through mapped memory."""
     path = str(tmp_path / "shard")
     with socket.socket(socket.AF_UNIX) as local:
         local.bind(path)
@@ -103,7 +103,7 @@ def missing():
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
-    """A package of somebody else's is installed, with two transports: `fabric`, and one that cannot be used here."""
+    """The `fabric` transport of an installed third-party package, whose other transport cannot be used here."""
     points = {"kvstore.transports/fabric": "sharing", "kvstore.transports/no-card": "missing"}
     install(monkeypatch, tmp_path / "site", "fabric_of_others", PLUGIN, points)
     fabric = TRANSPORTS.find("fabric")()
@@ -113,7 +113,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabri
     sys.modules.pop("fabric_of_others")
 
 
-def test_a_transport_of_another_package_moves_the_blocks(installed: Fabric, new_namespace: MakeNamespace) -> None:
+def test_another_packages_transport_moves_the_blocks(installed: Fabric, new_namespace: MakeNamespace) -> None:
     keys, namespace = make_keys(300), new_namespace(BLOCK)
     expected = np.frombuffer(b"".join(blocks_of(keys, BLOCK)), dtype=np.uint8).reshape(300, BLOCK)
     with (
@@ -133,7 +133,7 @@ def test_a_transport_of_another_package_moves_the_blocks(installed: Fabric, new_
         installed.broken = False
 
 
-def test_a_transport_that_needs_long_help_is_a_slow_turn(installed: Fabric, new_namespace: MakeNamespace) -> None:
+def test_a_transport_that_needs_long_progress_is_a_slow_turn(installed: Fabric, new_namespace: MakeNamespace) -> None:
     keys, namespace = make_keys(20), new_namespace(BLOCK)
     with (
         serving(transport="fabric") as endpoint,
@@ -159,7 +159,7 @@ def test_a_shard_with_another_transport_sends_blocks_in_band(installed: Fabric, 
         assert client.get(keys).blocks == blocks_of(keys, BLOCK) and client.stats.path == "tcp"
 
 
-def test_a_transport_that_is_not_there_is_named_with_those_that_are(
+def test_an_unknown_transport_is_named_with_the_known_ones(
     installed: Fabric, new_namespace: MakeNamespace, tmp_path: Path
 ) -> None:
     authority = Authority(tmp_path)
@@ -185,16 +185,14 @@ def test_a_transport_that_is_not_there_is_named_with_those_that_are(
         )
 
 
-def test_every_call_works_when_the_fabric_moves_the_blocks(
-    endpoint: str, fabric: Fabric, new_namespace: MakeNamespace
-) -> None:
+def test_every_call_works_over_the_fabric(endpoint: str, fabric: Fabric, new_namespace: MakeNamespace) -> None:
     keys = make_keys(300)
     expected = np.frombuffer(b"".join(blocks_of(keys, BLOCK)), dtype=np.uint8).reshape(300, BLOCK)
     with KVStoreClient(endpoint, new_namespace(BLOCK), shared_memory=True, timeout_s=10) as client:
         assert client.set(keys[:150], expected[:150]).created == 150  # through the ring
         mine = host_memory(150, BLOCK)
         mine[:] = expected[150:]
-        assert client.set(keys[150:], mine).created == 150  # from where it is
+        assert client.set(keys[150:], mine).created == 150  # read from the client's memory
         assert fabric.reads == 300
         out = np.zeros((300, BLOCK), dtype=np.uint8)
         assert client.get_into(keys, out).all() and (out == expected).all()
@@ -219,7 +217,7 @@ def test_when_the_fabric_fails_blocks_come_in_band(endpoint: str, fabric: Fabric
         assert client.info().shards[0].lent_blocks == 0
 
 
-def test_who_insists_on_shared_memory_is_told_that_it_cannot_be_read(
+def test_a_client_that_requires_shared_memory_gets_an_error(
     endpoint: str, fabric: Fabric, new_namespace: MakeNamespace
 ) -> None:
     keys, more = make_keys(25)[:20], make_keys(25)[20:]

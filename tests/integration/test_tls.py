@@ -1,4 +1,4 @@
-"""TLS of the data: real servers and clients, with real certificates."""
+"""TLS on the data port, with real servers, clients and certificates."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def stores_and_reads(client: KVStoreClient, count: int = 64, first: int = 0) -> 
 
 
 def refusal(server: Server, namespace: Namespace, **options: str) -> str:
-    """What a client is told that cannot connect."""
+    """Return the error of a client that is expected not to connect."""
     with pytest.raises(KVStoreError) as caught:
         KVStoreClient(server.endpoint, namespace, timeout_s=5, **options)
     return str(caught.value)
 
 
 def served_serial(server: Server) -> int:
-    """The serial number of the certificate that a new connection is shown."""
+    """Return the serial number of the certificate that the server shows on a new connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with (
@@ -100,7 +100,7 @@ def served_serial(server: Server) -> int:
 # ---- what works --------------------------------------------------------------------------------------------------
 
 
-def test_blocks_go_through_tls(server: Server, authority: Authority, namespace: Namespace) -> None:
+def test_blocks_are_transferred_over_tls(server: Server, authority: Authority, namespace: Namespace) -> None:
     assert server.ready_line.startswith("kvstore-server ready tls://127.0.0.1:")
     with KVStoreClient(server.endpoint, namespace, tls_ca=authority.file) as client:
         stores_and_reads(client)
@@ -130,7 +130,7 @@ def test_asyncio_through_tls(server: Server, authority: Authority, namespace: Na
     assert asyncio.run(store_and_read()) == blocks
 
 
-def test_nodes_behind_a_dns_name_are_verified_under_it(
+def test_nodes_behind_a_dns_name_are_verified_by_that_name(
     start_server: StartServer, authority: Authority, namespace: Namespace
 ) -> None:
     server = start_server(*tls_flags(authority.issue("service", hosts=("localhost",))))  # and not for 127.0.0.1
@@ -139,29 +139,29 @@ def test_nodes_behind_a_dns_name_are_verified_under_it(
         assert client.stats.path == "tls"
 
 
-def test_a_client_on_the_servers_host_goes_from_tls_to_shared_memory(
+def test_a_local_client_switches_from_tls_to_shared_memory(
     start_server: StartServer, authority: Authority, namespace: Namespace, tmp_path: Path
 ) -> None:
     server = start_server(*tls_flags(authority.issue("local")), "--unix-socket", str(tmp_path / "kv.sock"))
     with KVStoreClient(server.endpoint, namespace, tls_ca=authority.file) as client:
         stores_and_reads(client)
         assert client.stats.path == "shared memory"
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:  # libzmq, too, needs no TLS there
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:  # libzmq needs no TLS there either
         dealer.linger = 0
         dealer.connect(f"ipc://{tmp_path}/kv.sock")
         assert ask_hello(dealer) == WELCOME
 
 
 def ask_hello(dealer: zmq.Socket[bytes]) -> int:
-    """-> the type of the reply to HELLO."""
+    """Send HELLO, and return the type of the reply."""
     dealer.send(pack(HELLO, 0, PROTOCOL, b"", "libzmq"))
     assert dealer.poll(10_000), "no answer"
     kind: int = msgspec.msgpack.decode(dealer.recv())[0]
     return kind
 
 
-def test_libzmq_speaks_through_a_tunnel(server: Server, authority: Authority) -> None:
-    """A tunnel is a program that makes the TLS connection; here it is a client's own TLS process."""
+def test_libzmq_can_use_a_tunnel(server: Server, authority: Authority) -> None:
+    """A tunnel is a program that makes the TLS connection for libzmq. Here it is the TLS process of a client."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         zmq.Context() as context,
@@ -187,9 +187,7 @@ def pump(source: socket.socket, target: socket.socket) -> None:
             target.sendall(data)
 
 
-def test_a_child_process_makes_connections_of_its_own(
-    server: Server, authority: Authority, namespace: Namespace
-) -> None:
+def test_a_child_process_opens_its_own_connections(server: Server, authority: Authority, namespace: Namespace) -> None:
     with KVStoreClient(server.endpoint, namespace, tls_ca=authority.file) as client:
         stores_and_reads(client)
         child = os.fork()
@@ -204,7 +202,7 @@ def test_a_child_process_makes_connections_of_its_own(
         stores_and_reads(client, first=2000)
 
 
-def test_the_process_for_connections_ends_with_its_client(server: Server, authority: Authority) -> None:
+def test_the_connection_process_ends_with_its_client(server: Server, authority: Authority) -> None:
     code = (
         "import sys, psutil; from kvstore_client import KVStoreClient, Namespace\n"
         "namespace = Namespace(model='m', dtype='uint8', block_tokens=1, block_bytes=4096)\n"
@@ -224,7 +222,7 @@ def test_the_process_for_connections_ends_with_its_client(server: Server, author
     assert not done.stderr
 
 
-def test_commands_take_the_ca(server: Server, authority: Authority) -> None:
+def test_commands_accept_the_ca(server: Server, authority: Authority) -> None:
     command = [sys.executable, "-m", "kvstore_cli", "ping", "--endpoint", server.endpoint]
     variables = environment()
     done = subprocess.run([*command, "--tls-ca", authority.file], env=variables, capture_output=True, check=False)
@@ -245,7 +243,7 @@ def test_http_speaks_tls_too(server: Server, authority: Authority) -> None:
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 
-def test_a_plain_client_is_told_to_use_tls(server: Server, namespace: Namespace) -> None:
+def test_a_client_without_tls_gets_an_error_that_recommends_it(server: Server, namespace: Namespace) -> None:
     with pytest.raises(ProtocolError, match=r"this port speaks TLS 1\.3 only"):
         KVStoreClient(f"tcp://{server.host}:{server.port}", namespace, timeout_s=5)
 
@@ -268,10 +266,8 @@ def test_a_server_without_tls_is_not_used(
         KVStoreClient(f"tls://{server.host}:{server.port}", namespace, tls_ca=authority.file, timeout_s=5)
 
 
-def test_a_certificate_that_cannot_be_trusted_is_explained(
-    start_server: StartServer, tmp_path: Path, namespace: Namespace
-) -> None:
-    """One server that is given one bad certificate after the other; each is in use at the next connection."""
+def test_an_untrusted_certificate_is_explained(start_server: StartServer, tmp_path: Path, namespace: Namespace) -> None:
+    """A server gets one bad certificate after another, and uses each from the next connection on."""
     authority, other = Authority(tmp_path), Authority(tmp_path, "other")
     good = authority.issue("node")
     server = start_server(*tls_flags(good))
@@ -289,7 +285,7 @@ def test_a_certificate_that_cannot_be_trusted_is_explained(
         assert message in refusal(server, namespace, tls_ca=authority.file)
 
 
-def test_clients_may_need_certificates(
+def test_client_certificates_can_be_required(
     start_server: StartServer, tmp_path: Path, authority: Authority, namespace: Namespace
 ) -> None:
     other = Authority(tmp_path, "other").issue("stranger")
@@ -304,7 +300,7 @@ def test_clients_may_need_certificates(
         stores_and_reads(client)
 
 
-def test_a_server_does_not_start_with_files_that_it_cannot_use(tmp_path: Path) -> None:
+def test_a_server_does_not_start_with_unusable_files(tmp_path: Path) -> None:
     cert, key = Authority(tmp_path).issue("locked", password=b"x")
     done = subprocess.run(
         [sys.executable, "-m", "kvstore", "--port", "0", "--memory", "32MiB", "--tls-cert", cert, "--tls-key", key],
@@ -326,7 +322,7 @@ def test_a_new_certificate_drops_no_connection(start_server: StartServer, tmp_pa
     with KVStoreClient(server.endpoint, namespace, tls_ca=authority.file) as client:
         stores_and_reads(client)
         first = served_serial(server)
-        authority.issue("node")  # no signal: the files have changed
+        authority.issue("node")  # without a signal, because the files have changed
         wait_until(lambda: served_serial(server) != first, what="the new certificate is in use")
         second = served_serial(server)
         Path(tmp_path / "node.crt").write_text("nothing")
@@ -339,7 +335,7 @@ def test_a_new_certificate_drops_no_connection(start_server: StartServer, tmp_pa
 
 
 def tls_metrics(server: Server, authority: Authority) -> dict[str, float]:
-    """The metrics of the TLS processes, summed over the shards, without ``kvstore_tls_``."""
+    """Return the metrics of the TLS processes, summed over the shards. The names lack the prefix ``kvstore_tls_``."""
     context = ssl.create_default_context(cafile=authority.file)
     with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10, context=context) as answer:
         lines = answer.read().decode().splitlines()
@@ -351,7 +347,7 @@ def tls_metrics(server: Server, authority: Authority) -> dict[str, float]:
     return values
 
 
-def test_a_scrape_tells_what_the_tls_processes_do(
+def test_a_scrape_has_the_tls_processes_metrics(
     authority: Authority, namespace: Namespace, start_server: StartServer
 ) -> None:
     server = start_server(*tls_flags(authority.issue("metrics"), "--http", "127.0.0.1:0"))
@@ -371,12 +367,10 @@ def test_a_scrape_tells_what_the_tls_processes_do(
         wait_until(lambda: tls_metrics(server, authority)["up"] == 1, what="another process accepts connections")
 
 
-def test_whoever_does_not_finish_handshakes_keeps_nobody_out(
-    server: Server, authority: Authority, namespace: Namespace
-) -> None:
+def test_unfinished_handshakes_keep_no_client_out(server: Server, authority: Authority, namespace: Namespace) -> None:
     silent = []
     try:
-        for _ in range(300):  # more than there are places for handshakes
+        for _ in range(300):  # more than the limit of handshakes
             sock = socket.create_connection((server.host, server.port), 5)
             sock.sendall(b"\x16\x03\x01")
             silent.append(sock)
@@ -391,15 +385,15 @@ def test_whoever_does_not_finish_handshakes_keeps_nobody_out(
 
 
 def own_bytes(process: psutil.Process) -> int:
-    """The memory of a process, without files and without what it shares with others, its blocks included."""
+    """Return the memory of a process without files and without shared memory, such as that of its blocks."""
     memory = process.memory_info()
     return int(memory.rss - memory.shared)
 
 
-def test_a_client_that_takes_nothing_costs_the_node_little(
+def test_a_client_that_reads_nothing_costs_the_node_little(
     server: Server, authority: Authority, namespace: Namespace
 ) -> None:
-    """It asks for 16 MiB eight times and reads none of it: its shard stops reading from it."""
+    """The client asks for 16 MiB eight times and reads nothing, so its shard stops reading from that client."""
     keys = make_keys(256)
     with KVStoreClient(server.endpoint, namespace, tls_ca=authority.file) as client:
         client.set(keys, blocks_of(keys, BLOCK_BYTES))
@@ -416,7 +410,7 @@ def test_a_client_that_takes_nothing_costs_the_node_little(
                 stores_and_reads(client, count=8, first=5000)
 
 
-def test_a_tls_process_that_hangs_is_told_and_replaced(
+def test_a_hanging_tls_process_is_reported_and_replaced(
     start_server: StartServer, authority: Authority, namespace: Namespace, tmp_path: Path
 ) -> None:
     clock = Clock(tmp_path / "clock")
@@ -441,7 +435,7 @@ def test_a_tls_process_that_hangs_is_told_and_replaced(
 
 
 def readiness(server: Server, authority: Authority) -> tuple[int, str]:
-    """-> the status of /readyz, and why shard 0 is not ready."""
+    """Return the status of /readyz, and the reason if shard 0 is not ready."""
     context = ssl.create_default_context(cafile=authority.file)
     try:
         with urllib.request.urlopen(f"{server.http_url}/readyz", timeout=10, context=context) as answer:
@@ -452,16 +446,14 @@ def readiness(server: Server, authority: Authority) -> tuple[int, str]:
 
 
 def readable(client: KVStoreClient) -> bool:
-    """Whether the blocks that `stores_and_reads` has set are there."""
+    """Return whether the blocks that `stores_and_reads` has set are there."""
     try:
         return bool(client.contains(make_keys(64)).all())
     except KVStoreError:
         return False
 
 
-def test_a_tls_process_that_dies_is_replaced(
-    start_server: StartServer, authority: Authority, namespace: Namespace
-) -> None:
+def test_a_dead_tls_process_is_replaced(start_server: StartServer, authority: Authority, namespace: Namespace) -> None:
     server = start_server(*tls_flags(authority.issue("dying")))
     with KVStoreClient(server.endpoint, namespace, tls_ca=authority.file, timeout_s=5) as client:
         stores_and_reads(client)

@@ -1,4 +1,4 @@
-"""A cluster whose nodes, clients and etcd talk TLS to each other, with users and their roles in etcd."""
+"""A cluster whose nodes, clients and etcd use TLS for all connections, with users and their roles in etcd."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.harness import ROOT, MakeNamespace, blocks_of, make_keys, wai
 NAME = "prod"
 PASSWORDS = {"root": "root's", "kvstore-node": "the node's", "kvstore-client": "the client's"}
 BLOCK = 4096
-# As docs/security.md has them; users are added with passwords.
+# The roles are those of docs/security.md. Users get passwords here.
 ROLES = [
     line.removeprefix("etcdctl ").replace("NAME", NAME)
     for line in (ROOT / "docs" / "security.md").read_text().splitlines()
@@ -41,7 +41,7 @@ def issued(authority: Authority) -> Issued:
 
 @pytest.fixture(scope="module")
 def secure_etcd(authority: Authority, issued: Issued, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    """With TLS, client certificates, users and roles."""
+    """An etcd with TLS, client certificates, users and roles."""
     with Etcd(tmp_path_factory.mktemp("etcd"), certificate=issued, ca=authority.file) as etcd:
         for user, password in PASSWORDS.items():
             etcd.control("user", "add", f"{user}:{password}")
@@ -54,7 +54,7 @@ def secure_etcd(authority: Authority, issued: Issued, tmp_path_factory: pytest.T
 
 
 def url_of(etcd: Etcd, authority: Authority, folder: Path, user: str) -> EtcdURL:
-    """The cluster, as a user reaches it."""
+    """Return the cluster's URL for a user."""
     file = folder / f"{user}.password"
     file.write_text(f"{PASSWORDS[user]}\n")
     mine = authority.issue(user, hosts=(), common_name=False)
@@ -66,10 +66,10 @@ def url(secure_etcd: Etcd, authority: Authority, tmp_path: Path) -> EtcdURL:
     return url_of(secure_etcd, authority, tmp_path, "kvstore-node")
 
 
-def test_nodes_and_clients_of_a_cluster_with_tls_everywhere(
+def test_a_cluster_works_with_tls_on_every_connection(
     secure_etcd: Etcd, authority: Authority, issued: Issued, url: EtcdURL, tmp_path: Path, new_namespace: MakeNamespace
 ) -> None:
-    """Two nodes; one joins and is filled, then one leaves: its blocks move over TLS."""
+    """A second node joins and is filled, and then leaves. Its blocks move over TLS both times."""
     flags = {"tls_cert": issued.cert, "tls_key": issued.key, "tls_client_ca": authority.file}
     client_url = str(url_of(secure_etcd, authority, tmp_path, "kvstore-client"))
     tls = {"tls_ca": authority.file, "tls_cert": issued.cert, "tls_key": issued.key}
@@ -78,7 +78,7 @@ def test_nodes_and_clients_of_a_cluster_with_tls_everywhere(
     blocks = blocks_of(keys, BLOCK)
     with Cluster(str(url), tmp_path, grace_seconds=60, **flags) as cluster:
         cluster.start("a")
-        cluster.wait_for(a="serving")  # at once, as the only one
+        cluster.wait_for(a="serving")  # at once, because it is the only node
         with KVStoreClient(client_url, namespace, **tls) as client:  # type: ignore[arg-type]
             assert client.set(keys, blocks, deferred=False).error == 0
             cluster.start("b", drain_seconds=20)
@@ -93,7 +93,7 @@ def test_nodes_and_clients_of_a_cluster_with_tls_everywhere(
             wait_until(lambda: nodes_of(client) == {"a", "b"}, what="the client sees both")
             later = make_keys(100, first=1000)
             assert client.set(later, blocks_of(later, BLOCK), deferred=False).error == 0
-            assert cluster.nodes["b"].stop() == 0  # which moves what only it has to node a
+            assert cluster.nodes["b"].stop() == 0  # the drain moves to node a the blocks that only b has
             cluster.wait_for_members("a")
             keys, blocks = [*keys, *later], [*blocks, *blocks_of(later, BLOCK)]
             out = np.zeros((len(keys), BLOCK), dtype=np.uint8)
@@ -101,12 +101,12 @@ def test_nodes_and_clients_of_a_cluster_with_tls_everywhere(
             assert [bytes(row) for row in out] == blocks
         log = cluster.nodes["a"].log_text() + cluster.nodes["b"].log_text()
         assert not any(password in log for password in PASSWORDS.values())
-        with pytest.raises(ConnectionLost, match=r"TLS 1\.3 only"):  # no plain connection in its place
+        with pytest.raises(ConnectionLost, match=r"TLS 1\.3 only"):  # no fallback without TLS
             KVStoreClient(client_url, namespace, timeout_s=2)
 
 
 def test_a_password_may_change_while_a_node_runs(secure_etcd: Etcd, url: EtcdURL) -> None:
-    """etcd then knows its token no more, as after the token's time."""
+    """After the change of its password, etcd no longer accepts the node's token, as after the token has expired."""
     directory = EtcdDirectory(url, 2.0)
     lease = directory.grant(30)
     directory.put_record("x", b"{}", lease)
@@ -123,7 +123,7 @@ def test_a_password_may_change_while_a_node_runs(secure_etcd: Etcd, url: EtcdURL
         secure_etcd.control("user", "passwd", "kvstore-node", "--interactive=false", user=root, says=f"{before}\n")
 
 
-def test_a_client_may_read_and_not_write(secure_etcd: Etcd, authority: Authority, tmp_path: Path) -> None:
+def test_a_clients_user_may_read_but_not_write(secure_etcd: Etcd, authority: Authority, tmp_path: Path) -> None:
     directory = EtcdDirectory(url_of(secure_etcd, authority, tmp_path, "kvstore-client"), 2.0)
     directory.records()
     with pytest.raises(DirectoryError, match="permission denied"):
@@ -145,7 +145,9 @@ def test_a_client_may_read_and_not_write(secure_etcd: Etcd, authority: Authority
         ({"password_file": os.devnull}, "refuses the user 'kvstore-node'"),
     ],
 )
-def test_who_may_not_ask_etcd_is_told_why(url: EtcdURL, issued: Issued, change: dict[str, str], message: str) -> None:
+def test_a_user_without_access_to_etcd_gets_the_reason(
+    url: EtcdURL, issued: Issued, change: dict[str, str], message: str
+) -> None:
     if change.get("cert"):
         change = issued._asdict()
     assert url.options is not None

@@ -36,7 +36,7 @@ class Store(NamedTuple):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """Two nodes, the second with two shards, and blocks on both, which a thread asks for all the time."""
+    """Two nodes with blocks, the second one with two shards. A thread reads the blocks all the time."""
     folder = tmp_path_factory.mktemp("top")
     ended = threading.Event()
     with ExitStack() as stack:
@@ -74,7 +74,7 @@ def answer(store: Store, *arguments: str, status: int = 0) -> Any:
     return json.loads(top(store, "--once", "--json", *arguments, status=status).stdout)
 
 
-def test_one_look_as_json_has_every_node_and_their_sum(store: Store) -> None:
+def test_one_sample_as_json_has_every_node_and_their_sum(store: Store) -> None:
     found = answer(store, "--sort", "blocks")
     assert [row["shards"] for row in found["rows"]] in ([2, 1], [1, 2])
     blocks = [row["blocks"] for row in found["rows"]]
@@ -86,7 +86,7 @@ def test_one_look_as_json_has_every_node_and_their_sum(store: Store) -> None:
     assert len(names) == 3 and names == sorted(names, reverse=True)
 
 
-def test_one_look_for_people_marks_the_column_it_is_sorted_by(store: Store) -> None:
+def test_one_sample_as_text_marks_the_sort_column(store: Store) -> None:
     shown = top(store, "--once", "--sort", "out").stdout
     assert "out▼" in shown and "2/2" in shown and re.search(r"MB/s|GB/s", shown)
     assert re.search(r"^all ", shown, re.MULTILINE)
@@ -94,12 +94,12 @@ def test_one_look_for_people_marks_the_column_it_is_sorted_by(store: Store) -> N
     assert "a wider terminal also shows: " in narrow and all(len(line) <= 60 for line in narrow.splitlines()[:5])
 
 
-def test_a_column_that_is_not_there_is_bad_usage(store: Store) -> None:
+def test_an_unknown_column_is_bad_usage(store: Store) -> None:
     done = top(store, "--sort", "colour", status=2)
     assert "'colour'" in done.stderr and "evicted" in done.stderr
 
 
-def test_it_goes_on_in_a_terminal_and_keys_change_the_order(store: Store) -> None:
+def test_it_refreshes_in_a_terminal_and_keys_change_the_order(store: Store) -> None:
     us, theirs = pty.openpty()
     command = [sys.executable, "-m", "kvstore_cli", "top", *store.endpoints, "--interval", "0.3"]
     variables = environment(COLUMNS="150", LINES="30", TERM="xterm")
@@ -131,7 +131,7 @@ def test_it_goes_on_in_a_terminal_and_keys_change_the_order(store: Store) -> Non
         os.close(us)
 
 
-def test_a_node_that_is_down_is_named_and_the_status_is_1(store: Store) -> None:
+def test_a_dead_node_is_named_with_status_1(store: Store) -> None:
     store.nodes[0].kill()
     found = answer(store, status=1)
     assert found["all"]["shards_up"] == 2 and found["error"]["kind"] == "unreachable"

@@ -65,13 +65,13 @@ def start_in(counters: Counters) -> Iterator[StartIn]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Round trips of so many blocks."""
-    monkeypatch.setattr(transfer_module, "CHUNK_BYTES", 4 * BLOCK_BYTES)
+    """Limit each round trip to this many blocks."""
+    monkeypatch.setattr(transfer_module, "LOAD_CHUNK_BYTES", 4 * BLOCK_BYTES)
     return 4
 
 
 class Job:
-    """One request of a `TransferIn`, and what it was told."""
+    """One job of a `TransferIn`, and the results that it has received."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class Job:
         chunks: int = 1000,
         waits: bool = False,
     ) -> None:
-        """left_s: from its turn on; latest_s: from now. chunks: so many are asked for."""
+        """left_s: the time limit from the job's beginning; latest_s: the time limit from now. chunks: the number of
+        chunks to receive."""
         self.chunks: list[tuple[int, list[bool]]] = []
         self.done_at: list[float] = []
         self._asked_for = chunks
@@ -106,7 +107,7 @@ class Job:
         return len(self.chunks) < self._asked_for
 
     def wait(self, within_s: float = 10.0) -> list[bool]:
-        """-> the hits of all chunks, when it is done."""
+        """Wait until the job is done. Returns the hits of all chunks."""
         wait_until(lambda: self.done_at, within_s)
         return [hit for _, hits in self.chunks for hit in hits]
 
@@ -116,7 +117,7 @@ class Job:
 
 
 def put_damaged(server: Server, namespace: Namespace, key: bytes) -> None:
-    """A block whose checksum is not that of its bytes."""
+    """Set a block with a checksum that does not match its bytes."""
     with RawClient(server) as raw, KVStoreClient(server.endpoint, namespace) as client:
         raw.hello(namespace.canonical())
         raw.ask(*set_frames(1, [key], [block_of(key, namespace.block_bytes)], sums=bytes(8)))
@@ -127,7 +128,7 @@ def empty_rows(count: int) -> Rows:
     return np.zeros((count, BLOCK_BYTES), dtype=np.uint8)
 
 
-def test_blocks_arrive_in_their_rows_chunk_after_chunk(
+def test_blocks_arrive_in_their_rows_chunk_by_chunk(
     server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters, small_chunks: int
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
@@ -138,7 +139,7 @@ def test_blocks_arrive_in_their_rows_chunk_after_chunk(
     transfer = start_in(server, namespace)
     job = Job(transfer, keys, rows, slots)
     assert job.wait() == [True] * 10
-    assert [first for first, _ in job.chunks] == [0, 1, 5, 9]  # the first one tells soon how fast the store is
+    assert [first for first, _ in job.chunks] == [0, 1, 5, 9]  # the first one soon shows the store's pace
     assert [bytes(rows[slot]) for slot in slots] == blocks_of(keys, BLOCK_BYTES)
     assert not rows[:10].any()
     counted = counters.take()
@@ -146,13 +147,13 @@ def test_blocks_arrive_in_their_rows_chunk_after_chunk(
     assert counted == {"transfer_in_blocks": 10, "transfer_in_bytes": 10 * BLOCK_BYTES}
     job = Job(transfer, keys, rows, slots)
     assert job.wait() == [True] * 10
-    assert [first for first, _ in job.chunks] == [0, 2, 6]  # later ones less soon
+    assert [first for first, _ in job.chunks] == [0, 2, 6]  # later jobs begin with larger chunks
 
 
-def test_a_chunk_is_in_its_rows_when_it_is_told_of(
+def test_a_reported_chunk_is_complete_in_its_rows(
     server: Server, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int
 ) -> None:
-    """The next one may use the same rows."""
+    """The bytes of a chunk are in their rows when it is reported, and later chunks reuse the same rows."""
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(12)
     put_into(server, namespace, keys)
@@ -178,7 +179,7 @@ def test_a_chunk_is_in_its_rows_when_it_is_told_of(
     assert seen == blocks_of(keys, BLOCK_BYTES)
 
 
-def test_what_the_store_lacks_is_a_miss_and_the_rest_a_hit(
+def test_blocks_that_the_store_lacks_miss_and_the_rest_hit(
     server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
@@ -214,7 +215,7 @@ def test_a_damaged_block_is_a_miss_that_is_counted_once(
     assert counted["checksum_errors"] == 1 and counted["missed_blocks"] == 4
 
 
-def test_damaged_blocks_of_many_jobs_at_a_time_are_each_counted_once(
+def test_damaged_blocks_of_concurrent_jobs_are_each_counted_once(
     server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
@@ -227,10 +228,10 @@ def test_damaged_blocks_of_many_jobs_at_a_time_are_each_counted_once(
     assert counters.take()["checksum_errors"] == len(keys)
 
 
-def test_a_total_that_is_told_late_is_not_counted_twice(
+def test_a_late_total_is_not_counted_twice(
     server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters
 ) -> None:
-    """Two threads read the client's total, 1 and then 2, and the second is the first to count."""
+    """Two threads read the client's total: first 1, then 2. The thread that read 2 counts first."""
     transfer = start_in(server, new_namespace(BLOCK_BYTES))
     for total in (2, 1, 2, 3):
         transfer._count_corrupt(total)
@@ -241,7 +242,7 @@ def test_a_total_that_is_told_late_is_not_counted_twice(
 def test_a_frozen_store_is_given_up_at_the_deadline(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters, small_chunks: int
 ) -> None:
-    """The time of a job begins with its turn: two at a time wait for a shard."""
+    """A job's time begins when the job itself begins, and only two jobs wait for a shard at a time."""
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
     keys = make_keys(8)
     put_into(server, namespace, keys)
@@ -257,7 +258,7 @@ def test_a_frozen_store_is_given_up_at_the_deadline(
 def test_no_byte_arrives_after_a_job_is_done(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn
 ) -> None:
-    """The rows belong to somebody else by then."""
+    """After a job is done, its rows belong to another request."""
     server, namespace = start_server(memory="256MiB"), new_namespace(1 << 20)
     keys = make_keys(16)
     put_into(server, namespace, keys)
@@ -273,7 +274,7 @@ def test_no_byte_arrives_after_a_job_is_done(
     wait_until(lambda: Job(transfer, keys, rows).wait() == [True] * 16)
 
 
-def test_a_deadline_that_has_passed_asks_nothing(
+def test_a_job_past_its_deadline_asks_nothing(
     server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
@@ -284,12 +285,12 @@ def test_a_deadline_that_has_passed_asks_nothing(
 
 
 def test_a_job_without_blocks_is_done(server: Server, new_namespace: MakeNamespace, start_in: StartIn) -> None:
-    """One whose blocks are all in host memory, for instance."""
+    """A job may have no blocks, for example because all of them are in host memory."""
     job = Job(start_in(server, new_namespace(BLOCK_BYTES)), [], empty_rows(0))
     assert job.wait() == [] and job.chunks == []
 
 
-def test_a_store_killed_between_two_chunks_is_a_miss_for_the_others(
+def test_a_store_killed_between_two_chunks_is_a_miss_for_the_rest(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int
 ) -> None:
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
@@ -314,7 +315,7 @@ def test_a_store_killed_between_two_chunks_is_a_miss_for_the_others(
 
 
 @pytest.mark.parametrize("broken", ["out", "arrived", "slots"])
-def test_whatever_goes_wrong_in_a_job_it_is_done(
+def test_a_job_ends_whatever_goes_wrong(
     server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters, broken: str
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
@@ -337,9 +338,7 @@ def test_whatever_goes_wrong_in_a_job_it_is_done(
     assert counters.take()["failed_calls"] == 1
 
 
-def test_jobs_wait_for_their_turn_and_all_come_to_it(
-    server: Server, new_namespace: MakeNamespace, start_in: StartIn
-) -> None:
+def test_all_jobs_get_their_turn(server: Server, new_namespace: MakeNamespace, start_in: StartIn) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(6)
     put_into(server, namespace, keys)
@@ -369,7 +368,7 @@ def test_promised_blocks_are_waited_for_and_miss_when_the_promise_ends(
         hits = job.wait()
         assert hits[:4] == [True] * 4 and not any(hits[4:])
         assert [bytes(row) for row in rows[:4]] == blocks_of(keys[:4], BLOCK_BYTES)
-        # Whoever ends while it waits does not wait on.
+        # A job that waits for promised blocks ends when the transfer is closed.
         with producer.promise(keys[4:]):
             job = Job(transfer, keys[4:], empty_rows(2), left_s=30, waits=True)
             wait_until(lambda: namespace_info(producer).awaited, what="it waits")
@@ -378,7 +377,7 @@ def test_promised_blocks_are_waited_for_and_miss_when_the_promise_ends(
             assert not any(job.wait()) and job.seconds < 10
 
 
-def test_over_a_slow_link_promised_blocks_are_placed_in_smaller_pieces(
+def test_over_a_slow_link_promised_blocks_arrive_in_small_pieces(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_module, "WAITED_CHUNK_BYTES", 16 * BLOCK_BYTES)
@@ -400,7 +399,7 @@ def test_over_a_slow_link_promised_blocks_are_placed_in_smaller_pieces(
         assert 16 in sizes()
 
 
-def test_a_job_waits_nearly_all_of_its_time_though_a_call_may_take_longer(
+def test_a_job_waits_nearly_its_whole_time_though_calls_may_take_longer(
     server: Server, new_namespace: MakeNamespace, start_in: StartIn
 ) -> None:
     namespace, keys = new_namespace(BLOCK_BYTES), make_keys(6)
@@ -412,7 +411,7 @@ def test_a_job_waits_nearly_all_of_its_time_though_a_call_may_take_longer(
         assert job.wait() == [True] * 6
 
 
-def test_closing_ends_every_job_and_further_ones_at_once(
+def test_closing_ends_every_job_and_later_ones_at_once(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int
 ) -> None:
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
@@ -431,8 +430,10 @@ def test_closing_ends_every_job_and_further_ones_at_once(
     assert late.done_at and late.chunks == []
 
 
-def test_what_was_read_can_be_evicted_again(server: Server, new_namespace: MakeNamespace, start_in: StartIn) -> None:
-    """A transfer leaves no pin behind."""
+def test_blocks_that_were_read_can_be_evicted_again(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn
+) -> None:
+    """A transfer leaves no pins on the blocks that it read."""
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(4)
     put_into(server, namespace, keys)
@@ -441,10 +442,11 @@ def test_what_was_read_can_be_evicted_again(server: Server, new_namespace: MakeN
         assert namespace_info(client).pinned == 0
 
 
-def test_a_job_that_falls_behind_its_time_ends_sooner(
+def test_a_job_that_falls_behind_ends_early(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int
 ) -> None:
-    """The engine computes the blocks instead, and should not wait in vain for as long as it may wait."""
+    """A job that is too slow ends early, so that the engine can compute the blocks and need not wait for the whole
+    limit."""
     server = start_server("--unix-socket", "off")
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(40)
@@ -454,13 +456,13 @@ def test_a_job_that_falls_behind_its_time_ends_sooner(
         link.bytes_per_s = 50_000  # 52 s for all
         job = Job(transfer, keys, empty_rows(40), left_s=4.0, chunks=1)
         assert job.wait().count(False) >= 1
-        assert 0.4 < job.seconds < 2.0  # a fifth of 4 s, and a bit
+        assert 0.4 < job.seconds < 2.0  # a fifth of 4 s, and a little more
         blocks, seconds = transfer.take_pace()
         assert blocks < 5 and seconds == pytest.approx(job.seconds, abs=0.2)
         assert transfer.take_pace() == (0, 0.0)
 
 
-def test_a_store_that_is_hopelessly_slow_is_found_out_by_its_first_block(
+def test_a_hopelessly_slow_store_is_detected_by_its_first_block(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int, counters: Counters
 ) -> None:
     server = start_server("--unix-socket", "off")
@@ -478,10 +480,10 @@ def test_a_store_that_is_hopelessly_slow_is_found_out_by_its_first_block(
         assert Job(transfer, keys, empty_rows(40), left_s=5.0).wait() == [True] * 40
 
 
-def test_blocks_of_a_chunk_that_came_in_time_count_one_by_one(
+def test_blocks_that_arrived_in_time_count_individually(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int
 ) -> None:
-    """Not as a chunk that is late: what came is used, and tells how fast the store is."""
+    """If a chunk is late, the blocks of it that have arrived are still used, and show how fast the store is."""
     server = start_server("--unix-socket", "off")
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(40)
@@ -499,10 +501,11 @@ def test_blocks_of_a_chunk_that_came_in_time_count_one_by_one(
         assert transfer.take_pace()[0] == came
 
 
-def test_a_large_load_is_not_given_up_because_a_round_trip_takes_long_for_a_block(
+def test_a_large_load_is_not_abandoned_over_one_slow_block(
     start_server: StartServer, new_namespace: MakeNamespace, small_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the pace of its first block it would take many times its time; the store has no more than a few of it."""
+    """At the pace of its first block, the load would exceed its time many times. At the store's real pace, it exceeds
+    its time only a few times."""
     monkeypatch.setattr("kvstore_client.engine.transfer_in.TRIED_S", 20.0)
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(100_000)
@@ -512,16 +515,17 @@ def test_a_large_load_is_not_given_up_because_a_round_trip_takes_long_for_a_bloc
     transfer = TransferIn(guard, counters=Counters())
     job = Job(transfer, keys, empty_rows(12), [index % 12 for index in range(len(keys))], left_s=10.0, chunks=4)
     job.wait()
-    found = [hit for _, hits in job.chunks for hit in hits]  # how large the chunks are depends on the store's pace
+    found = [hit for _, hits in job.chunks for hit in hits]  # the size of the chunks depends on the store's pace
     assert found[:7] == [True] * 7 and not any(found[7:]) and len(found) < 20
     transfer.close()
     guard.close()
 
 
-def test_a_job_ends_when_it_is_of_no_use_any_more_whenever_its_turn_comes(
+def test_a_useless_job_ends_whenever_its_turn_comes(
     server: Server, new_namespace: MakeNamespace, counters: Counters
 ) -> None:
-    """Two jobs have their turn, at a store that does not answer; the others wait for theirs."""
+    """Two jobs wait for a store that does not answer, and the other jobs wait to begin. All end at their latest
+    time."""
     namespace, keys = new_namespace(BLOCK_BYTES), make_keys(4)
     put_into(server, namespace, keys)
     guard = StoreGuard(server.endpoint, namespace, timeout_s=20.0, counters=counters)
@@ -540,17 +544,17 @@ def test_a_job_ends_when_it_is_of_no_use_any_more_whenever_its_turn_comes(
 
 
 def keys_of(server: Server, endpoints: Sequence[str], namespace: Namespace, count: int) -> list[bytes]:
-    """Keys whose owner is this one of several servers."""
+    """Return keys that this server owns, of several servers."""
     with KVStoreClient(endpoints, namespace) as client:
         mine = [key for key in make_keys(8 * count) if client.locate(key, ask=False)[0].endpoint == server.endpoint]
     return mine[:count]
 
 
 @pytest.mark.exclusive
-def test_a_slow_shard_holds_up_only_the_jobs_that_need_it(
+def test_a_slow_shard_delays_only_the_jobs_that_need_it(
     start_server: StartServer, new_namespace: MakeNamespace, counters: Counters, small_chunks: int
 ) -> None:
-    """Two jobs wait for it, the others for their turn behind them, and some jobs need another shard."""
+    """Two jobs wait for the slow shard, others wait behind them, and some jobs need another shard."""
     servers, namespace = [start_server(), start_server()], new_namespace(BLOCK_BYTES)
     endpoints = [server.endpoint for server in servers]
     slow, fast = [keys_of(server, endpoints, namespace, 6) for server in servers]
@@ -571,7 +575,7 @@ def test_a_slow_shard_holds_up_only_the_jobs_that_need_it(
     guard.close()
 
 
-def test_jobs_that_wait_for_promised_blocks_hold_up_nobody(
+def test_jobs_that_wait_for_promised_blocks_delay_no_others(
     server: Server, new_namespace: MakeNamespace, start_in: StartIn
 ) -> None:
     namespace, keys = new_namespace(BLOCK_BYTES), make_keys(40)
@@ -588,10 +592,11 @@ def test_jobs_that_wait_for_promised_blocks_hold_up_nobody(
     assert transfer.take_pace()[0] == 4, "what was waited for says nothing of the store's pace"
 
 
-def test_a_job_that_is_cancelled_ends_wherever_it_is(
+def test_a_cancelled_job_ends_in_any_state(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters, small_chunks: int
 ) -> None:
-    """On the wire, queued, or where it waits for promised blocks; and its rows are its owner's again."""
+    """The cancelled job may be on the wire, queued, or waiting for promised blocks. After its end, its rows belong to
+    the caller again."""
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
     keys = make_keys(8)
     put_into(server, namespace, keys)
@@ -608,14 +613,14 @@ def test_a_job_that_is_cancelled_ends_wherever_it_is(
     again = Job(transfer, keys, empty_rows(8))
     assert again.wait() == [True] * 8
     assert all((some == 0xEE).all() for some in rows)
-    transfer.cancel(again.job)  # too late
+    transfer.cancel(again.job)  # too late: it has no effect
     assert len(again.done_at) == 1 and not counters.take().get("missed_blocks")
 
 
-def test_a_job_whose_turn_does_not_come_ends_all_the_same(
+def test_a_job_whose_turn_never_comes_still_ends(
     server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters
 ) -> None:
-    """Its caller has no rows to give, for instance."""
+    """A job may never begin, for example because its caller has no free rows."""
     transfer = start_in(server, new_namespace(BLOCK_BYTES), timeout_s=0.3)
     job = Job(transfer, make_keys(3), lambda: None)
     assert job.wait() == [False] * 3 and 0.3 <= job.seconds < 0.3 + SLACK_S

@@ -1,4 +1,4 @@
-"""Transfers out of an engine: every block is named once, whatever the store does, and nobody waits."""
+"""Transfers out of an engine: whatever the store does, every block is reported exactly once, and no caller waits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ STORED, PRESENT, DROPPED, FAILED = SendOutcome.STORED, SendOutcome.PRESENT, Send
 
 
 class Out(TransferOut):
-    """Remembers what ``done`` was told. Tokens are positions in ``rows``, which are scribbled over once named."""
+    """Records the calls of ``done``. The token of a block is its key in ``rows``; the row is overwritten when the block
+    is reported."""
 
     def __init__(self, guard: StoreGuard, counters: Counters, limit: int) -> None:
         self.guard = guard
@@ -55,7 +56,7 @@ class Out(TransferOut):
         how: Sequence[SendAs] | None = None,
         parent: bytes | None = None,
     ) -> None:
-        """Puts the blocks of a chain, which goes on behind `parent`. Each key is its own token."""
+        """Put the blocks of a chain that continues after `parent`. The token of each block is its key."""
         for key in keys:
             self.rows[key] = np.frombuffer(block_of(key, block_bytes), dtype=np.uint8).copy()
         how = how or [SendAs()] * len(keys)
@@ -68,7 +69,7 @@ class Out(TransferOut):
         return dict(Counter(self.outcomes.values()))
 
     def all_named_once(self) -> bool:
-        """When nothing is under way any more."""
+        """Whether every block was reported exactly once. Call this when nothing is in progress."""
         return not self.waiting and self.named == Counter(dict.fromkeys(self.rows, 1))
 
 
@@ -79,7 +80,8 @@ def counters() -> Counters:
 
 @pytest.fixture
 def start_out(counters: Counters) -> Iterator[StartOut]:
-    """``start_out(server, namespace, limit=...)``. In the end every block has been named exactly once."""
+    """``start_out(server, namespace, limit=...)`` starts a transfer. After the test, the fixture checks that every
+    block was reported exactly once."""
     started: list[Out] = []
 
     def start(server: Server | SlowLink, namespace: Namespace, limit: int = 1000, timeout_s: float = TIMEOUT_S) -> Out:
@@ -96,13 +98,13 @@ def start_out(counters: Counters) -> Iterator[StartOut]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Round trips of so many blocks."""
-    monkeypatch.setattr(transfer_module, "CHUNK_BYTES", 4 * BLOCK_BYTES)
+    """Limit each round trip to this many blocks."""
+    monkeypatch.setattr(transfer_module, "SEND_CHUNK_BYTES", 4 * BLOCK_BYTES)
     return 4
 
 
 def stored_right(client: KVStoreClient, keys: Sequence[bytes]) -> list[bool]:
-    """Which keys are stored; all that are have the right bytes."""
+    """Return which keys are stored, and check the bytes of their blocks."""
     blocks = client.get(keys).blocks
     for key, block in zip(keys, blocks, strict=True):
         assert block is None or bytes(block) == block_of(key, client.namespace.block_bytes)
@@ -127,7 +129,7 @@ def test_blocks_arrive_whole_in_the_store(
 
 
 class Calls:
-    """Counts the batches of a transfer, and how long its blocks wait."""
+    """Records the sizes of a transfer's batches."""
 
     def __init__(self, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[int] = []
@@ -140,10 +142,10 @@ class Calls:
         monkeypatch.setattr(out, "_send", counted)
 
 
-def test_blocks_that_come_one_after_the_other_are_sent_together(
+def test_blocks_put_in_succession_are_sent_together(
     server: Server, new_namespace: MakeNamespace, start_out: StartOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_module, "GATHER_S", 30.0)
+    monkeypatch.setattr(transfer_module, "SEND_GATHER_S", 30.0)
     out = start_out(server, new_namespace(BLOCK_BYTES))
     calls = Calls(out, monkeypatch)
     keys = make_keys(20)
@@ -154,7 +156,7 @@ def test_blocks_that_come_one_after_the_other_are_sent_together(
     assert calls.batches == [20] and out.tally() == {STORED: 20}
 
 
-def test_nobody_has_to_wait_for_a_block_to_be_sent(
+def test_no_caller_waits_for_a_block_to_be_sent(
     server: Server, new_namespace: MakeNamespace, start_out: StartOut
 ) -> None:
     out = start_out(server, new_namespace(BLOCK_BYTES))
@@ -164,10 +166,10 @@ def test_nobody_has_to_wait_for_a_block_to_be_sent(
     assert out.tally() == {STORED: 3}
 
 
-def test_a_batch_is_sent_when_it_is_full_or_handed_over(
+def test_a_batch_is_sent_when_full_or_handed_over(
     server: Server, new_namespace: MakeNamespace, start_out: StartOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_module, "GATHER_S", 30.0)
+    monkeypatch.setattr(transfer_module, "SEND_GATHER_S", 30.0)
     monkeypatch.setattr(transfer_module, "GATHER_BYTES", 4 * BLOCK_BYTES)
     out = start_out(server, new_namespace(BLOCK_BYTES))
     keys, handed_over, waiting = make_keys(4), make_keys(1, first=100), make_keys(1, first=200)
@@ -180,17 +182,17 @@ def test_a_batch_is_sent_when_it_is_full_or_handed_over(
     assert out.of(waiting) == [None]
 
 
-def test_blocks_do_not_wait_for_others_until_they_are_dropped(
+def test_waiting_for_other_blocks_never_drops_a_block(
     server: Server, new_namespace: MakeNamespace, start_out: StartOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_module, "GATHER_S", 30.0)
+    monkeypatch.setattr(transfer_module, "SEND_GATHER_S", 30.0)
     out = start_out(server, new_namespace(BLOCK_BYTES), limit=4)
     keys = make_keys(2)
     out.send(keys)
     wait_until(lambda: out.of(keys) == [STORED] * 2, what="half of the room is taken")
 
 
-def test_blocks_have_the_attributes_that_they_were_put_with(
+def test_blocks_keep_the_attributes_they_were_put_with(
     server: Server, new_namespace: MakeNamespace, start_out: StartOut
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
@@ -202,7 +204,7 @@ def test_blocks_have_the_attributes_that_they_were_put_with(
         wait_until(lambda: client.contains(keys).tolist() == [True] * 3 + [False] * 3 + [True] * 4)
 
 
-def test_what_the_store_has_is_not_sent(
+def test_blocks_that_the_store_has_are_not_sent(
     server: Server, new_namespace: MakeNamespace, start_out: StartOut, counters: Counters
 ) -> None:
     namespace = new_namespace(BLOCK_BYTES)
@@ -217,7 +219,9 @@ def test_what_the_store_has_is_not_sent(
     assert counted["present_blocks"] == 3 and counted["transfer_out_bytes"] == 3 * BLOCK_BYTES
 
 
-def test_a_key_queued_twice_is_named_twice(server: Server, new_namespace: MakeNamespace, start_out: StartOut) -> None:
+def test_a_key_queued_twice_is_reported_twice(
+    server: Server, new_namespace: MakeNamespace, start_out: StartOut
+) -> None:
     out = start_out(server, new_namespace(BLOCK_BYTES))
     [key] = make_keys(1)
     for token in ("one", "two"):
@@ -227,7 +231,7 @@ def test_a_key_queued_twice_is_named_twice(server: Server, new_namespace: MakeNa
 
 
 @pytest.mark.exclusive
-def test_a_frozen_store_makes_nobody_wait_and_costs_the_oldest_blocks(
+def test_a_frozen_store_delays_no_caller_and_costs_the_oldest_blocks(
     start_server: StartServer,
     new_namespace: MakeNamespace,
     start_out: StartOut,
@@ -256,7 +260,7 @@ def test_a_frozen_store_makes_nobody_wait_and_costs_the_oldest_blocks(
         assert stored_right(client, keys) == [False] * 40 + [True] * 10
 
 
-def test_of_one_prompt_larger_than_the_queue_the_first_blocks_survive(
+def test_a_prompt_larger_than_the_queue_keeps_its_first_blocks(
     start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, small_chunks: int
 ) -> None:
     server = start_server()
@@ -269,10 +273,10 @@ def test_of_one_prompt_larger_than_the_queue_the_first_blocks_survive(
         assert out.of(keys) == [None] * 3 + [DROPPED] * 5
 
 
-def test_of_more_prompts_than_the_queue_holds_the_store_gets_whole_beginnings(
+def test_prompts_beyond_the_queue_are_stored_as_whole_beginnings(
     start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, counters: Counters, small_chunks: int
 ) -> None:
-    """Nothing is sent that nobody finds, because a block before it was dropped."""
+    """If a block was dropped, the later blocks of its prompt are not sent, because lookups could not find them."""
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
     out = start_out(server, namespace, limit=10, timeout_s=30)
     prompts = [make_keys(6, first=1000 * number) for number in range(1, 6)]
@@ -290,15 +294,15 @@ def test_of_more_prompts_than_the_queue_holds_the_store_gets_whole_beginnings(
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02])
-def test_a_store_that_freezes_fails_blocks_at_the_deadline_and_gets_no_wrong_byte_afterwards(
+def test_a_frozen_store_fails_blocks_in_time_and_gets_no_wrong_bytes(
     start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, counters: Counters, after_s: float
 ) -> None:
-    """Rows are used for other things as soon as they are named: nothing may be read from them then."""
+    """Rows are reused when their block is reported, so nothing may be read from them afterwards."""
     server, namespace = start_server(memory="256MiB"), new_namespace(1 << 20)
     out = start_out(server, namespace)
     keys, more = make_keys(64), make_keys(3, first=500)
     out.send(keys, 1 << 20)
-    threading.Event().wait(after_s)  # before, in the middle of, or between the requests
+    threading.Event().wait(after_s)  # so that the store freezes before, in or between the requests
     with server.stopped():
         wait_until(lambda: set(out.outcomes) == set(keys), 6 * TIMEOUT_S)
     assert set(out.tally()) <= {STORED, FAILED}
@@ -312,7 +316,7 @@ def test_a_store_that_freezes_fails_blocks_at_the_deadline_and_gets_no_wrong_byt
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05])
-def test_a_store_killed_while_it_receives_fails_what_it_did_not_take(
+def test_a_store_killed_during_a_send_fails_what_it_did_not_receive(
     start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, after_s: float, small_chunks: int
 ) -> None:
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
@@ -330,7 +334,7 @@ def test_a_store_killed_while_it_receives_fails_what_it_did_not_take(
     assert out.drain(10) and out.of(more) == [STORED] * 3
 
 
-def test_what_is_handed_over_goes_first_and_is_not_dropped(
+def test_handed_over_blocks_go_first_and_are_not_dropped(
     start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, small_chunks: int
 ) -> None:
     server = start_server()
@@ -350,7 +354,7 @@ def test_what_is_handed_over_goes_first_and_is_not_dropped(
     assert out.of(late) == [DROPPED], "there is no room beside them"
 
 
-def test_what_is_handed_over_does_not_wait_for_many_others_over_a_slow_link(
+def test_handed_over_blocks_do_not_wait_for_others_on_a_slow_link(
     server: Server, new_namespace: MakeNamespace, start_out: StartOut
 ) -> None:
     with SlowLink(server.port) as link:
@@ -366,7 +370,7 @@ def test_what_is_handed_over_does_not_wait_for_many_others_over_a_slow_link(
         assert out.drain(30)
 
 
-def test_closing_sends_what_waits(server: Server, new_namespace: MakeNamespace, start_out: StartOut) -> None:
+def test_closing_sends_the_waiting_blocks(server: Server, new_namespace: MakeNamespace, start_out: StartOut) -> None:
     namespace = new_namespace(BLOCK_BYTES)
     out = start_out(server, namespace)
     keys = make_keys(30)
@@ -380,7 +384,7 @@ def test_closing_sends_what_waits(server: Server, new_namespace: MakeNamespace, 
 
 
 @pytest.mark.exclusive
-def test_closing_waits_for_a_frozen_store_no_longer_than_it_was_told(
+def test_closing_waits_for_a_frozen_store_up_to_its_limit(
     start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, small_chunks: int
 ) -> None:
     server = start_server()
@@ -396,10 +400,10 @@ def test_closing_waits_for_a_frozen_store_no_longer_than_it_was_told(
         wait_until(lambda: out.of(keys[:small_chunks]) == [FAILED] * small_chunks, 3 * TIMEOUT_S)
 
 
-def test_blocks_put_while_it_is_closed_are_named_too(
+def test_blocks_put_during_close_are_reported_too(
     server: Server, new_namespace: MakeNamespace, start_out: StartOut, small_chunks: int
 ) -> None:
-    """From several threads, so that some come before, some during and some after."""
+    """Several threads put blocks: some before, some during and some after the close."""
     out = start_out(server, new_namespace(BLOCK_BYTES), limit=8)
 
     def put(number: int) -> None:
@@ -416,7 +420,7 @@ def test_blocks_put_while_it_is_closed_are_named_too(
     assert len(out.outcomes) == 150
 
 
-def test_a_store_without_room_fails_what_it_cannot_take(
+def test_a_store_without_room_fails_the_blocks_it_cannot_take(
     start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, counters: Counters
 ) -> None:
     server = start_server(memory="4MiB", segment="4MiB")
@@ -429,7 +433,7 @@ def test_a_store_without_room_fails_what_it_cannot_take(
     assert counters.take()["unsaved_blocks"] == 3
 
 
-def test_a_store_that_refuses_the_namespace_fails_everything(
+def test_a_store_that_refuses_the_namespace_fails_every_block(
     start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, counters: Counters
 ) -> None:
     out = start_out(start_server(memory="8MiB", segment="1MiB"), new_namespace(2 << 20))
@@ -439,7 +443,7 @@ def test_a_store_that_refuses_the_namespace_fails_everything(
     assert counters.take()["unsaved_blocks"] == 3
 
 
-def test_a_queue_without_room_is_an_error(server: Server, new_namespace: MakeNamespace, start_out: StartOut) -> None:
+def test_a_queue_of_size_zero_is_an_error(server: Server, new_namespace: MakeNamespace, start_out: StartOut) -> None:
     guard = start_out(server, new_namespace()).guard
     with pytest.raises(ValueError, match="at least 1"):
         TransferOut(guard, limit=0, counters=Counters(), done=lambda results: None)

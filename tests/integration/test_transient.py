@@ -1,5 +1,5 @@
-"""Transient blocks: each is dropped when it was read so often as its setter said, or when its time is over,
-who else gets it meanwhile, and what a read is that came to nothing."""
+"""Transient blocks: each is dropped after the number of reads that its set allows, or when its time is over. Other
+readers and failed reads must not change that."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PER_SEGMENT = SEGMENT // BLOCK
 
 @pytest.fixture
 def local(start_server: StartServer, tmp_path: Path) -> Server:
-    """A server of 32 segments, of which four may have transient blocks, for clients on its host and others."""
+    """A server of 32 segments, four of which may have transient blocks, for clients with and without shared memory."""
     return start_server("--unix-socket", str(tmp_path / "kv.sock"), memory="32MiB", segment="1MiB")
 
 
@@ -59,7 +59,7 @@ def client(request: pytest.FixtureRequest, local: Server, own: Namespace) -> Ite
 
 
 def assert_nothing_left(client: KVStoreClient) -> None:
-    """Every counter of the shard is back to what it was before there was any block."""
+    """Check that every counter of the shard has the same value as before the first block."""
     client.info()
     info, shard = namespace_info(client), shard_info(client)
     assert (info.blocks, info.writing, info.transient_blocks) == (0, 0, 0)
@@ -71,7 +71,7 @@ def assert_nothing_left(client: KVStoreClient) -> None:
     assert client.delete(keys) == room
 
 
-def test_after_its_last_read_a_block_is_gone_at_once(client: KVStoreClient) -> None:
+def test_a_block_is_gone_right_after_its_last_read(client: KVStoreClient) -> None:
     keys = make_keys(8)
     blocks = blocks_of(keys, BLOCK)
     result = client.set(keys, blocks, reads=4)
@@ -103,7 +103,7 @@ def test_load_prefix_counts_as_a_read(client: KVStoreClient) -> None:
     assert_nothing_left(client)
 
 
-def test_each_block_has_a_count_of_its_own(client: KVStoreClient) -> None:
+def test_each_block_has_its_own_count(client: KVStoreClient) -> None:
     keys = make_keys(6)
     client.set(keys, blocks_of(keys, BLOCK), reads=2)
     client.get(keys[:3])
@@ -112,7 +112,7 @@ def test_each_block_has_a_count_of_its_own(client: KVStoreClient) -> None:
 
 
 @pytest.mark.parametrize("reads", [1, 3, 20])
-def test_concurrent_readers_get_it_as_often_as_was_said(local: Server, own: Namespace, reads: int) -> None:
+def test_exactly_the_given_number_of_concurrent_reads_succeed(local: Server, own: Namespace, reads: int) -> None:
     readers, keys = 12, make_keys(40)
     blocks = blocks_of(keys, BLOCK)
 
@@ -129,14 +129,14 @@ def test_concurrent_readers_get_it_as_often_as_was_said(local: Server, own: Name
     with KVStoreClient(local.endpoint, own) as setter, ThreadPoolExecutor(readers) as threads:
         assert setter.set(keys, blocks, reads=reads).created == len(keys)
         times = np.sum(list(threads.map(read, range(readers))), axis=0)
-        # While as many reads are under way as are left others miss; all of these succeed.
+        # While all remaining reads of a block are in progress, other reads miss. Here all reads in progress succeed.
         assert (times == min(reads, readers)).all(), times
         assert setter.contains(keys).all() == (reads > readers)
         setter.delete(keys)
         assert_nothing_left(setter)
 
 
-def test_a_reader_that_cancels_has_read_what_was_sent(local: Server, own: Namespace) -> None:
+def test_a_cancelled_reader_has_read_the_blocks_already_sent(local: Server, own: Namespace) -> None:
     keys = make_keys(PER_SEGMENT)
     with KVStoreClient(local.endpoint, own, shared_memory=False) as client, RawClient(local) as raw:
         client.set(keys, blocks_of(keys, BLOCK), reads=1)
@@ -144,15 +144,15 @@ def test_a_reader_that_cancels_has_read_what_was_sent(local: Server, own: Namesp
         raw.send(pack(GET, 2, 10_000, len(keys), 16, BLOCK), b"".join(keys))  # with credit for one block
         assert raw.reply()[0][0] == PART
         raw.send(pack(CANCEL, 2))
-        raw.hello(own.canonical())  # its reply comes when the cancelling is done
+        raw.hello(own.canonical())  # the reply shows that the cancellation is complete
         found = client.get(keys)
         assert found.hit == len(keys) - 1 and found.blocks[0] is None
         assert_nothing_left(client)
 
 
-def test_a_reader_that_is_lost_has_read_what_was_sent(start_server: StartServer, own: Namespace) -> None:
+def test_a_lost_reader_has_read_the_blocks_already_sent(start_server: StartServer, own: Namespace) -> None:
     server = start_server("--transient-memory", "50%")
-    keys = make_keys(400)  # more than the kernel takes for a reader that reads nothing
+    keys = make_keys(400)  # more than the kernel buffers for a reader that reads nothing
     with KVStoreClient(server.endpoint, own, timeout_s=20) as client:
         assert client.set(keys, blocks_of(keys, BLOCK), reads=1).created == len(keys)
         before = shard_info(client).bytes_out
@@ -175,7 +175,7 @@ def test_a_reader_that_is_lost_has_read_what_was_sent(start_server: StartServer,
         assert_nothing_left(client)
 
 
-def test_while_all_reads_that_are_left_are_under_way_others_miss(local: Server, own: Namespace) -> None:
+def test_while_all_remaining_reads_are_in_progress_others_miss(local: Server, own: Namespace) -> None:
     (key,) = make_keys(1)
     with KVStoreClient(local.endpoint, own, shared_memory=True) as client:
         client.set([key], blocks_of([key], BLOCK), reads=2)
@@ -187,7 +187,7 @@ def test_while_all_reads_that_are_left_are_under_way_others_miss(local: Server, 
         assert_nothing_left(client)
 
 
-def test_a_client_that_is_killed_while_it_reads_in_shared_memory_has_not_read(local: Server, own: Namespace) -> None:
+def test_a_client_killed_while_reading_shared_memory_has_not_read(local: Server, own: Namespace) -> None:
     keys = make_keys(8)
     script = textwrap.dedent(
         """
@@ -215,7 +215,7 @@ def test_a_client_that_is_killed_while_it_reads_in_shared_memory_has_not_read(lo
         assert_nothing_left(client)
 
 
-def test_a_client_that_ends_has_read_what_it_gave_back(local: Server, own: Namespace) -> None:
+def test_a_client_that_ends_has_read_the_blocks_it_released(local: Server, own: Namespace) -> None:
     keys = make_keys(8)
     with KVStoreClient(local.endpoint, own, shared_memory=True) as client:
         for _ in range(5):
@@ -227,7 +227,7 @@ def test_a_client_that_ends_has_read_what_it_gave_back(local: Server, own: Names
 
 
 def test_credit_and_its_end_leave_nothing_behind(local: Server, own: Namespace) -> None:
-    """A reader that is granted one block after the other reads each of them once."""
+    """A reader that gets credit for one block at a time reads each block once."""
     keys = make_keys(6)
     with KVStoreClient(local.endpoint, own, shared_memory=False) as client, RawClient(local) as raw:
         client.set(keys, blocks_of(keys, BLOCK), reads=1)
@@ -247,9 +247,7 @@ def test_credit_and_its_end_leave_nothing_behind(local: Server, own: Namespace) 
 # ---- time ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_that_nobody_reads_goes_when_its_time_is_over(
-    start_server: StartServer, clock: Clock, own: Namespace
-) -> None:
+def test_an_unread_block_goes_when_its_time_is_over(start_server: StartServer, clock: Clock, own: Namespace) -> None:
     server = start_server(memory="8MiB", segment="1MiB", **clock.environment)
     keys = make_keys(3)
     with KVStoreClient(server.endpoint, own) as client:
@@ -264,7 +262,7 @@ def test_a_block_that_nobody_reads_goes_when_its_time_is_over(
         wait_until(lambda: not shard_info(client).transient_bytes, what="the empty segment is given back")
 
 
-def test_who_reads_when_its_time_is_over_reads_on(
+def test_a_read_in_progress_at_expiry_is_completed(
     start_server: StartServer, clock: Clock, tmp_path: Path, own: Namespace
 ) -> None:
     socket = str(tmp_path / "kv.sock")
@@ -282,7 +280,7 @@ def test_who_reads_when_its_time_is_over_reads_on(
         assert_nothing_left(client)
 
 
-def test_to_set_it_again_renews_its_reads_and_its_time(start_server: StartServer, clock: Clock, own: Namespace) -> None:
+def test_setting_it_again_renews_its_reads_and_time(start_server: StartServer, clock: Clock, own: Namespace) -> None:
     server = start_server(memory="8MiB", segment="1MiB", **clock.environment)
     keys = make_keys(2)
     blocks = blocks_of(keys, BLOCK)
@@ -299,7 +297,7 @@ def test_to_set_it_again_renews_its_reads_and_its_time(start_server: StartServer
 # ---- beside ordinary blocks ----------------------------------------------------------------------------------------
 
 
-def test_an_ordinary_block_stays_one_and_a_transient_one_becomes_one(client: KVStoreClient) -> None:
+def test_an_ordinary_block_stays_ordinary_and_a_transient_one_becomes_ordinary(client: KVStoreClient) -> None:
     keys = make_keys(4)
     blocks = blocks_of(keys, BLOCK)
     client.set(keys[:2], blocks[:2])
@@ -331,7 +329,7 @@ def test_it_fulfils_a_promise(local: Server, own: Namespace) -> None:
         assert_nothing_left(setter)
 
 
-def test_what_is_beyond_the_limit_is_refused_block_by_block(client: KVStoreClient) -> None:
+def test_blocks_beyond_the_limit_are_refused_individually(client: KVStoreClient) -> None:
     limit = shard_info(client).transient_limit_bytes
     assert limit == 4 * SEGMENT, "10 % of 32 segments, rounded up"
     room = limit // BLOCK

@@ -1,4 +1,4 @@
-"""Transient blocks never reach a disk or another shard: neither by eviction, a stop, a move, a repair nor a replica."""
+"""Transient blocks never reach a disk or another shard: not by an eviction, a stop, a move, a repair or a replica."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def own(new_namespace: MakeNamespace) -> Namespace:
 
 
 @pytest.mark.parametrize("write", ["all", "reused", "evicted"])
-def test_they_never_reach_the_disk(start_server: StartServer, folder: Path, own: Namespace, write: str) -> None:
+def test_transient_blocks_never_reach_the_disk(
+    start_server: StartServer, folder: Path, own: Namespace, write: str
+) -> None:
     flags = disk_flags(folder, write=write)
     server = start_server(*flags, memory="16MiB", segment="1MiB")
     ordinary, keys = make_keys(300), make_keys(30, first=1000)
@@ -34,8 +36,11 @@ def test_they_never_reach_the_disk(start_server: StartServer, folder: Path, own:
         assert client.set(keys, blocks_of(keys, BLOCK), reads=100, ttl_s=3600).created == 30
         for at in range(0, 300, 50):  # more than memory holds
             assert client.set(ordinary[at : at + 50], blocks_of(ordinary[at : at + 50], BLOCK)).created == 50
-            wait_until_written(client)  # a disk that is behind skips blocks that are evicted
-            assert client.get(ordinary[at : at + 50]).hit == client.get(keys).hit + 20 == 50
+            wait_until_written(client)
+            assert client.get(keys).hit == 30
+            # A disk that is behind skips evicted blocks; on a busy machine, these may include blocks that were just
+            # set.
+            assert client.get(ordinary[at : at + 50]).hit == 50 or write == "evicted"
         wait_until_written(client)
         assert client.contains(keys).all()
         written = disk_info(client).blocks
@@ -50,7 +55,9 @@ def test_they_never_reach_the_disk(start_server: StartServer, folder: Path, own:
             assert client.contains(ordinary).all()
 
 
-def test_one_that_becomes_ordinary_reaches_the_disk(start_server: StartServer, folder: Path, own: Namespace) -> None:
+def test_a_transient_block_that_becomes_ordinary_reaches_the_disk(
+    start_server: StartServer, folder: Path, own: Namespace
+) -> None:
     server = start_server(*disk_flags(folder), memory="16MiB", segment="1MiB")
     keys = make_keys(4)
     with KVStoreClient(server.endpoint, own, timeout_s=20) as client:
@@ -87,7 +94,7 @@ def test_neither_a_join_nor_a_drain_moves_them(start_server: StartServer, own: N
         assert client.get(keys).hit == 30, "the mover has read none of them"
 
 
-def test_with_replicas_there_is_one_copy_and_reading_makes_no_more(start_server: StartServer) -> None:
+def test_with_replicas_there_is_one_copy_and_reads_make_no_more(start_server: StartServer) -> None:
     namespace = make_namespace(BLOCK, "transient-replicas")
     servers = [start_server(memory="64MiB") for _ in range(2)]
     keys = make_keys(40)
@@ -112,7 +119,7 @@ def test_with_replicas_there_is_one_copy_and_reading_makes_no_more(start_server:
         assert client.stats.repaired == 0
 
 
-def test_with_replicas_the_copy_is_where_it_can_be(start_server: StartServer) -> None:
+def test_with_replicas_the_copy_is_on_any_available_node(start_server: StartServer) -> None:
     namespace = make_namespace(BLOCK, "transient-reachable")
     servers = [start_server(memory="64MiB") for _ in range(2)]
     keys = make_keys(20)

@@ -1,4 +1,4 @@
-"""Transient blocks as those see them who operate a server or write for it: options, errors, metrics, commands."""
+"""Transient blocks as operators and developers see them: options, errors, metrics, commands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def own(new_namespace: MakeNamespace) -> Namespace:
     return new_namespace(BLOCK)
 
 
-def test_a_server_without_them_refuses_them_all(start_server: StartServer, own: Namespace) -> None:
+def test_a_server_without_transient_memory_refuses_them_all(start_server: StartServer, own: Namespace) -> None:
     server = start_server("--transient-memory", "0", memory="8MiB", segment="1MiB")
     keys = make_keys(3)
     with KVStoreClient(server.endpoint, own) as client:
@@ -51,7 +51,7 @@ def test_a_server_without_them_refuses_them_all(start_server: StartServer, own: 
         assert client.set(keys, blocks_of(keys, BLOCK)).created == 3
 
 
-def test_what_makes_no_sense_is_refused(local: Server, own: Namespace) -> None:
+def test_nonsensical_options_are_refused(local: Server, own: Namespace) -> None:
     keys = make_keys(1)
     blocks = blocks_of(keys, BLOCK)
     with KVStoreClient(local.endpoint, own) as client:
@@ -90,13 +90,13 @@ def test_the_async_client_and_the_command_set_them(local: Server, own: Namespace
     assert done.returncode == 2 and "--reads and --force" in done.stdout + done.stderr
 
 
-def test_an_operator_sees_them(start_server: StartServer, own: Namespace) -> None:
+def test_operators_see_them_in_info_and_metrics(start_server: StartServer, own: Namespace) -> None:
     server = start_server("--http", "127.0.0.1:0", "--transient-memory", "2MiB", memory="8MiB", segment="1MiB")
     keys = make_keys(3)
     with KVStoreClient(server.endpoint, own) as client:
         client.set(keys, blocks_of(keys, BLOCK), reads=1)
         info = client.info()
-        assert (info.full_blocks, info.free_blocks) == (3, 7 * PER_SEGMENT)  # their segment has no room for others
+        assert (info.full_blocks, info.free_blocks) == (3, 7 * PER_SEGMENT)  # their segment takes no other blocks
     with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
         metrics = answer.read().decode()
     found = dict(re.findall(r"^(kvstore_transient_\w+)\{.*\} (\S+)$", metrics, re.MULTILINE))
@@ -105,6 +105,6 @@ def test_an_operator_sees_them(start_server: StartServer, own: Namespace) -> Non
         "limit_bytes": 2 * SEGMENT,
         "blocks": 3,
     }
-    command = [sys.executable, "-m", "kvstore_cli", "info", "--endpoint", server.endpoint]
+    command = [sys.executable, "-m", "kvstore_cli", "info", "--shards", "--endpoint", server.endpoint]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, env=environment(), timeout=60).stdout
     assert re.search(r"Transient blocks *\n(.*\n){2}.*/0 +3 +1.0 MiB +2.0 MiB", shown), shown

@@ -1,4 +1,4 @@
-"""Two tenants of one server, each with a token, a quota and a block secret, over TLS: all of it holds together."""
+"""Two tenants share a server over TLS, each with a token, a quota and a block secret: all protections work together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SECRETS = {"a": b"the secret of tenant a", "b": b"the secret of tenant b"}
 
 
 class Shared(NamedTuple):
-    """The server, and a token of each tenant and of the operator."""
+    """The server, and the tokens of both tenants and of the operator."""
 
     server: Server
     ca: str
@@ -50,7 +50,7 @@ class Shared(NamedTuple):
         )
 
     def lie(self, namespace: Namespace, blocks: list[bytes], sums: bytes | None = None) -> None:
-        """Have the server give these blocks for `KEYS`, as one that lies would."""
+        """Make the server return these blocks for `KEYS`, as a lying server would."""
         with RawClient(self.server, tls=ssl.create_default_context(cafile=self.ca)) as raw:
             hello = pack(HELLO, 1, PROTOCOL, namespace.canonical(), "liar", self.tokens["operator"].encode())
             assert raw.ask(hello)[0] == WELCOME
@@ -74,7 +74,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     server.kill()
 
 
-def test_each_tenant_has_its_own_blocks_and_no_other_one(shared: Shared) -> None:
+def test_each_tenant_has_only_its_own_blocks(shared: Shared) -> None:
     with shared.client("a") as a, shared.client("b") as b:
         assert a.stats.path == b.stats.path == "tls"
         assert a.set(KEYS, blocks_of(KEYS, BLOCK_BYTES)).created == len(KEYS)
@@ -82,30 +82,30 @@ def test_each_tenant_has_its_own_blocks_and_no_other_one(shared: Shared) -> None
         assert b.set(KEYS, blocks_of(KEYS, BLOCK_BYTES, 1)).created == len(KEYS)
         assert list(a.get(KEYS).blocks) == blocks_of(KEYS, BLOCK_BYTES)
         assert list(b.get(KEYS).blocks) == blocks_of(KEYS, BLOCK_BYTES, 1)
-        with shared.client("a", secret="b") as other:  # its own token, another secret
+        with shared.client("a", secret="b") as other:  # its own token with another secret
             assert other.get(KEYS).hit == 0
-    for secret in SECRETS:  # the token of one, the namespace of the other, with either secret
+    for secret in SECRETS:  # the token of one tenant, the namespace of the other, with either secret
         with pytest.raises(NotAuthorized, match="names a tenant other than 'b'"):
             shared.client("a", token="b", secret=secret)
 
 
-def test_a_server_that_lies_is_a_miss_for_the_tenant_it_lies_to(shared: Shared) -> None:
+def test_a_lying_server_is_a_miss_for_its_tenant(shared: Shared) -> None:
     right = blocks_of(KEYS, BLOCK_BYTES)
     with shared.client("a") as a, shared.client("b") as b:
         for client in (a, b):
             client.set(KEYS, right, force=True)
-        shared.lie(a.namespace, blocks_of(KEYS, BLOCK_BYTES, 7))  # others, whose checksums match
+        shared.lie(a.namespace, blocks_of(KEYS, BLOCK_BYTES, 7))  # other blocks, whose checksums match
         assert a.get(KEYS).hit == 0
         assert a.stats.checksum_errors == len(KEYS)
         assert list(b.get(KEYS).blocks) == right
         wait_until(lambda: not a.contains(KEYS).any(), what="what is wrong is dropped")
-        shared.lie(a.namespace, right)  # the right ones, without the secret
+        shared.lie(a.namespace, right)  # the right blocks, without the secret
         assert a.get(KEYS).hit == 0
         assert a.set(KEYS, right, force=True).error == 0
         assert list(a.get(KEYS).blocks) == right
 
 
-def test_a_tenant_that_fills_its_quota_evicts_no_block_of_the_other(shared: Shared) -> None:
+def test_a_tenant_that_fills_its_quota_evicts_no_others_blocks(shared: Shared) -> None:
     many = make_keys(2 * QUOTA_BYTES // BLOCK_BYTES, first=1000)
     with shared.client("a") as a, shared.client("b") as b:
         a.set(KEYS, blocks_of(KEYS, BLOCK_BYTES), force=True)

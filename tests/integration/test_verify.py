@@ -1,4 +1,4 @@
-"""`kvstore verify` on a real disk tier: what it finds, what it leaves alone, and its exit status."""
+"""`kvstore verify` on a real disk tier: what it finds, what it leaves unchanged, and its exit status."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def report_of(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
 
 
 def contents(path: Path) -> dict[str, tuple[str, int]]:
-    """Every file below, its bytes and when they were changed."""
+    """Return every file below the folder, with the digest of its bytes and its modification time."""
     return {
         str(file.relative_to(path)): (hashlib.sha256(file.read_bytes()).hexdigest(), file.stat().st_mtime_ns)
         for file in sorted(path.rglob("*"))
@@ -61,7 +61,7 @@ def contents(path: Path) -> dict[str, tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def stopped_tier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a server of two shards that was stopped. Tests use `tier`, a copy."""
+    """The folder of a stopped server of two shards. Tests use a copy of it, `tier`."""
     folder = tmp_path_factory.mktemp("stopped")
     server = Server(folder / "log", *DISK, "--shards", "2", "--disk", str(folder / "tier"))
     try:
@@ -95,7 +95,7 @@ def on_disk(client: KVStoreClient) -> int:
 
 
 def place_of(path: Path, block: bytes) -> tuple[Path, int]:
-    """The segment file below `path` that holds a block, and where."""
+    """Return the segment file below `path` that has a block, and the block's offset in the file."""
     for file in sorted(path.rglob("*.seg")):
         at = file.read_bytes().find(block)
         if at >= 0:
@@ -117,7 +117,7 @@ def damage(path: Path, key: bytes) -> None:
 # ---- a folder ------------------------------------------------------------------------------------------------------
 
 
-def test_every_block_of_a_sound_tier_is_checked_and_nothing_is_changed(tier: Path) -> None:
+def test_an_intact_tier_is_checked_without_changes(tier: Path) -> None:
     before = contents(tier)
     report = report_of(tier)
     assert (report["shards"], report["blocks"], report["bytes"]) == (2, COUNT, COUNT * BLOCK_BYTES)
@@ -125,7 +125,7 @@ def test_every_block_of_a_sound_tier_is_checked_and_nothing_is_changed(tier: Pat
     assert contents(tier) == before
 
 
-@pytest.mark.parametrize("block_bytes", [1000, 1 << 20])  # through the page cache, and past it
+@pytest.mark.parametrize("block_bytes", [1000, 1 << 20])  # written through the page cache, and with direct I/O
 def test_blocks_of_any_size_are_checked(tmp_path: Path, block_bytes: int) -> None:
     keys = make_keys(20)
     server = Server(tmp_path / "log", *DISK, "--disk", str(tmp_path / "tier"))
@@ -139,10 +139,10 @@ def test_blocks_of_any_size_are_checked(tmp_path: Path, block_bytes: int) -> Non
     assert (report["blocks"], report["bytes"]) == (20, 20 * block_bytes)
 
 
-def test_blocks_past_their_time_are_counted_and_not_checked(
+def test_expired_blocks_are_counted_and_not_checked(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in clock.environment.items():  # for the command too
+    for name, value in clock.environment.items():  # the command uses the test's clock, too
         monkeypatch.setenv(name, value)
     server = Server(tmp_path / "log", *DISK, "--disk", str(tmp_path / "tier"), "--ttl-seconds", "600")
     try:
@@ -158,7 +158,7 @@ def test_blocks_past_their_time_are_counted_and_not_checked(
     assert f"{COUNT} expired" in verify(tier).stdout
 
 
-def test_a_damaged_block_is_status_4_and_named_and_the_folder_is_left_as_it_is(tier: Path) -> None:
+def test_a_damaged_block_is_status_4_and_named_without_changes(tier: Path) -> None:
     damage(tier, KEYS[17])
     before = contents(tier)
     report = report_of(tier, status=4)
@@ -172,7 +172,7 @@ def test_a_damaged_block_is_status_4_and_named_and_the_folder_is_left_as_it_is(t
     assert contents(tier) == before
 
 
-def test_of_many_damaged_blocks_some_are_shown_and_all_are_in_the_json(tier: Path) -> None:
+def test_some_of_many_damaged_blocks_are_shown_and_json_has_all(tier: Path) -> None:
     for key in KEYS[:30]:
         damage(tier, key)
     assert {block["key"] for block in report_of(tier, status=4)["damaged"]} == {key.hex() for key in KEYS[:30]}
@@ -182,7 +182,7 @@ def test_of_many_damaged_blocks_some_are_shown_and_all_are_in_the_json(tier: Pat
 
 
 @pytest.mark.parametrize("how", ["gone", "short"])
-def test_blocks_whose_segment_cannot_be_used_are_counted(tier: Path, how: str) -> None:
+def test_blocks_of_an_unusable_segment_are_counted(tier: Path, how: str) -> None:
     file, _ = place_of(tier, block_of(KEYS[0], BLOCK_BYTES))
     if how == "gone":
         file.unlink()
@@ -199,35 +199,35 @@ def test_an_entry_whose_guard_fails_is_counted(tier: Path) -> None:
     for index in tier.glob("shard-*/index/data.mdb"):
         data = index.read_bytes()
         key = next(key for key in KEYS if key in data)
-        # The value does not belong to it now. Pages of earlier commits have the key, too.
+        # The entry's value does not belong to the changed key. Pages of earlier commits also contain the key.
         index.write_bytes(data.replace(key, bytes([key[0] ^ 1]) + key[1:]))
     assert report_of(tier, status=4)["bad_entries"] == 2
     assert "entries of the index are damaged" in verify(tier, status=4).stdout
 
 
-def test_an_index_that_cannot_be_read_is_told(tier: Path) -> None:
+def test_an_unreadable_index_is_reported(tier: Path) -> None:
     index = tier / "shard-0" / "index" / "data.mdb"
     index.write_bytes(os.urandom(index.stat().st_size))
     report = report_of(tier, status=4)
-    assert 0 < report["blocks"] < COUNT  # the other shard's
+    assert 0 < report["blocks"] < COUNT  # the other shard's blocks
     (sentence,) = report["index_damage"]
     assert "shard 0" in sentence
 
 
-def test_a_shard_whose_folder_is_gone_is_told(tier: Path) -> None:
+def test_a_missing_shard_folder_is_reported(tier: Path) -> None:
     shutil.rmtree(tier / "shard-1")
     (sentence,) = report_of(tier, status=4)["index_damage"]
     assert "shard-1" in sentence and "missing" in sentence
 
 
-def test_a_folder_in_use_is_refused_and_the_way_to_check_it_is_named(live: Server, tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused_with_the_right_command(live: Server, tmp_path: Path) -> None:
     failed = verify(tmp_path / "live", status=2)
     assert "in use" in failed.stderr and "--endpoint" in failed.stderr
     with KVStoreClient(live.endpoint, NAMESPACE) as client:
         assert client.contains(KEYS).all()
 
 
-def test_what_is_no_disk_tier_is_bad_usage(tier: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_disk_tier_is_bad_usage(tier: Path, tmp_path: Path) -> None:
     assert "no such folder" in verify(tmp_path / "none", status=2).stderr
     (tmp_path / "empty").mkdir()
     assert "is empty" in verify(tmp_path / "empty", status=2).stderr
@@ -252,7 +252,7 @@ def test_a_tier_of_a_newer_version_is_bad_usage(tier: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("somewhere", "--endpoint", "tcp://127.0.0.1:1")])
-def test_either_a_folder_or_an_endpoint_is_expected(arguments: tuple[str, ...]) -> None:
+def test_either_a_folder_or_an_endpoint_is_required(arguments: tuple[str, ...]) -> None:
     failed = verify(*arguments, status=2)
     assert "PATH" in failed.stderr and "--endpoint" in failed.stderr
 
@@ -269,7 +269,7 @@ def test_a_running_server_checks_itself(live: Server) -> None:
     assert disk is not None and disk.scrub_passes == 2
 
 
-def test_a_running_server_drops_what_it_finds_damaged(live: Server, tmp_path: Path) -> None:
+def test_a_running_server_drops_damaged_blocks(live: Server, tmp_path: Path) -> None:
     damage(tmp_path / "live", KEYS[3])
     (shard,) = report_of("--endpoint", live.endpoint, status=4)["shards"]
     assert shard["damaged"] == 1
@@ -287,11 +287,11 @@ def test_a_server_without_a_disk_tier_is_bad_usage(tmp_path: Path) -> None:
         server.kill()
 
 
-def test_a_server_that_is_not_there_is_status_1() -> None:
+def test_an_unreachable_server_is_status_1() -> None:
     assert "127.0.0.1:1" in verify("--endpoint", "tcp://127.0.0.1:1", "--timeout", "1", status=1).stderr
 
 
-def test_a_client_asks_all_shards_to_scrub(tmp_path: Path) -> None:
+def test_a_client_makes_all_shards_scrub(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", *DISK, "--shards", "2", "--disk", str(tmp_path / "tier"))
     try:
         with KVStoreClient(server.endpoint, NAMESPACE) as client:

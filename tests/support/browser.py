@@ -1,7 +1,7 @@
 """A real headless Chromium with one page, driven through its DevTools protocol.
 
-A thread reads what the browser sends; calls wait for their answers. The page's requests, the errors of its scripts and
-what its console was told are kept.
+A thread reads the browser's messages; calls wait for their answers. It keeps the page's requests, the errors of its
+scripts and the messages of its console.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START_S: Final = 30.0
 ANSWER_S: Final = 20.0
 _FLAGS: Final = (
     "--headless=new",
-    "--no-sandbox",  # root has no sandbox; the pages are ours
+    "--no-sandbox",  # root cannot use the sandbox; the pages are our own
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-background-networking",
@@ -46,16 +46,17 @@ _FLAGS: Final = (
 
 
 def need_browser() -> None:
-    """Skip the test where there is no Chromium; in continuous integration fail. requirements/programs.txt has it."""
+    """Skip the test if Chromium, which requirements/programs.txt lists, is not installed. In continuous integration,
+    fail instead."""
     need("" if shutil.which(PROGRAM) else f"{PROGRAM} is not installed")
 
 
 class Browser:
-    """Close it at the end. Raises `AssertionError` when the browser does not answer in time."""
+    """A browser, which must be closed at the end. Raises `AssertionError` if it does not answer in time."""
 
     def __init__(self, folder: Path) -> None:
-        self.requests: list[str] = []  # URLs that the page asked for
-        self.errors: list[str] = []  # of scripts, of the console and of the network
+        self.requests: list[str] = []  # URLs that the page requested
+        self.errors: list[str] = []  # errors of scripts, of the console and of the network
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._loaded = threading.Event()
@@ -87,7 +88,7 @@ class Browser:
 
     def close(self) -> None:
         """End the browser."""
-        os.killpg(self._process.pid, signal.SIGKILL)  # the browser is many processes
+        os.killpg(self._process.pid, signal.SIGKILL)  # the browser runs many processes
         self._process.wait()
         reader = getattr(self, "_reader", None)
         if reader is not None:
@@ -128,7 +129,7 @@ class Browser:
         return await answer
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """Call a method of the protocol. -> its result."""
+        """Call a method of the protocol. Returns its result."""
         said = asyncio.run_coroutine_threadsafe(self._call(method, parameters), self._loop).result(ANSWER_S)
         assert "error" not in said, (method, said["error"])
         return said["result"]
@@ -142,17 +143,17 @@ class Browser:
         assert self._loaded.wait(ANSWER_S), f"{url} was not loaded"
 
     def evaluate(self, expression: str) -> Any:
-        """-> what a JavaScript expression gives in the page."""
+        """Return the value of a JavaScript expression in the page."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, (expression, result)
         return result["result"].get("value")
 
     def text(self, selector: str = "body") -> str:
-        """-> the text that a person sees in the first element of a selector."""
+        """Return the visible text of the first element that matches a selector."""
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     def look(self, width: int, height: int, dark: bool = False) -> None:
-        """Give the page a size in pixels, and tell it which colors the reader prefers."""
+        """Set the page's size in pixels, and the colors that the reader prefers."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -161,7 +162,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def picture(self) -> bytes:
-        """-> what the page shows, as PNG."""
+        """Return a screenshot of the page as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
 

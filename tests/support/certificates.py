@@ -1,4 +1,4 @@
-"""Real certificates for tests, made with `cryptography`: a CA, and what it signs.
+"""Real certificates for tests, made with `cryptography`: a CA, and the certificates that it signs.
 
 authority = Authority(tmp_path)
 server = authority.issue("server", hosts=("127.0.0.1", "localhost"))
@@ -23,7 +23,7 @@ _DAY = datetime.timedelta(days=1)
 
 
 class Issued(NamedTuple):
-    """PEM files of a certificate and its key."""
+    """The PEM files of a certificate and its key."""
 
     cert: str
     key: str
@@ -49,9 +49,9 @@ class Authority:
         password: bytes | None = None,
         common_name: bool = True,
     ) -> Issued:
-        """A certificate for hosts, valid from a year ago for `days` from now, which may be past. `own`: signed by its
-        own key. `password`: of the key. `common_name`: `name` is in the certificate. Files of the
-        same name are replaced."""
+        """Issue a certificate for hosts, valid from a year ago until `days` from now, which may be negative. `own`:
+        sign it with its own key. `password`: encrypt the key. `common_name`: put `name` in the certificate. Existing
+        files of the same name are replaced."""
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign(_name(name) if common_name else x509.Name([]), key, hosts, days, key if own else None)
         issued = Issued(str(self._folder / f"{name}.crt"), str(self._folder / f"{name}.key"))

@@ -28,9 +28,10 @@ from kvstore.cluster.placement import Placement
 from kvstore.cluster.schemes import parse_cluster_url
 from kvstore.cluster.url import EtcdURL
 from kvstore.wire import MAX_KEYS, MAX_REPLICAS, ShardAddress
-from kvstore.wire.asking import AskError, Asking
+from kvstore.wire.queries import ShardQueries, ShardQueryError
 from kvstore_client import ConnectionLost, KVStoreClient, Namespace
 from kvstore_client.keys import pack_keys
+from tests.support import forked
 from tests.support.etcd import Etcd
 from tests.support.harness import ANSWER_S, Server, environment, wait_until
 from tests.support.network import Network
@@ -42,14 +43,14 @@ CLIENTS = ("client1", "client2")  # the hosts of a `Site` that run clients
 
 
 def open_directory(url: str, timeout_s: float = 1.0) -> EtcdDirectory:
-    """The directory in etcd of the cluster with this URL."""
+    """Return the directory in etcd of the cluster with this URL."""
     parsed = parse_cluster_url(url)
     assert isinstance(parsed, EtcdURL)
     return EtcdDirectory(parsed, timeout_s)
 
 
 def cluster_name(request: pytest.FixtureRequest) -> str:
-    """A name for the cluster of a test; no other test of its module has the same."""
+    """Return a name for the cluster of a test, different from those of the module's other tests."""
     return re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[-60:]
 
 
@@ -57,8 +58,8 @@ class Cluster:
     """The nodes of a cluster by id, and its directory in etcd. `with` or `close` ends all nodes.
 
     `folder`: for the nodes' logs. `network`: each node runs on the host of this network whose name is the node's id;
-    without a network, all nodes run on loopback. `flags`: flags of every node, as kvstore-server names them, with
-    underscores for dashes (`grace_seconds=5`).
+    without a network, all nodes run on loopback. `flags`: flags of kvstore-server for every node, with underscores
+    instead of dashes (`grace_seconds=5`).
     """
 
     def __init__(self, url: str, folder: Path, *, network: Network | None = None, **flags: object) -> None:
@@ -68,7 +69,7 @@ class Cluster:
         self._folder = folder
         self._network = network
         self._flags = {"memory": "64MiB", "segment": "4MiB", **flags}
-        self._started: list[Server] = []  # all servers, including those whose id was later given to another
+        self._started: list[Server] = []  # all servers, including those whose id another one took over
         self._leases: dict[str, int] = {}
 
     def __enter__(self) -> Cluster:
@@ -85,16 +86,22 @@ class Cluster:
     # ---- nodes ---------------------------------------------------------------------------------------------------
 
     def start(
-        self, node: str, environment: Mapping[str, str] | None = None, prefix: Sequence[str] = (), **flags: object
+        self,
+        node: str,
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        port: int = 0,
+        **flags: object,
     ) -> Server:
-        """Start a node that registers itself. It has printed its ready line; it may not have registered yet.
+        """Start a node that registers itself, and wait for its ready line. The node may not have registered yet.
 
-        `environment`: more variables of its environment. `prefix`: as that of `Server`."""
-        return self._start(node, {"cluster": self.url, "node_id": node, **self._flags, **flags}, environment, prefix)
+        `environment`: more variables of its environment. `prefix`, `port`: as for `Server`."""
+        flags = {"cluster": self.url, "node_id": node, **self._flags, **flags}
+        return self._start(node, flags, environment, prefix, port)
 
     def start_listed(self, *nodes: str, state: State = "serving", **flags: object) -> None:
-        """Start servers that know of no cluster, and write their records by hand, so that each state lasts as long as a
-        test needs it."""
+        """Start servers that know of no cluster, and write their records for them, so that each state lasts as long as
+        a test needs."""
         for node in nodes:
             self._start(node, {**self._flags, **flags})
             self.register(node, state)
@@ -105,12 +112,13 @@ class Cluster:
         flags: dict[str, object],
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        port: int = 0,
     ) -> Server:
-        port = 0
         if self._network is not None:
             address = self._network.address(node)
             flags = {"host": address, "advertise": address, "http": f"{address}:{HTTP_PORT}", **flags}
             prefix, port = self._network.command(node), PORT
+            environment = {forked.FORKED: "1", **(environment or {})}
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
         log = self._folder / f"{node}-{len(self._started)}.log"
         self.nodes[node] = Server(log, *arguments, prefix=prefix, port=port, **(environment or {}))
@@ -123,20 +131,20 @@ class Cluster:
         return KVStoreClient(self.url, namespace, **options)  # type: ignore[arg-type]
 
     def alone(self, node: str, namespace: Namespace) -> KVStoreClient:
-        """A client of this node only."""
+        """Return a client of this node only."""
         return KVStoreClient(self.nodes[node].endpoint, namespace)
 
     # ---- members -------------------------------------------------------------------------------------------------
 
     def membership(self) -> Membership:
-        """The membership that etcd holds. Raises `DirectoryError`."""
+        """Return the membership in etcd. Raises `DirectoryError`."""
         return self.directory.membership()
 
     def members(self) -> dict[str, Member]:
         return {member.node: member for member in self.membership().members}
 
     def states(self) -> dict[str, str]:
-        """The state of each node: `joining`, `serving` or `draining`."""
+        """Return the state of each node: `joining`, `serving` or `draining`."""
         return states_of(self.membership())
 
     def wait_for(self, deadline_s: float = ANSWER_S, **states: str) -> None:
@@ -144,7 +152,7 @@ class Cluster:
         self.wait_until(lambda found: found == states, deadline_s, f"the members are {states}")
 
     def wait_for_members(self, *nodes: str, deadline_s: float = ANSWER_S) -> None:
-        """Wait until exactly these nodes are members, and none of them drains."""
+        """Wait until exactly these nodes are members, and none of them is draining."""
         self.wait_until(
             lambda found: set(found) == set(nodes) and "draining" not in found.values(),
             deadline_s,
@@ -152,7 +160,7 @@ class Cluster:
         )
 
     def wait_until(self, condition: Callable[[dict[str, str]], bool], deadline_s: float, what: str) -> None:
-        """Wait until `states()` fulfils the condition. While etcd does not answer, go on waiting."""
+        """Wait until `states()` meets the condition. Meanwhile, etcd need not answer."""
         found: object = None
 
         def holds() -> bool:
@@ -173,7 +181,7 @@ class Cluster:
     # ---- records by hand -----------------------------------------------------------------------------------------
 
     def register(self, node: str, state: State, zone: str = "", port: int = 0) -> None:
-        """Write the record of a started node. `port`: a wrong port for the record of its one shard, if not 0."""
+        """Write the record of a started node. `port`: another port for its one shard, if not 0."""
         member = member_of(self.nodes[node], state, zone)
         if port:
             (shard,) = member.shards
@@ -190,13 +198,13 @@ class Cluster:
 
 
 def states_of(membership: Membership) -> dict[str, str]:
-    """The state of each node: `joining`, `serving` or `draining`."""
+    """Return the state of each node: `joining`, `serving` or `draining`."""
     return {member.node: member.state for member in membership.members}
 
 
 def member_of(server: Server, state: State = "serving", zone: str = "") -> Member:
-    """The record of a server, as it would register itself."""
-    with Asking((server.host, server.port), ANSWER_S) as asking:
+    """Return the record that a server would register."""
+    with ShardQueries((server.host, server.port), ANSWER_S) as asking:
         welcome = asking.welcome
     shards = [msgspec.structs.replace(shard, host=server.host) for shard in welcome.shards]
     return Member(node=welcome.node, state=state, shards=shards, zone=zone)
@@ -206,7 +214,8 @@ def member_of(server: Server, state: State = "serving", zone: str = "") -> Membe
 
 
 def place(members: Iterable[Member]) -> tuple[list[tuple[Member, ShardAddress]], Placement]:
-    """The shards of these members, and a placement over them; it refers to shards by their index in that list."""
+    """Return the shards of these members, and a placement over them, which refers to shards by their index in that
+    list."""
     shards = [(member, shard) for member in members for shard in member.shards]
     placement = Placement(
         [shard.name for _, shard in shards],
@@ -218,18 +227,19 @@ def place(members: Iterable[Member]) -> tuple[list[tuple[Member, ShardAddress]],
 
 
 def owner_nodes(members: Iterable[Member], keys: npt.NDArray[np.uint8], replicas: int) -> npt.NDArray[np.str_]:
-    """The nodes that hold each key if these are the members: (n, replicas), the owner first."""
+    """Return, with these members, the nodes that hold each key, the owner first. The shape is (keys, replicas)."""
     shards, placement = place(members)
     return np.array([member.node for member, _ in shards])[placement.replicas(keys, replicas)]
 
 
 def new_owners(membership: Membership) -> list[Member]:
-    """The members that blocks are set on."""
+    """Return the members on which new blocks are set."""
     return [member for member in membership.members if member.is_new_owner]
 
 
 def nodes_of(client: KVStoreClient) -> set[str]:
-    """The nodes that a client knows, of a cluster of at most `MAX_REPLICAS` nodes, where each node may have any key."""
+    """Return the nodes that a client knows. The cluster may have at most `MAX_REPLICAS` nodes, so that each can hold
+    any key."""
     try:
         return {found.node for found in client.locate(bytes(16), replicas=MAX_REPLICAS, ask=False)}
     except ConnectionLost:  # the client knows no node
@@ -237,20 +247,22 @@ def nodes_of(client: KVStoreClient) -> set[str]:
 
 
 def owned_by(client: KVStoreClient, node: str, keys: Sequence[bytes]) -> list[bytes]:
-    """The keys whose first replica is on `node`."""
+    """Return the keys whose first replica is on `node`."""
     return [key for key in keys if client.locate(key, ask=False)[0].node == node]
 
 
 def share_of(membership: Membership, node: str, keys: Sequence[bytes], replicas: int = 1) -> list[bytes]:
-    """The keys that `node` holds a copy of, in the placement over all members that do not drain."""
+    """Return the keys of the blocks that `node` should hold, in the placement over all members that are not
+    draining."""
     holders = owner_nodes(new_owners(membership), pack_keys(keys), replicas)
     return [keys[row] for row in np.flatnonzero((holders == node).any(axis=1))]
 
 
 def lacking(membership: Membership, namespace: Namespace, keys: npt.NDArray[np.uint8], replicas: int) -> list[str]:
-    """Which shards do not have all the copies that are theirs, and how many they lack: empty if every copy is made.
+    """Return the shards that lack copies, with the number that each lacks. The result is empty if no copy is missing.
 
-    Each shard is asked itself, so nothing is repaired by that. A shard that does not answer lacks all.
+    The shards are asked directly, so the check repairs nothing. A shard that does not answer counts as lacking all
+    copies.
     """
     owners = new_owners(membership)
     if len(owners) < replicas:
@@ -261,11 +273,11 @@ def lacking(membership: Membership, namespace: Namespace, keys: npt.NDArray[np.u
     for number, (member, shard) in enumerate(shards):
         mine = keys[(holders == number).any(axis=1)]
         try:
-            with Asking((shard.host, shard.port), 2.0, namespace.canonical()) as asking:
+            with ShardQueries((shard.host, shard.port), 2.0, namespace.canonical()) as asking:
                 parts = [asking.contains(mine[at : at + MAX_KEYS]) for at in range(0, len(mine), MAX_KEYS)]
             missing = sum(int((~part).sum()) for part in parts)
             said = f"{missing} of {len(mine)}"
-        except AskError as error:
+        except ShardQueryError as error:
             missing, said = len(mine), str(error)
         if missing:
             found.append(f"{shard.name} of {member.node}: {said}")
@@ -287,7 +299,7 @@ class Following:
         self.follower.close()
 
     def states(self) -> dict[str, str]:
-        """The state of each node in the latest view."""
+        """Return the state of each node in the latest view."""
         return states_of(self.views[-1]) if self.views else {}
 
     def wait_for(self, expected: dict[str, str], deadline_s: float = ANSWER_S) -> None:
@@ -298,10 +310,11 @@ class Following:
 
 
 class Site:
-    """A cluster with its etcd, on a network with hosts for clients. `with` makes it and ends everything.
+    """A cluster with its etcd, on a network that also has hosts for clients. `with` starts everything, and ends it
+    afterwards.
 
-    In the body, its nodes n1, n2 ... have registered, each in a zone of its own, and the calling thread is on the host
-    `observer`, so that its connections go to the cluster. `flags`: as for `Cluster`.
+    In the body, the nodes n1, n2 ... have registered, each in a zone of its own. The calling thread runs on the host
+    `observer`, so that it can connect to the cluster. `flags`: as for `Cluster`.
     """
 
     def __init__(self, folder: Path, *, nodes: int = 4, **flags: object) -> None:
@@ -345,8 +358,8 @@ class Site:
         return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
 
     def mend(self) -> None:
-        """Repair the cluster: restart etcd and the first nodes where needed and stop all other nodes. Returns when the
-        first nodes are the members. Connections that were cut are not healed."""
+        """Repair the cluster: restart etcd and the first nodes if needed, and stop all other nodes. Returns when
+        exactly the first nodes are members. This does not heal connections that were cut."""
         if not self.etcd.running:
             self.etcd.restart()
         for node, server in list(self.cluster.nodes.items()):

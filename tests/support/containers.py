@@ -1,9 +1,9 @@
 """A minimal container engine, which can start what docker/ describes.
 
-A container has an address of its own, a read-only root file system, a user that is not root and has no capability, an
-environment of its own, and volumes. In place of an image it uses the test's own Python: the commands `kvstore-server`
-and `kvstore` run this checkout, and `python` is that Python. The user is 10001 in a user namespace; outside of it, it
-is the user that runs the tests, so that it can read the checkout.
+A container has its own address, environment and volumes, a read-only root file system, and a user that is not root and
+has no capabilities. Instead of an image it uses the Python of the tests: the commands `kvstore-server` and `kvstore`
+run this checkout, and `python` is that Python. In the container's user namespace, the user is 10001. Outside of it,
+that is the user that runs the tests, so that the container can read the checkout.
 
 with Network() as network, Container(network, "kvstore-1", tmp_path) as container:
     process = container.start(["kvstore-server", ...], {"KVSTORE_SERVER_PORT": "7070"})
@@ -31,7 +31,7 @@ _AS_USER = [
 
 
 def no_containers() -> str:
-    """Why containers cannot be made here; empty if they can."""
+    """Return why containers cannot be made here, or an empty text if they can."""
     reason = unavailable()
     if reason:
         return reason
@@ -46,8 +46,8 @@ class Container:
     """A container: one host of a network, and its own view of the file system. `with` or `close` removes it."""
 
     def __init__(self, network: Network, name: str, folder: Path, volumes: Sequence[str] = ()) -> None:
-        """`volumes`: the paths, below /var/lib, that can be written. `folder`: the folder outside of the container that
-        holds the volumes and the log."""
+        """`volumes`: the writable paths, below /var/lib. `folder`: the folder outside of the container with the volumes
+        and the log."""
         self.name = name
         self.folder = folder / name
         self.folder.mkdir(parents=True)
@@ -97,7 +97,7 @@ class Container:
         return self.log.read_text(errors="replace")
 
     def knows(self, addresses: Mapping[str, Sequence[str]]) -> None:
-        """Make these names resolve to these addresses, as the network's name server would."""
+        """Make these names resolve to these addresses, as the network's name server would do."""
         lines = [f"{address} {name}" for name, found in addresses.items() for address in found]
         self._hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 

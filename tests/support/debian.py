@@ -1,8 +1,8 @@
-"""A Debian of its own: a minimal system of this machine's release, which systemd runs in a container.
+"""A separate Debian system: a minimal system of this machine's release, with systemd, in a container.
 
-The release and the archives are those that apt has here. The system has what the package under test depends on, and
-nothing else but systemd and apt; its network is its own, with nothing but the loopback device. What it is made of is
-kept in a folder, and each `Machine` is a fresh copy.
+Release and archives are those of this machine's apt. The system has only systemd, apt and the dependencies of the
+package under test; its network has only the loopback device. Its base is kept in a folder, and each `Machine` is a
+fresh copy.
 
 Needs root, mmdebstrap and systemd-nspawn; systemd need not run on this machine.
 """
@@ -33,8 +33,8 @@ VARIABLES: Final = {
 }
 PROGRAMS: Final = ("mmdebstrap", "systemd-nspawn", "dpkg-deb", "apt-get", "apt-config", "unshare", "nsenter")
 
-# The container gets a group in a tree of groups of its own view, so that it boots beside groups of version 1 and where
-# no systemd would give it one. SIGTERM is for systemd-nspawn, which then has the container shut down.
+# The container gets a control group in its own view of the tree. So it also boots on machines with control groups of
+# version 1 or without systemd. SIGTERM goes to systemd-nspawn, which then shuts the container down.
 BOOT: Final = """
 set -e
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
@@ -50,7 +50,7 @@ find "/sys/fs/cgroup/$2" -depth -type d -delete
 
 
 def unavailable() -> str:
-    """Why no such system can be made here; empty if it can."""
+    """Return why no such system can be made here, or an empty text if one can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "making a system takes root on Linux"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -61,7 +61,7 @@ def unavailable() -> str:
 
 
 def build_package(folder: Path) -> Path:
-    """-> the package of this checkout, built into a folder, unless it is there."""
+    """Return the package of this checkout. It is built into the folder if it is not there yet."""
     if not list(folder.glob("*.deb")):
         subprocess.run([str(ROOT / "scripts" / "deb.sh"), str(folder)], check=True, timeout=BUILD_S)
     [package] = folder.glob("*.deb")
@@ -69,7 +69,7 @@ def build_package(folder: Path) -> Path:
 
 
 def changed_package(package: Path, folder: Path) -> Path:
-    """-> the package as a later version of it, whose file of settings has another line."""
+    """Return the package as a later version of it, whose settings file has another line."""
     tree = folder / "tree"
     subprocess.run(["dpkg-deb", "-R", str(package), str(tree)], check=True)
     control = tree / "DEBIAN" / "control"
@@ -83,7 +83,7 @@ def changed_package(package: Path, folder: Path) -> Path:
 
 
 def build_system(folder: Path, package: Path) -> None:
-    """Make the system in a folder, unless it is there."""
+    """Make the system in a folder, if it is not there yet."""
     if folder.exists():
         return
     begun = folder.with_suffix(".begun")
@@ -102,7 +102,7 @@ def build_system(folder: Path, package: Path) -> None:
 
 
 def _archives() -> str:
-    """The lines of sources.list for the archives of this machine's distribution that apt has here."""
+    """Return the lines of sources.list for the archives of this machine's distribution that its apt uses."""
     asked = ["apt-get", "indextargets", "--format", "deb $(REPO_URI) $(RELEASE) $(COMPONENT)|$(ORIGIN)"]
     for _ in range(2):
         found = subprocess.run([*asked, "Created-By: Packages"], check=True, capture_output=True, text=True).stdout
@@ -123,7 +123,7 @@ def _apt_config() -> list[str]:
 
 
 class Machine:
-    """One system, its processes, and commands inside of it. Of one thread."""
+    """One system, its processes, and commands inside it. Use it from one thread."""
 
     def __init__(self, folder: Path, system: Path) -> None:
         """Copy the system into a folder; `boot` starts it."""
@@ -135,7 +135,7 @@ class Machine:
         subprocess.run(["cp", "-a", "--reflink=auto", str(system), str(self.root)], check=True)
 
     def boot(self) -> None:
-        """Start systemd; returns when it has started what it starts."""
+        """Start systemd, and wait until its start is complete."""
         command = [
             "unshare",
             "--mount",
@@ -159,7 +159,7 @@ class Machine:
         try:
             below = psutil.Process(self._process.pid).children(recursive=True)
             inits = [each.pid for each in below if each.name() == "systemd" and _is_first(each.pid)]
-        except (psutil.NoSuchProcess, FileNotFoundError):  # one of those that only prepare the container has ended
+        except (psutil.NoSuchProcess, FileNotFoundError):  # a process that only prepared the container has ended
             return False
         if not inits:
             return False
@@ -168,7 +168,7 @@ class Machine:
         return state in ("running", "degraded")
 
     def shut_down(self) -> None:
-        """As an operator does it: systemd stops everything."""
+        """Shut down as an operator does: systemd stops everything."""
         if self._process is None:
             return
         if self._init:
@@ -187,13 +187,14 @@ class Machine:
     def run(
         self, *command: str, user: str = "root", check: bool = True, timeout_s: float = COMMAND_S, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command inside. -> what it said. A status other than 0 fails the test, unless `check` is off."""
+        """Run a command in the system. Returns its output. A status other than 0 fails the test, unless `check` is
+        off."""
         inside = ["nsenter", f"--target={self._init}", "--mount", "--uts", "--ipc", "--net", "--pid"]
         as_user = [] if user == "root" else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
         return _run([*inside, *as_user, *command], {**VARIABLES, **variables}, check, timeout_s)
 
     def run_outside(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run one of this checkout's commands as another host would, which has its network and none of its files."""
+        """Run a command of this checkout in the system's network, without its files, like a client on another host."""
         inside = ["nsenter", f"--target={self._init}", "--net", sys.executable, "-m"]
         return _run([*inside, *command], environment(**variables), True, COMMAND_S)
 

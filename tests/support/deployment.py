@@ -1,4 +1,4 @@
-"""Reads docker/ as a container engine and Kubernetes would: the containers, their settings, and their probes.
+"""Reads docker/ as a container engine or Kubernetes would: the containers, their settings and their probes.
 
 The tests have no container engine, so they parse the files and start the server themselves.
 """
@@ -28,21 +28,27 @@ ENVIRONMENT_PREFIX = config.ENVIRONMENT_PREFIX
 
 
 class Instruction(NamedTuple):
-    """One instruction of the Dockerfile, continued lines joined."""
+    """One instruction of the Dockerfile, with its continued lines joined."""
 
     name: str
     rest: str
 
 
 def dockerfile() -> list[list[Instruction]]:
-    """The Dockerfile's stages, each a list of instructions that begins with its FROM."""
+    """Return the Dockerfile's stages, each a list of instructions that begins with its FROM. Arguments have their
+    defaults."""
     text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
     lines = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
     stages: list[list[Instruction]] = []
+    defaults: dict[str, str] = {}
     for line in filter(None, map(str.strip, lines)):
         name, _, rest = line.partition(" ")
+        if name == "ARG" and not stages:
+            defaults.update([rest.strip().split("=")])
+            continue
         if name == "FROM":
             stages.append([])
+            rest = re.sub(r"\$\{(\w+)\}", lambda found: defaults[found[1]], rest)
         stages[-1].append(Instruction(name, rest.strip()))
     return stages
 
@@ -53,7 +59,7 @@ def stage(name: str) -> list[Instruction]:
 
 
 def image_environment() -> dict[str, str]:
-    """The server's settings (KVSTORE_SERVER_*) that the server's image sets."""
+    """Return the server's settings (KVSTORE_SERVER_*) that the server's image sets."""
     words = [word for name, rest in stage("server") if name == "ENV" for word in shlex.split(rest)]
     variables = dict(word.split("=", 1) for word in words)
     return {name: value for name, value in variables.items() if name.startswith(ENVIRONMENT_PREFIX)}
@@ -76,20 +82,22 @@ class Node:
     flags: Sequence[str]
     environment: Mapping[str, str]  # KVSTORE_SERVER_*, including those of the image
     probes: Sequence[Sequence[str]]
-    stop_s: float  # time from SIGTERM to SIGKILL
+    stop_s: float  # the time from SIGTERM to SIGKILL
     memory_limit_bytes: int
     ports: frozenset[int]  # the ports that others can reach
-    volume: str  # the path that it may write to
+    volume: str  # the path that the container may write to
 
     def settings(self) -> config.ServerConfig:
-        """The settings as the server itself would read them. Raises the error with which the server would exit."""
+        """Return the settings as the server itself would read them. Raises the error with which the server would
+        exit."""
         context = get_command(server_app).make_context("kvstore-server", list(self.flags))
         settings = config.ServerConfig.__struct_fields__
         given = {name: value for name, value in context.params.items() if name in settings}
         return load(None, self.environment, given)
 
     def with_settings(self, **values: str) -> Node:
-        """The same node with some settings replaced. Each must be given already, by a flag or by a variable."""
+        """Return the same node with these settings changed. The files must already give each of them, by a flag or a
+        variable."""
         flags, variables = list(self.flags), dict(self.environment)
         for name, value in values.items():
             flag, variable = f"--{name.replace('_', '-')}=", ENVIRONMENT_PREFIX + name.upper()
@@ -136,7 +144,7 @@ def _compose_node(name: str, service: Any) -> Node:
 
 
 def published(service: Any) -> Iterator[tuple[str, int, int]]:
-    """(address, port outside, port inside) of each port that a service publishes."""
+    """Return (address, port outside, port inside) of each port that a service publishes."""
     for mapping in service.get("ports", []):
         address, outside, inside = mapping.rsplit(":", 2)
         for pair in zip(_port_range(outside), _port_range(inside), strict=True):
@@ -161,7 +169,7 @@ def stateful_set() -> Any:
 
 
 def pod(ordinal: int, address: str, zone: str = "") -> Node:
-    """A pod of the StatefulSet. `$(NAME)` is replaced as the kubelet does, with the values of its downward API."""
+    """Return a pod of the StatefulSet. `$(NAME)` is replaced as by the kubelet, with the values of its downward API."""
     document = stateful_set()
     spec = document["spec"]["template"]["spec"]
     (container,) = spec["containers"]
@@ -189,7 +197,7 @@ def pod(ordinal: int, address: str, zone: str = "") -> Node:
 
 
 def _asking(container: Any, get: Any, address: str) -> list[str]:
-    """A command that makes the kubelet's HTTP request: status 0 for an answer of 200."""
+    """Return a command that makes the kubelet's HTTP request: status 0 for an answer of 200."""
     (port,) = (port["containerPort"] for port in container["ports"] if port["name"] == get["port"])
     url = f"http://{address}:{port}{get['path']}"
     return ["python", "-I", "-c", "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)", url]
@@ -199,7 +207,7 @@ PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def quantity_bytes(text: str) -> int:
-    """The bytes of a quantity such as compose's `2g` or Kubernetes' `34Gi`: both units are powers of two."""
+    """Return the bytes of a quantity such as compose's `2g` or Kubernetes' `34Gi`: both units are powers of two."""
     found = re.fullmatch(r"(\d+)([kmg]|[KMGT]i)", text)
     assert found, text
     return int(found[1]) << {"k": 10, "m": 20, "g": 30, "t": 40}[found[2][0].lower()]
@@ -219,6 +227,6 @@ def alerts() -> list[Any]:
 
 
 def expressions() -> list[str]:
-    """Every query of the dashboard and of the alert rules."""
+    """Return every query of the dashboard and of the alert rules."""
     queries = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
     return [*queries, *(rule["expr"] for rule in alerts())]

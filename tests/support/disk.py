@@ -1,6 +1,6 @@
-"""Helpers of the disk tier's tests: its flags, its state, its folder, and blocks whose bytes can be checked.
+"""Helpers for tests of the disk tier: its flags, its state, its folder, and blocks whose bytes can be checked.
 
-Clients here do not verify checksums (`checksum=False`), so that only the server can keep a wrong byte from the test.
+Clients here do not verify checksums (`checksum=False`), so that only the server can detect a wrong byte.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import xxhash
 from kvstore import wire
 from kvstore.disk.keeper_process import COMMIT_DELAY_S
 from kvstore_client import KVStoreClient, Namespace
+from tests.support import forked
 from tests.support.harness import Server, block_of, blocks_of, shard_info, wait_until
 
 KiB, MiB = 1 << 10, 1 << 20
-BLOCK = 64 * KiB  # of the fixture `namespace`
+BLOCK = 64 * KiB  # the block size of the fixture `namespace`
 IO_ERRORS = Path(__file__).parents[1] / "chaos" / "io_errors.c"
 BATCH_BYTES = 1 * MiB  # a fraction of the smallest memory that a test gives a server
 
@@ -39,14 +40,14 @@ def open_client(server: Server, namespace: Namespace, timeout_s: float = 20.0) -
 
 
 def disk_info(client: KVStoreClient) -> wire.DiskInfo:
-    """The disk tier of a server of one shard."""
+    """Return the state of the disk tier of a server with one shard."""
     info = shard_info(client).disk
     assert info is not None
     return info
 
 
 def wait_until_on(client: KVStoreClient, deadline_s: float = 30.0) -> wire.DiskInfo:
-    """Wait until the tier has taken over the blocks of earlier runs, and the hottest of those are in memory."""
+    """Wait until the tier has recovered the blocks of earlier runs, and the hottest of them are in memory."""
 
     def settled() -> wire.DiskInfo | None:
         info = disk_info(client)
@@ -81,13 +82,13 @@ def wait_until_written(client: KVStoreClient, deadline_s: float = 30.0) -> wire.
 
 
 def wait_until_durable(client: KVStoreClient) -> None:
-    """Wait until what was set would be there after a crash: it is written, and the index of the disk is committed."""
+    """Wait until all blocks would survive a crash: they are written, and the disk's index is committed."""
     wait_until_written(client)
     time.sleep(2 * COMMIT_DELAY_S)
 
 
 def keeper_of(shard: psutil.Process) -> psutil.Process:
-    """The process that keeps a shard's persistent index."""
+    """Return the process that keeps a shard's persistent index."""
     (keeper,) = shard.children()
     return keeper
 
@@ -96,7 +97,7 @@ def keeper_of(shard: psutil.Process) -> psutil.Process:
 
 
 def compile_io_errors(folder: Path) -> Path:
-    """tests/chaos/io_errors.c as a library in `folder`. Skips the test where it cannot be compiled."""
+    """Compile tests/chaos/io_errors.c into a library in `folder`. Skips the test if that is not possible."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler: errors of a device cannot be made")
@@ -109,15 +110,17 @@ def compile_io_errors(folder: Path) -> Path:
 
 
 def io_errors_in(folder: Path, trigger: Path, library: Path) -> dict[str, str]:
-    """Variables for a server's environment: calls below `folder` fail as soon as the file `trigger` says which."""
-    return {"LD_PRELOAD": str(library), "IO_ERRORS_FOLDER": str(folder), "IO_ERRORS_TRIGGER": str(trigger)}
+    """Return variables for a server's environment. System calls for files below `folder` fail when the file `trigger`
+    names them."""
+    variables = {"LD_PRELOAD": str(library), "IO_ERRORS_FOLDER": str(folder), "IO_ERRORS_TRIGGER": str(trigger)}
+    return {**variables, forked.FORKED: "1"}
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------
 
 
 def fill(client: KVStoreClient, keys: Sequence[bytes], block_bytes: int, version: int = 0, force: bool = False) -> None:
-    """Set the blocks of `keys`, at most 1 MiB at a time; fails if the server does not take all of them."""
+    """Set the blocks of `keys`, at most 1 MiB at a time; fail if the server does not accept all of them."""
     step = max(1, min(wire.MAX_KEYS, BATCH_BYTES // block_bytes))
     for at in range(0, len(keys), step):
         some = keys[at : at + step]
@@ -126,7 +129,7 @@ def fill(client: KVStoreClient, keys: Sequence[bytes], block_bytes: int, version
 
 
 def read(client: KVStoreClient, keys: Sequence[bytes], block_bytes: int, version: int = 0) -> list[bool]:
-    """Which of `keys` are there. Fails if any byte of their blocks is wrong."""
+    """Return which of `keys` exist. Fails if a byte of their blocks is wrong."""
     present = []
     step = max(1, min(wire.MAX_KEYS, BATCH_BYTES // block_bytes))
     for at in range(0, len(keys), step):
@@ -141,7 +144,7 @@ def read(client: KVStoreClient, keys: Sequence[bytes], block_bytes: int, version
 
 
 def allocated_bytes(folder: Path) -> int:
-    """The bytes that all files of a folder take on the file system."""
+    """Return the bytes that all files of a folder take on the file system."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -153,7 +156,7 @@ def allocated_bytes(folder: Path) -> int:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Every path below a folder, with a digest of the file's content."""
+    """Return every path below a folder, with a digest of the file's content."""
     return {
         str(path.relative_to(folder)): xxhash.xxh3_64_hexdigest(path.read_bytes()) if path.is_file() else "folder"
         for path in sorted(folder.rglob("*"))
@@ -178,7 +181,7 @@ def flip(path: Path, offset: int, mask: int) -> None:
 
 
 def mount_tmpfs(folder: Path, size: str) -> bool:
-    """Mount a tmpfs of `size` on `folder`. -> False if this user may not mount."""
+    """Mount a tmpfs of `size` on `folder`. Returns False if this user may not mount file systems."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     return os.geteuid() == 0 and subprocess.run(command, check=False, capture_output=True).returncode == 0

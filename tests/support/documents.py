@@ -19,11 +19,11 @@ from typing import Final
 from tests.support.harness import ROOT, environment
 
 DOCUMENTS: Final = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FIRST_CLUSTER: Final = ROOT / "docs" / "first-cluster.md"  # starts servers: a test of its own runs it
+FIRST_CLUSTER: Final = ROOT / "docs" / "first-cluster.md"  # starts servers, so a test of its own runs it
 LANGUAGES: Final = {"shell", "python"}
 _FENCE: Final = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _REASON: Final = re.compile(r"<!-- not run here: (.+?) -->\s*\Z", re.DOTALL)
-# Matches commands that a reader would paste into a shell: a block with such text must have the language `shell`.
+# Matches commands that a reader would paste into a shell. A block with matching text must have the language `shell`.
 _PROGRAMS: Final = r"kvstore|kvstore-server|pip|make|vllm|docker|kubectl|python|scripts/\S+"
 _COMMAND: Final = re.compile(rf"^\$?\s*({_PROGRAMS}) [\w'./-]", re.MULTILINE)
 RUN_S: Final = 120.0
@@ -37,7 +37,7 @@ class Block:
     line: int
     language: str
     text: str
-    reason: str  # why it is not run; empty if it is run
+    reason: str  # the reason why the block is not run; empty if it is run
 
     def __str__(self) -> str:
         return f"{self.file.relative_to(ROOT)}:{self.line}"
@@ -64,7 +64,7 @@ def blocks_of(file: Path) -> list[Block]:
 class Reader:
     """Runs the blocks of one document in order, in a folder of its own.
 
-    `places`: texts of the document that are replaced (a port, a folder that the test may not use) -> the replacement.
+    `places`: text of the document, such as a port or a folder that the test may not use -> its replacement.
     """
 
     def __init__(self, folder: Path, endpoint: str, places: Mapping[str, str]) -> None:
@@ -72,7 +72,8 @@ class Reader:
         self._places = dict(places)
         programs = folder / "bin"
         programs.mkdir()
-        for name, module in (("kvstore", "kvstore_cli"), ("kvstore-server", "kvstore")):
+        # A server starts normally, but its shards are forks.
+        for name, module in (("kvstore", "kvstore_cli"), ("kvstore-server", "tests.support.forked kvstore --")):
             program = programs / name
             program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n')
             program.chmod(program.stat().st_mode | stat.S_IXUSR)

@@ -1,9 +1,10 @@
-"""An OpenAI-compatible endpoint that misbehaves as a test tells it: it delays, stalls, cuts streams, answers nonsense.
+"""An OpenAI-compatible endpoint that misbehaves on request: it delays, stalls, cuts streams, or answers nonsense.
 
-It stands in for broken and slow engines only, whose delays have to be known exactly. What real engines do is tested
-with vLLM. It listens on a real socket, in a thread of its own.
+It replaces only broken and slow engines, whose delays must be known exactly; tests of correct engines use vLLM. It
+listens on a real socket, in a thread of its own.
 
-The behaviour of a request is chosen by the number of its arrival; each records when it came and what it asked for.
+The number of a request, in order of arrival, selects the behaviour. The time and the content of each request are
+recorded.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from tests.support.harness import wait_until
 
 @dataclass(frozen=True)
 class Behaviour:
-    """How a request is answered. `first_s`: until the first token; `gap_s`: between later ones; `tokens_a_chunk`: in
-    each but the last; `stop_after`: chunks after which `ending` happens instead of the rest."""
+    """How a request is answered. `first_s`: the time until the first token; `gap_s`: the time between chunks;
+    `tokens_a_chunk`: the tokens in each chunk but the last; `stop_after`: the number of chunks after which `ending`
+    replaces the rest."""
 
     first_s: float = 0.0
     gap_s: float = 0.0
@@ -39,15 +41,16 @@ class Behaviour:
     status: int = 200
     body: Any = None
     usage: bool = True
-    reason_chunk: bool = False  # an empty chunk with the reason to end, as OpenAI sends it
-    held: Callable[[], bool] = lambda: False  # after `first_s`, as long as this is true
-    # What is sent instead of all that: each part `gap_s` after the one before, events as objects and others as text.
+    reason_chunk: bool = False  # whether a last, empty chunk has the reason to end, as OpenAI sends it
+    held: Callable[[], bool] = lambda: False  # after `first_s`, the answer waits while this is true
+    # Sent instead of the tokens, each part `gap_s` after the one before. Objects are sent as events, and strings as
+    # they are.
     script: tuple[dict[str, Any] | str, ...] = ()
 
 
 @dataclass
 class Asked:
-    """A request that came."""
+    """A request that arrived."""
 
     at_s: float
     body: dict[str, Any]
@@ -56,13 +59,14 @@ class Asked:
 
 
 class Endpoint:
-    """`with Endpoint(lambda number: Behaviour(...)) as endpoint`: serves at `endpoint.url` until the end."""
+    """`with Endpoint(lambda number: Behaviour(...)) as endpoint`: serves at `endpoint.url` until the end of the `with`
+    block."""
 
     def __init__(self, behave: Callable[[int], Behaviour] = lambda number: Behaviour()) -> None:
         self._behave = behave
         self.asked: list[Asked] = []
-        self.running = 0  # answers that are being given
-        self.idle_since_s = time.monotonic()  # if nothing is running
+        self.running = 0  # answers in progress
+        self.idle_since_s = time.monotonic()  # valid if nothing is running
         self._released = asyncio.Event()
         paths = ("/v1/completions", "/v1/chat/completions")
         routes = [Route(path, self._answer, methods=["POST"]) for path in paths]
@@ -132,7 +136,7 @@ class Endpoint:
         if behaviour.ending == "stall":
             await self._released.wait()
         if behaviour.ending == "close":
-            raise ConnectionAbortedError  # uvicorn closes the connection without the end of the body
+            raise ConnectionAbortedError  # uvicorn closes the connection in the middle of the body
         if behaviour.ending == "nonsense":
             yield "data: {this is not JSON\n\n"
         if behaviour.ending == "error":

@@ -30,7 +30,7 @@ _MEMORY = Path("/dev/shm")
 
 class Etcd:
     """One etcd server. `prefix`: a command that runs it elsewhere, e.g. ``ip netns exec NS``; `host`: the address that
-    it listens on there. `certificate`, `ca`: it speaks TLS, and asks clients for certificates of the CA's."""
+    it listens on there. `certificate`, `ca`: use TLS, and require clients to have certificates of this CA."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Etcd:
             pytest.skip("etcd is not installed: scripts/programs.sh installs it")
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        # In memory: on a disk that other tests keep busy, a write takes seconds.
+        # The data are in memory, because a write to a busy disk takes seconds.
         made = tempfile.mkdtemp(prefix="kvstore-etcd-", dir=_MEMORY if _MEMORY.is_dir() else None)
         weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
         self._data_folder = Path(made) / "data"
@@ -65,7 +65,7 @@ class Etcd:
         self.kill()
 
     def url(self, name: str) -> str:
-        """The URL of the cluster `name` in this etcd."""
+        """Return the URL of the cluster `name` in this etcd."""
         return f"etcd{'s' if self._certificate else ''}://{self.host}:{self.port}/{name}"
 
     @property
@@ -73,7 +73,7 @@ class Etcd:
         return "https" if self._certificate else "http"
 
     def control(self, *arguments: str, user: str = "", says: str = "") -> str:
-        """Run `etcdctl`, as `user` (NAME:PASSWORD), with `says` as its input. -> what it prints."""
+        """Run `etcdctl` as `user` (NAME:PASSWORD), with `says` as its input. Returns its output."""
         command = ["etcdctl", f"--endpoints={self._scheme}://{self.host}:{self.port}"]
         if self._certificate:
             command += [f"--cacert={self._ca}", f"--cert={self._certificate.cert}", f"--key={self._certificate.key}"]
@@ -103,7 +103,7 @@ class Etcd:
             command += [f"--cert-file={self._certificate.cert}", f"--key-file={self._certificate.key}"]
             command += ["--client-cert-auth", f"--trusted-ca-file={self._ca}", "--bcrypt-cost=4"]
         with (self.folder / "etcd.log").open("ab") as log:
-            # In a session of its own, so that a signal also reaches a prefix such as `ip netns exec`.
+            # The process gets a session of its own, so that a signal also reaches a prefix such as `ip netns exec`.
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         wait_until(self._healthy, START_S, "etcd answers")
 
@@ -140,7 +140,7 @@ class Etcd:
         self.process.wait(STOP_S)
 
     def restart(self, *, empty: bool = False) -> None:
-        """Start again on the same ports, with the same data or `empty`."""
+        """Start etcd again on the same ports, with the same data or, if `empty`, without data."""
         assert not self.running
         if empty:
             shutil.rmtree(self._data_folder)

@@ -1,7 +1,7 @@
-"""A third way to move blocks by reference: within one process, by a thread that stands for a network card.
+"""A third way to move blocks by reference: within one process, by a thread that acts as a network card.
 
-It has what RDMA has and mapped memory has not: the other side's memory is registered and known by a key, cannot be
-addressed, and is read by somebody else, who completes later or fails.
+It has the properties of RDMA that mapped memory lacks. The other side's memory is registered under a key and cannot be
+addressed. Another agent reads that memory; the read completes later, or fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvstore._cext import IdRing, LentBlocks, copy_blocks, distinct_files
 from kvstore.wire.remote_memory import (
     Handle,
-    Places,
+    Offsets,
     RemoteBlocks,
     RemoteMemoryError,
     Sums,
@@ -32,20 +32,21 @@ from kvstore.wire.remote_memory import (
 
 @dataclass
 class _Read:
-    """Work for the card."""
+    """A read that the card must make."""
 
     memories: list[memoryview]
-    which: Places
-    offsets: Places
+    which: Offsets
+    offsets: Offsets
     size: int
     out: Any
-    places: Places
+    places: Offsets
     sums: Sums | None = None
     completed: threading.Event = field(default_factory=threading.Event)
 
 
 class Fabric:
-    """A `Sharing`. `reads`: how many blocks it has moved. `broken`: reads fail. `progress_s`: what its help takes."""
+    """A `Sharing`. `reads`: the number of blocks moved so far. `broken`: whether reads fail. `progress_s`: the seconds
+    that each progress call takes."""
 
     mapped = False
 
@@ -69,7 +70,7 @@ class Fabric:
             del self._registered[key]
 
     def progress(self) -> None:
-        """The card works alone."""
+        """Do nothing, because the card works by itself."""
         time.sleep(self.progress_s)
 
     def remote(
@@ -78,11 +79,11 @@ class Fabric:
         return _FabricMemory(self)
 
     def find(self, key: bytes) -> memoryview | None:
-        """The memory that was registered with a key."""
+        """Return the memory that is registered under a key."""
         return self._registered.get(key)
 
     def read(self, read: _Read) -> Sums:
-        """Have the card read, and wait for its completion."""
+        """Make the card read blocks, and wait until it has read them."""
         self._queue.put(read)
         read.completed.wait()
         if read.sums is None:
@@ -103,10 +104,10 @@ class Fabric:
 
 
 class _FabricBlocks:
-    def __init__(self, fabric: Fabric, memories: list[memoryview], which: Places, offsets: Places, size: int) -> None:
+    def __init__(self, fabric: Fabric, memories: list[memoryview], which: Offsets, offsets: Offsets, size: int) -> None:
         self._fabric, self._memories, self._which, self._offsets, self._size = fabric, memories, which, offsets, size
 
-    def read(self, out: Any, places: Places, in_all: int = 0) -> Sums:
+    def read(self, out: Any, places: Offsets, in_all: int = 0) -> Sums:
         return self._fabric.read(_Read(self._memories, self._which, self._offsets, self._size, out, places))
 
     def some(self, part: slice) -> RemoteBlocks:
@@ -127,7 +128,7 @@ class _FabricMemory:
         raise AssertionError("no descriptors travel here")
 
     def discard(self) -> None:
-        """There are none."""
+        """Do nothing: there is none."""
 
     def attach(self, number: int, nbytes: int, handle: bytes) -> None:
         memory = self._fabric.find(handle)

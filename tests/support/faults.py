@@ -1,4 +1,5 @@
-"""Faults between a client and a server: a relay that cuts connections, and a program that only accepts them."""
+"""Faults between a client and a server: a relay that cuts connections, and a program that accepts connections and
+serves nothing."""
 
 from __future__ import annotations
 
@@ -20,28 +21,28 @@ InBackground = Callable[..., Future[Any]]
 
 
 def link_to(client: KVStoreClient, node: str) -> Link:
-    """The link to the one shard of a node."""
-    (link,) = (place.link for place in client._core.view.places if place.node == node)
+    """Return the link to the one shard of a node."""
+    (link,) = (place.link for place in client._pool.view.places if place.node == node)
     return link
 
 
 def connections_to(port: int) -> int:
-    """How many established connections this process has to a port."""
+    """Return the number of established connections of this process to a port."""
     found = psutil.Process().net_connections("tcp")
     return sum(1 for each in found if each.raddr and each.raddr.port == port and each.status == "ESTABLISHED")
 
 
 class Cut(NamedTuple):
-    """How a `Relay` fails a connection: after so many bytes from the server it passes no more bytes to the client and
-    calls `then`."""
+    """A fault of a `Relay`: after this many bytes from the server, it passes no more bytes to the client, and calls
+    `then`."""
 
     after_bytes: int
     then: Callable[[], None] = lambda: None
 
 
 class Relay:
-    """Passes connections on to a server, with a thread for each. `cuts`: one for each of the first connections; later
-    connections are passed on in full."""
+    """Relays connections to a server, with a thread for each. `cuts`: the faults of the first connections, one for
+    each; later connections have no fault."""
 
     def __init__(self, server: Server, *cuts: Cut) -> None:
         self._server = server
@@ -54,14 +55,14 @@ class Relay:
 
     @property
     def connections(self) -> int:
-        """How many connections there have been so far."""
+        """Return the number of connections so far."""
         return len(self._pairs)
 
     def cut(self, number: int) -> None:
-        """End connection `number` (from 0). Its client still gets the bytes that were passed on before."""
+        """Close connection `number`, counted from 0. The client still gets the bytes that were passed on before."""
         for sock in self._pairs[number]:
             with contextlib.suppress(OSError):  # it ended before
-                sock.shutdown(socket.SHUT_RDWR)  # also wakes a thread that waits to send
+                sock.shutdown(socket.SHUT_RDWR)  # this also wakes a thread that waits to send
             sock.close()
 
     def close(self) -> None:
@@ -88,7 +89,7 @@ class Relay:
 
     def _pass(self, client: socket.socket, server: socket.socket, cut: Cut | None) -> None:
         left = cut.after_bytes if cut is not None else 1 << 62
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it has just been cut
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the connection has just been cut
             while True:
                 ready, _, _ = select.select([client, server] if left else [client], [], [], 0.05)
                 for source, sink in ((client, server), (server, client)):
@@ -107,7 +108,8 @@ class Relay:
 
 @contextlib.contextmanager
 def impostor(says: bytes = b"", port: int = 0) -> Iterator[int]:
-    """Another program on a port: accepts, says something or nothing, and waits. -> the port."""
+    """Run a foreign program on a port: it accepts connections, sends something or nothing, and waits. Gives the
+    port."""
     accepted: list[socket.socket] = []
 
     def accept() -> None:

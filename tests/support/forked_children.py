@@ -1,21 +1,22 @@
-"""Shards that are forked from their supervisor, which a nursery has forked (see `forked`), and keepers from shards.
+"""Makes supervisors that a nursery has forked (see `forked`) fork their shards, and makes those shards fork their
+keepers.
 
-A supervisor starts each shard as a new interpreter, which imports numpy and the shard's code, and so does a shard with
-its keeper: most of what a server costs until it is ready. A supervisor that comes from a nursery has imported all that,
-so its shards may as well be its forks. What they run, what they inherit and how they end is the same. Every other
-process, and those of servers that are not forked themselves, are started as usual.
+Normally, a supervisor starts a new interpreter for each shard, which imports numpy and the shard's code; a shard does
+the same for its keeper. This takes most of the time until a server is ready. A supervisor from a nursery has already
+imported that code, so it can fork its shards. The forks run the same code, inherit the same descriptors and end in the
+same way. All other processes, and those of servers that are not forked, are started normally.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,14 +36,15 @@ class Fork(Process):
     """A child of this process."""
 
     def __init__(self, pid: int) -> None:
-        super().__init__(pid, os.pidfd_open(pid), os.pidfd_open(pid))  # which can be read, too, when it has ended
+        super().__init__(pid, os.pidfd_open(pid), os.pidfd_open(pid))  # readable after its end, like a pipe
 
     def _status(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def fork_children() -> None:
-    """From now on, supervisors in this process fork their shards, these their keepers, and a planner its workers."""
+    """From now on in this process, supervisors fork their shards, shards fork their keepers, and a planner forks its
+    workers."""
     context = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: context
     ShardChild._spawn = _fork_shard
@@ -50,7 +52,7 @@ def fork_children() -> None:
 
 
 def _fork_shard(_child: ShardChild, config: msgspec.Struct, fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    with tempfile.TemporaryFile() as given:
+    with open(os.memfd_create("config"), "w+b") as given:  # in a container, no folder may be writable
         given.write(msgspec.json.encode(config))
         given.seek(0)
         return _fork(shard_process.main, [given.fileno(), 1, 2], fds)
@@ -80,17 +82,18 @@ def _fork(main: Callable[[], None], standard: Sequence[int], passed: Sequence[in
 
 
 def _be(main: Callable[[], None], standard: Sequence[int], passed: Sequence[int]) -> None:
-    """In the fork: be what a new interpreter would be, and end."""
+    """In the fork: behave like a new interpreter, run `main`, and end."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
+        logging.root.handlers.clear()  # the handlers of pytest, if this was its process
         for number, fd in enumerate(standard):
             os.dup2(fd, number)
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) not in passed:
-                with contextlib.suppress(OSError):  # the descriptor of that list
+                with contextlib.suppress(OSError):  # the descriptor of the list itself
                     os.close(int(name))
         main()
         for thread in threading.enumerate():

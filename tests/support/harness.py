@@ -1,8 +1,7 @@
 """The base of the tests: real servers in processes of their own, blocks whose bytes can be checked, and a raw client.
 
-A block's bytes follow from its key and a version, so a test can check every byte of a block. `RawClient` implements
-ZMTP and msgpack messages itself, from docs/protocol.md and not through `kvstore`, so that the two cannot have the same
-error.
+A block's bytes follow from its key and a version, so a test can check all of them. `RawClient` implements ZMTP and the
+msgpack messages itself, from docs/protocol.md and without code of `kvstore`, so that the two do not share errors.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ environment = forked.environment
 
 
 def interruptible(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start a process that Ctrl-C ends: a child of a process that ignores SIGINT would ignore it, too."""
+    """Start a process that Ctrl-C ends, even if this process ignores SIGINT, which a child would inherit."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(command, **options)
@@ -47,11 +46,11 @@ def interruptible(command: Sequence[str], **options: Any) -> subprocess.Popen[An
         signal.signal(signal.SIGINT, before)
 
 
-SANITIZED = "ASAN_OPTIONS" in os.environ  # AddressSanitizer keeps what was freed for a while
+SANITIZED = "ASAN_OPTIONS" in os.environ  # AddressSanitizer keeps freed memory for a while
 OVERHEAD_BYTES = 256 << 20  # memory that a shard may take beyond its limit, whatever clients do
 START_S = 30.0
 STOP_S = 20.0
-ANSWER_S = 60.0  # only who fails waits as long; a slow machine may need much of it
+ANSWER_S = 60.0  # only a failing test waits this long, but a slow machine may need much of it
 
 
 def wait_until(condition: Callable[[], Any], deadline_s: float = ANSWER_S, what: str = "") -> Any:
@@ -67,7 +66,7 @@ def wait_until(condition: Callable[[], Any], deadline_s: float = ANSWER_S, what:
 
 
 def stays(condition: Callable[[], Any], seconds: float, what: str = "") -> None:
-    """Raise `AssertionError` if `condition()` becomes false within so many seconds."""
+    """Raise `AssertionError` if `condition()` becomes false within this many seconds."""
     began = time.monotonic()
     while (passed := time.monotonic() - began) < seconds:
         assert condition(), f"no longer so after {passed:.2f} s: {what or condition}"
@@ -79,15 +78,15 @@ def stays(condition: Callable[[], Any], seconds: float, what: str = "") -> None:
 
 
 def make_keys(count: int, first: int = 0, key_bytes: int = 16) -> list[bytes]:
-    """`count` distinct keys that look like hashes. The same arguments give the same keys."""
+    """Return `count` distinct keys that look like hashes. The same arguments give the same keys."""
     return [
         (xxhash.xxh3_128_digest(number.to_bytes(8, "little")) * 4)[:key_bytes] for number in range(first, first + count)
     ]
 
 
 def block_of(key: bytes, block_bytes: int, version: int = 0) -> bytes:
-    """The block of a key: every byte follows from key and version."""
-    if block_bytes <= 64:  # many of them are made, and a generator takes 20 us to make
+    """Return the block of a key. Every byte follows from the key and the version."""
+    if block_bytes <= 64:  # small blocks are made in large numbers, and making a generator takes 20 us
         return b"".join(xxhash.xxh3_128_digest(key, seed=4 * version + part) for part in range(4))[:block_bytes]
     seed = xxhash.xxh3_64_intdigest(key, seed=version)
     return np.random.Generator(np.random.SFC64(seed)).bytes(block_bytes)
@@ -98,12 +97,12 @@ def blocks_of(keys: Iterable[bytes], block_bytes: int, version: int = 0) -> list
 
 
 def put(client: KVStoreClient, keys: Sequence[bytes]) -> None:
-    """Set the blocks of these keys; the store has them all when this returns."""
+    """Set the blocks of these keys. On return, the store has all of them."""
     assert client.set(keys, blocks_of(keys, client.namespace.block_bytes), deferred=False).error == 0
 
 
 def put_into(server: Server, namespace: Namespace, keys: Sequence[bytes]) -> None:
-    """The same, with a client of its own."""
+    """Set the blocks of these keys with a new client. On return, the store has all of them."""
     with KVStoreClient(server.endpoint, namespace) as client:
         put(client, keys)
 
@@ -120,7 +119,7 @@ def server_command(*arguments: str) -> list[str]:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether a process runs. A zombie, which nobody has waited for yet, does not."""
+    """Whether a process runs. A zombie, which only waits to be reaped, does not run."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -128,10 +127,10 @@ def alive(process: psutil.Process) -> bool:
 
 
 class Server:
-    """A real `kvstore-server`. Its standard error goes to the file `log`. `restart` starts another on the same port.
-    It has no Unix socket unless the arguments name one, so that clients use TCP.
+    """A real `kvstore-server`. Its standard error goes to the file `log`. `restart` starts another one on the same
+    port. Without a Unix socket in the arguments, the server has none, so that clients use TCP.
 
-    `prefix`: a command that runs the server elsewhere and becomes its process, e.g. ``ip netns exec NAMESPACE``.
+    `prefix`: a command that executes the server elsewhere, in the same process, e.g. ``ip netns exec NAMESPACE``.
     """
 
     def __init__(
@@ -140,11 +139,11 @@ class Server:
         self.log = log
         self._prefix = prefix
         self._arguments = arguments if "--unix-socket" in arguments else ("--unix-socket", "off", *arguments)
-        if any(each.startswith("--host") for each in arguments):  # an address that the test made
+        if any(each.startswith("--host") for each in arguments):  # an address that the test has made
             extra_environment.setdefault("KVSTORE_SERVER_INSECURE", "true")
         self._environment = environment(**extra_environment)
         shards = int(arguments[arguments.index("--shards") + 1]) if "--shards" in arguments else 1
-        # Not 0: a connection could have what the kernel gave by the time of a restart, or of a node on the same port.
+        # The port is not 0: at a restart, another connection or node might have the port that the kernel chose.
         self.port = port or free_ports(shards)[0]
         self.start()
 
@@ -182,7 +181,7 @@ class Server:
 
     @property
     def http_url(self) -> str:
-        """The URL at which it serves HTTP, if started with --http: http://HOST:PORT."""
+        """The URL of the server's HTTP port, http://HOST:PORT, if it was started with --http."""
         found = re.search(r" (https?://\S+:\d+)/[;\s]", self.log_text())
         assert found, self.log_text()
         return found[1]
@@ -203,7 +202,7 @@ class Server:
         self.process.send_signal(number)
 
     def stop(self) -> int:
-        """Send SIGTERM and wait. -> exit status."""
+        """Send SIGTERM and wait. Returns the exit status."""
         if self.running:
             self.signal(signal.SIGTERM)
         try:
@@ -233,7 +232,7 @@ class Server:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """All its processes are stopped (SIGSTOP) while the body runs."""
+        """Stop all processes of the server (SIGSTOP) while the body runs."""
         processes = [psutil.Process(self.process.pid), *self.shards()]
         for process in processes:
             process.suspend()
@@ -245,7 +244,7 @@ class Server:
 
     @contextmanager
     def unharmed(self) -> Iterator[None]:
-        """Fail if after the body the shards are other processes, or a traceback was logged."""
+        """Fail if, after the body, the shards are other processes or a traceback was logged."""
         shards = [shard.pid for shard in self.shards()]
         before = len(self.log_text())
         yield
@@ -255,7 +254,7 @@ class Server:
 
 
 def rss_bytes(pid: int) -> int:
-    """The resident memory of a process, including the shared pages of the arena."""
+    """Return the resident memory of a process, including the shared pages of the arena."""
     with open(f"/proc/{pid}/status") as status:
         for line in status:
             if line.startswith("VmRSS:"):
@@ -264,8 +263,8 @@ def rss_bytes(pid: int) -> int:
 
 
 class MemoryWatch:
-    """Samples the resident memory of a server's shards. Fails at its end if a shard took more than `limit_bytes` and
-    `OVERHEAD_BYTES`, unless it runs under AddressSanitizer, which takes much more."""
+    """Samples the resident memory of a server's shards. Fails at the end if a shard took more than `limit_bytes` plus
+    `OVERHEAD_BYTES`, except under AddressSanitizer, which needs much more memory."""
 
     def __init__(self, server: Server, limit_bytes: int) -> None:
         self.bound = limit_bytes + OVERHEAD_BYTES
@@ -294,13 +293,14 @@ class MemoryWatch:
 
 
 def shard_info(client: KVStoreClient) -> wire.ShardInfo:
-    """The state of the one shard of a server."""
+    """Return the state of the one shard of a server."""
     (shard,) = client.info().shards
     return shard
 
 
 def namespace_info(client: KVStoreClient) -> wire.NamespaceInfo:
-    """This client's namespace on a server of one shard. Waits for it: a SET may be on its way."""
+    """Return the state of this client's namespace on a server with one shard. Waits until the namespace exists, because
+    a SET may be in transit."""
     (found,) = wait_until(
         lambda: [each for each in shard_info(client).namespaces if each.id == client.namespace.id],
         what=f"the shard has the namespace {client.namespace.id}",
@@ -319,7 +319,7 @@ WELCOME, SET_REPLY, PART, CONTAINS_REPLY, MATCH_REPLY, DELETE_REPLY, SYNC_REPLY,
 EXTENT, RETIRED, SHARE_REPLY, TAKEN = range(77, 81)
 PROMISE_REPLY, WITHDRAW_REPLY = 82, 83
 ERROR = 127
-PROTOCOL = 3  # the version HELLO names
+PROTOCOL = 3  # the version in HELLO
 
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f" + b"\x03\x01" + b"NULL" + bytes(16) + b"\0" + bytes(31)
 
@@ -348,7 +348,7 @@ class Closed(Exception):
 
 
 class RawClient:
-    """A connection over a plain socket, which sends any bytes that a test wants. Calls block for up to `ANSWER_S`."""
+    """A connection over a plain socket that can send any bytes. Calls block for up to `ANSWER_S`."""
 
     def __init__(
         self,
@@ -358,7 +358,8 @@ class RawClient:
         source: str = "",
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """server: its first shard, or one of its shards. source: the address to connect from. tls: connect with TLS."""
+        """server: a server, for its first shard, or the address of a shard. source: the address to connect from. tls:
+        connect with TLS."""
         self.sock = socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET)
         if source:
             self.sock.bind((source, 0))
@@ -410,13 +411,14 @@ class RawClient:
         return flags & ~2, self.read(size)
 
     def send(self, *frames: bytes, more: bool = False) -> None:
-        """Send one message. With `more`, its last frame is still to come."""
+        """Send one message. With `more`, its last frame is sent later."""
         data = [zmtp_frame(frame, 1) for frame in frames[:-1]]
         data.append(zmtp_frame(frames[-1], 1 if more else 0))
         self.sock.sendall(b"".join(data))
 
     def reply(self) -> tuple[list[Any], list[bytes]]:
-        """The next message: its header's fields and its other frames. Commands, such as PING, are passed over."""
+        """Return the next message: the fields of its header, and its other frames. Commands, such as PING, are
+        skipped."""
         frames = []
         flags = 1
         while flags & 5:
@@ -426,7 +428,7 @@ class RawClient:
         return msgspec.msgpack.decode(frames[0]), frames[1:]
 
     def ask(self, *frames: bytes) -> list[Any]:
-        """Send a message. -> the header of the next reply."""
+        """Send a message. Returns the header of the next reply."""
         self.send(*frames)
         return self.reply()[0]
 
@@ -434,7 +436,8 @@ class RawClient:
         return self.ask(pack(HELLO, 0, protocol, canonical, "raw"))
 
     def closed(self) -> bool:
-        """Wait for the server to close the connection, and drop all bytes until then. -> False if it does not."""
+        """Wait until the server closes the connection, and drop all bytes until then. Returns False if it stays
+        open."""
         try:
             while True:
                 self.read(1)
@@ -447,6 +450,6 @@ class RawClient:
 def set_frames(
     request_id: int, keys: Sequence[bytes], blocks: Sequence[bytes], sums: bytes | None = None, force: bool = False
 ) -> list[bytes]:
-    """The frames of a SET whose blocks fit into one payload frame."""
+    """Return the frames of a SET whose blocks all fit into one payload frame."""
     header = pack(SET, request_id, 10_000, len(keys), len(keys[0]), force)
     return [header, b"".join(keys), b"".join(blocks), sums_of(blocks) if sums is None else sums]

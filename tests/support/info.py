@@ -1,4 +1,4 @@
-"""Structs of INFO for tests that only care about some of their fields."""
+"""Makes structs of INFO for tests that use only some of their fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
 def zeros(kind: type[Struct], **known: Any) -> Struct:
-    """A struct with these fields; what has no default is 0 or empty."""
+    """Return a struct with these fields. Other fields have their defaults; without a default, they are 0 or empty."""
     types = get_type_hints(kind)
     missing = {
         field.name: (get_origin(types[field.name]) or types[field.name])()

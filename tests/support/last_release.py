@@ -1,7 +1,7 @@
-"""The release before this one, for tests in which both run: its source, packed in tests/data, and a disk tier that its
-server left behind.
+"""The last release, for tests that run it together with this code: its source, packed in tests/data, and a disk tier
+that its server has written.
 
-When a release is made, its tag becomes the last one: `python -m tests.support.last_release TAG` packs both anew.
+After a new release, `python -m tests.support.last_release TAG` packs its source and a disk tier.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DATA: Final = ROOT / "tests" / "data"
 SOURCE: Final = DATA / "last-release.tar.xz"
 DISK: Final = DATA / "last-release-disk.tar.xz"
 NAMESPACE: Final = Namespace(model="last-release", dtype="uint8", block_tokens=16, block_bytes=1024)
-KEYS: Final = make_keys(40)  # of the blocks on the disk, which are those of `blocks_of`
+KEYS: Final = make_keys(40)  # the keys of the blocks on the disk; `blocks_of` makes their bytes
 DISK_FLAGS: Final = ("--memory", "8MiB", "--segment", "1MiB")
 DISK_SIZE: Final = "8MiB"
 _PACKED: Final = ("kvstore", "kvstore_client", "cext", "setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -32,18 +32,19 @@ _PACKED: Final = ("kvstore", "kvstore_client", "cext", "setup.py", "pyproject.to
 
 @dataclass(frozen=True)
 class Release:
-    """A tree that can be run."""
+    """A folder with the unpacked release, from which its programs can be run."""
 
     path: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for a process that imports this tree."""
+        """Return an environment for a process that imports the release."""
         return {"PYTHONPATH": str(self.path)}
 
     @property
     def prefix(self) -> list[str]:
-        """A command that runs another one in the tree, because `python -m` looks in the working directory first."""
+        """Return a command that runs another one in the release's folder, because `python -m` searches the working
+        directory first."""
         return ["sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", str(self.path)]
 
 
@@ -51,7 +52,7 @@ THIS: Final = Release(ROOT)
 
 
 def build(folder: Path) -> Release:
-    """Unpack the last release and build its extension: a minute of compiling."""
+    """Unpack the last release and build its extension, which takes a minute."""
     with tarfile.open(SOURCE) as packed:
         packed.extractall(folder, filter="data")
     subprocess.run(

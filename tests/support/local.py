@@ -1,4 +1,5 @@
-"""A raw client at a server's Unix socket: what it is lent, and what it shares, by hand."""
+"""A raw client at a server's Unix socket, with direct access to the memory that the server lends and that the client
+shares."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def memfd(nbytes: int, seals: int = SEALS) -> int:
 
 
 class RawLocal(RawClient):
-    """`RawClient` at a Unix socket. `files`: by number, the descriptors that it was given; `retired`: numbers."""
+    """A `RawClient` at a Unix socket. `files`: number -> received descriptor. `retired`: the numbers of retired
+    files."""
 
     def __init__(self, path: Path | str, handshake: bool = True) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
@@ -66,12 +68,13 @@ class RawLocal(RawClient):
         super().close()
 
     def get(self, request_id: int, keys: list[bytes], deadline_ms: int = 5000) -> None:
-        """Ask for blocks by references. Does not wait."""
+        """Request blocks by reference, without waiting."""
         header = pack(GET, request_id, deadline_ms, len(keys), len(keys[0]), 0, True, False, False, True)
         self.send(header, b"".join(keys))
 
     def lent(self) -> tuple[dict[int, tuple[int, int]], bool]:
-        """The next PART. -> by position: file and offset of its blocks; whether it is the last one."""
+        """Receive the next PART. Returns position -> file and offset of each block in it, and whether it is the last
+        PART."""
         fields, _ = self.reply()
         assert fields[0] == PART, fields
         places = array.array("Q", fields[9]).tolist()
@@ -80,7 +83,7 @@ class RawLocal(RawClient):
         return dict(zip(positions, pairs, strict=True)) if places else {}, fields[4]
 
     def all_lent(self) -> dict[int, tuple[int, int]]:
-        """All blocks of the GET in progress, up to its last PART."""
+        """Receive all PARTs of the GET in progress. Returns position -> file and offset of each block."""
         found: dict[int, tuple[int, int]] = {}
         last = False
         while not last:
@@ -89,14 +92,14 @@ class RawLocal(RawClient):
         return found
 
     def bytes_at(self, place: tuple[int, int], nbytes: int) -> bytes:
-        """What is at a place in the shared memory now."""
+        """Return the current bytes at a place in the shared memory."""
         number, offset = place
         size = os.fstat(self.files[number]).st_size
         with mmap.mmap(self.files[number], size, prot=mmap.PROT_READ) as memory:
             return memory[offset : offset + nbytes]
 
     def share(self, request_id: int, number: int, nbytes: int, *descriptors: int) -> list[Any]:
-        """Send SHARE with these descriptors. -> the header of the reply."""
+        """Send SHARE with these descriptors. Returns the header of the reply."""
         data = zmtp_frame(pack(SHARE, request_id, number, nbytes), 0)
         socket.send_fds(self.sock, [data], list(descriptors))
         return self.reply()[0]

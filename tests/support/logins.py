@@ -1,4 +1,4 @@
-"""Servers with ``--auth``, a token for each principal, and raw connections that log in on each path to them."""
+"""Servers with ``--auth``, a token for each principal, and raw connections that log in over each transport."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ BLOCK_BYTES = 4096
 PATHS = ["tcp", "tls", "unix"]
 EVERYTHING = ["read", "write", "delete", "admin", "monitor"]
 KEYS = make_keys(2)
-KEYED = [10_000, len(KEYS), len(KEYS[0])]  # what requests about them begin with, after their number
+KEYED = [10_000, len(KEYS), len(KEYS[0])]  # the fields after the number, in requests for these keys
 
 
 def scrypt_hash(token: str, cost: tuple[int, int, int] = (4096, 8, 1)) -> str:
-    """What earlier releases kept of a token."""
+    """Return the hash of a token in the form of earlier releases."""
     salt = secrets.token_bytes(16)
     n, r, p = cost
     hashed = hashlib.scrypt(token.encode(), salt=salt, n=n, r=r, p=p)
@@ -35,7 +35,7 @@ def scrypt_hash(token: str, cost: tuple[int, int, int] = (4096, 8, 1)) -> str:
 
 
 def keep_as_before(file: Path, tokens: dict[str, str], cost: tuple[int, int, int] = (4096, 8, 1)) -> None:
-    """Replace the hashes of these principals' newest tokens by those that earlier releases kept."""
+    """Replace the hashes of these principals' newest tokens by hashes in the form of earlier releases."""
     text = file.read_text()
     policy = parse_policy(text, str(file))
     for name, token in tokens.items():
@@ -47,7 +47,8 @@ def keep_as_before(file: Path, tokens: dict[str, str], cost: tuple[int, int, int
 
 
 class Guarded:
-    """A server with ``--auth``, and a token for each principal: one for each verb, and those below."""
+    """A server with ``--auth``, and a token for each principal. There is a principal for each verb, and a few
+    others."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -64,14 +65,14 @@ class Guarded:
         self.server = Server(
             folder / "log",
             *("--auth", str(file), "--audit", str(self.audit), "--http", "127.0.0.1:0"),
-            *("--memory", "64MiB", "--segment", "1MiB"),  # a namespace of each test has room
+            *("--memory", "64MiB", "--segment", "1MiB"),  # so that each test's namespace has room
             *("--unix-socket", str(self.socket), "--disk", str(folder / "disk"), "--disk-size", "64MiB"),
         )
         self._servers = [self.server]
 
     @functools.cached_property
     def encrypted(self) -> Server:
-        """Another server with the same file, which speaks TLS."""
+        """Start another server with the same file, with TLS."""
         issued = self.authority.issue("node")
         server = Server(
             self._folder / "tls-log",
@@ -119,7 +120,7 @@ def log_in(raw: RawClient, canonical: bytes, token: str) -> list[object]:
 
 
 def connect_when_known(guarded: Guarded, namespace: Namespace, token: str | os.PathLike[str]) -> KVStoreClient:
-    """A client with a token that is new in the file: the server may not have read it yet."""
+    """Return a client with a token that is new in the file. Retries until the server has read the file."""
 
     def connected() -> KVStoreClient | None:
         try:

@@ -1,4 +1,4 @@
-"""A network of this process's own: hosts, which are network namespaces on one switch, and the faults between them.
+"""A network for the tests alone: hosts, which are network namespaces on one switch, and faults between them.
 
 ```
  n1 [10.77.0.1 eth0]──veth──[n1 ┐
@@ -34,14 +34,14 @@ from benchmarks.remote_kv_cache import frame_relay
 
 NONLOCAL_BIND: Final = Path("/proc/sys/net/ipv6/ip_nonlocal_bind")
 CLONE_NEWNET: Final = 0x40000000
-NOWHERE: Final = "02:00:00:00:00:01"  # a hardware address that nobody has
+NOWHERE: Final = "02:00:00:00:00:01"  # a hardware address that no host has
 
 _numbers = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def run_ip(*arguments: str) -> str:
-    """Run `ip ARGUMENTS`. -> its output. Raises `OSError` with its error message."""
+    """Run `ip ARGUMENTS`. Returns its output. Raises `OSError` with its error message."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=False)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
@@ -49,7 +49,7 @@ def run_ip(*arguments: str) -> str:
 
 
 def unavailable() -> str:
-    """Why no network can be made here; empty if it can."""
+    """Return why no network can be made here, or an empty text if one can."""
     if sys.platform != "linux":
         return f"network namespaces are Linux's; this is {sys.platform}"
     if os.geteuid() != 0:
@@ -73,8 +73,8 @@ def unavailable() -> str:
 
 
 def need(reason: str) -> None:
-    """Skip a test that this machine cannot run, for this reason; do nothing if it is empty. In continuous integration
-    as root, where nothing may be missing, fail instead."""
+    """Skip the test for this reason; an empty reason does nothing. In continuous integration as root, where nothing may
+    be missing, fail instead."""
     if reason and os.environ.get("CI") == "true" and os.geteuid() == 0:
         pytest.fail(f"CI=true, and {reason}")
     if reason:
@@ -82,7 +82,7 @@ def need(reason: str) -> None:
 
 
 class Network:
-    """Hosts on a switch. Any thread may call its methods, but only one at a time."""
+    """Hosts on a switch. Any thread may call the methods, but only one thread at a time."""
 
     def __init__(self) -> None:
         self.prefix = f"kvtest-{os.getpid()}-{next(_numbers)}"
@@ -105,7 +105,7 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Remove everything. The processes in the namespaces should have been ended before."""
+        """Remove everything. The caller should end the processes in the namespaces first."""
         for relay in self._relays.values():
             frame_relay.end(relay)
         self._relays.clear()
@@ -121,7 +121,7 @@ class Network:
     # ---- hosts -----------------------------------------------------------------------------------------------
 
     def add(self, host: str) -> str:
-        """Connect a new host. -> its address."""
+        """Connect a new host. Returns its address."""
         number = len(self._addresses) + 1
         address = f"10.77.{number >> 8}.{number & 255}"
         namespace = self.namespace(host)
@@ -136,28 +136,27 @@ class Network:
         return address
 
     def own(self, host: str, network: str) -> None:
-        """Make every address of an IPv6 network one of the host's: what it runs can listen there and connect from
-        there."""
+        """Give a host every address of an IPv6 network. Its processes can listen on and connect from any of them."""
         run_ip("-n", self.namespace(host), "route", "add", "local", network, "dev", "lo")
         with self.inside(host):
-            NONLOCAL_BIND.write_text("1")  # of the namespace that this thread is in
+            NONLOCAL_BIND.write_text("1")  # a setting of this thread's namespace
 
     def address(self, host: str) -> str:
-        """The address of a host that was added."""
+        """Return the address of a host."""
         return self._addresses[host]
 
     def namespace(self, host: str) -> str:
-        """The name of a host's namespace for `ip netns`."""
+        """Return the name of a host's namespace for `ip netns`."""
         return f"{self.prefix}-{host}"
 
     def command(self, host: str) -> list[str]:
-        """The prefix of a command that runs it on this host. The process keeps its id."""
+        """Return a prefix that runs a command on this host. The process keeps its id."""
         return ["ip", "netns", "exec", self.namespace(host)]
 
     @contextmanager
     def inside(self, host: str) -> Iterator[None]:
-        """Move this thread to the host while the body runs, and with it the sockets, threads and processes that it
-        starts."""
+        """Move this thread to the host while the body runs. The sockets, threads and processes that it starts meanwhile
+        are there, too."""
         with open(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net") as here:
             with open(f"/run/netns/{self.namespace(host)}") as there:
                 _enter(there.fileno())
@@ -173,7 +172,8 @@ class Network:
         self._at_switch("link", "set", "dev", host, "nomaster")
 
     def separate(self, host: str, other: str) -> None:
-        """Make packets between two hosts vanish until `reunite`: each gets a wrong hardware address for the other."""
+        """Make packets between two hosts vanish until `reunite`. Each host gets a wrong hardware address for the other
+        one."""
         for one, peer in ((host, other), (other, host)):
             run_ip("-n", self.namespace(one), "neigh", "replace", self.address(peer), "lladdr", NOWHERE, *_PERMANENT)
 
@@ -183,8 +183,8 @@ class Network:
             run_ip("-n", self.namespace(one), "neigh", "del", self.address(peer), "dev", "eth0")
 
     def impair(self, host: str, delay_s: float, loss: float, seed: int = 0) -> None:
-        """Make the round trip to the host `delay_s` longer and lose this share of the packets each way, until `heal`.
-        Connections stay up."""
+        """Until `heal`, make round trips to the host `delay_s` longer, and lose this share of the packets in each
+        direction. Connections stay up."""
         tap = f"{host}-tap"
         at_switch = ("ip", "netns", "exec", self._switch)
         self._relays[host] = frame_relay.start(at_switch, host, tap, delay_s / 2, loss, seed)
@@ -207,7 +207,7 @@ class Network:
         self._namespaces.append(name)
 
     def _set_offload(self, host: str, on: bool) -> None:
-        """Switch on or off that the host leaves checksums, and with them segmentation, to its network card."""
+        """Set whether the host leaves checksums, and so segmentation, to its network card."""
         with self.inside(host):
             frame_relay.set_checksums("eth0", on)
 

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector for tests: a real HTTP server that takes OTLP in protobuf and keeps the spans."""
+"""An OpenTelemetry collector for tests: a real HTTP server that receives OTLP in protobuf and keeps the spans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 
 class OtlpReceiver:
-    """`url`: for --otlp-endpoint. `spans`: what came, each with its `resource` (attributes of the service)."""
+    """`url`: for --otlp-endpoint. `spans`: the received spans, each with its `resource` (attributes of the service)."""
 
     def __init__(self) -> None:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -36,7 +36,7 @@ class OtlpReceiver:
                 self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -55,7 +55,7 @@ class OtlpReceiver:
         self._thread.join(5)
 
     def of(self, trace_id: str) -> list[dict[str, Any]]:
-        """The spans of a trace, in the order in which they began."""
+        """Return the spans of a trace, in the order in which they began."""
         return sorted((each for each in self.spans if each["trace_id"] == trace_id), key=lambda each: each["began"])
 
 

@@ -1,4 +1,4 @@
-"""Installs a package of somebody else's for one test: a module, and its entry points in a dist-info folder."""
+"""Installs a third-party package for one test: a module, and its entry points in a dist-info folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, text: str, points: Mapping[str, str]) -> None:
-    """`points`: entry points, as ``GROUP/NAME``, and the objects of the module that they are for."""
+    """`points`: entry points, as ``GROUP/NAME`` -> the name of an object in the module."""
     info = folder / f"{module}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")

@@ -1,6 +1,6 @@
 """Measures how long a server takes to answer another client's PINGs, in a process of its own.
 
-`Pinger` starts it and tells what it measured: the test's own work does not count.
+`Pinger` starts that process and returns its measurements, so the test's own work does not count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAUSE_S = 0.002
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds from a PING to its PONG."""
+    """The times from a PING to its PONG."""
 
     pings: int
     median_s: float
@@ -28,7 +28,7 @@ class Latency:
 
 
 class Pinger:
-    """PINGs a server from entry to exit; then `latency` is there."""
+    """Sends PINGs to a server while the `with` block runs. After that, `latency` has the result."""
 
     latency: Latency
 

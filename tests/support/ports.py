@@ -11,16 +11,16 @@ from typing import Final
 _WORKER: Final = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
 _FIRST: Final = 20_000 + 1_000 * _WORKER
 _ports: Final = cycle(range(_FIRST, _FIRST + 1_000))
-for _ in range(random.randrange(1_000)):  # another run of the tests, beside this one, begins elsewhere
+for _ in range(random.randrange(1_000)):  # so that another run of the tests at the same time uses other ports
     next(_ports)
 
 
 def free_ports(count: int) -> list[int]:
-    """So many ports in a row, on which nobody listens now. Each pytest worker gives those of a range of its own, one
-    after the other: an engine takes seconds until it listens, and another must not get its port meanwhile.
+    """Return this many consecutive ports on which no process listens now. Each pytest worker uses a range of its own,
+    in sequence, because it takes seconds until an engine listens, and another one must not get its port meanwhile.
 
-    The kernel gives them to no connection. From its own range it may take a port that a server had, or was to have next
-    to that, and a connection that a client has closed keeps its port from listeners for a minute.
+    The kernel uses none of these ports for outgoing connections. From the kernel's own range, a connection might get a
+    port that a server had or will need. After its client has closed it, the port is blocked for listeners for a minute.
     """
     while True:
         ports = list(islice(_ports, count))

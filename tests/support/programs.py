@@ -1,8 +1,8 @@
 """Checks that tests and scripts call only allowed programs.
 
-Allowed are the programs of requirements/programs.txt, Python, and programs that the project itself builds or installs.
-An audit hook sees the calls of this process; calls made by libraries are ignored. Shell scripts are parsed: `words`
-finds the words of a script that are commands.
+Allowed are the programs of requirements/programs.txt, image-programs.txt and arm64-programs.txt, Python, and programs
+that the project itself builds or installs. An audit hook sees the calls of this process; calls made by libraries are
+ignored. Shell scripts are parsed: `words` finds the words of a script that are commands.
 
 This is a plugin of pytest, which tests/conftest.py registers. It fails a test that called an unlisted program.
 """
@@ -25,8 +25,9 @@ import pytest
 from tests.support.harness import ROOT
 
 LIST: Final = ROOT / "requirements" / "programs.txt"
+LISTS: Final = (LIST, *(ROOT / "requirements" / f"{kind}-programs.txt" for kind in ("image", "arm64")))
 
-# Programs that run another command: it follows their own options and so many further words.
+# Programs that run another command, which follows after their options and this many other words.
 WRAPPERS: Final = {"unshare": 0, "nsenter": 0, "setpriv": 0, "xargs": 0, "env": 0, "flock": 1}
 SHELLS: Final = ("sh", "bash")
 OURS: Final = ("python", "python3", "kvstore", "kvstore-server")
@@ -44,8 +45,8 @@ _KEYWORDS: Final = frozenset(["fi", "done", "esac", "}", "in", "function"])
 
 
 def listed() -> dict[str, str]:
-    """The programs of the list: program -> its package."""
-    lines = LIST.read_text(encoding="utf-8").splitlines()
+    """Return the programs in the lists: program -> its package."""
+    lines = [line for each in LISTS for line in each.read_text(encoding="utf-8").splitlines()]
     return dict(line.split() for line in lines if line.strip() and not line.startswith("#"))  # type: ignore[misc]
 
 
@@ -53,7 +54,7 @@ def listed() -> dict[str, str]:
 
 
 def programs_of(command: Sequence[str]) -> Iterator[str]:
-    """The programs of a command line: its first word, and the programs that this one runs in turn."""
+    """Yield the programs of a command line: its first word, and the programs that this one runs."""
     if not command:
         return
     yield command[0]
@@ -71,11 +72,12 @@ def programs_of(command: Sequence[str]) -> Iterator[str]:
 
 
 def is_allowed(program: str) -> bool:
-    """Whether a program may be called: it is listed, belongs to Python, is installed beside it, or a test built it."""
+    """Whether a program may be called: it is listed, belongs to Python, is installed next to Python, or was built by a
+    test."""
     path = Path(program)
     if path.name in listed() or path.name in OURS:
         return True
-    if path.parent == Path("."):  # a bare name: programs of the virtual environment come first on the PATH
+    if path.parent == Path("."):  # a name without a folder: the virtual environment comes first on the PATH
         found = shutil.which(program)
         path = Path(found) if found else path
     ours = [sys.prefix, sys.base_prefix, tempfile.gettempdir(), str(ROOT)]
@@ -83,7 +85,7 @@ def is_allowed(program: str) -> bool:
 
 
 class Watch:
-    """Records the programs that this project's code calls and that are not allowed. `take` returns and forgets them."""
+    """Records forbidden programs that this project's code calls. `take` returns and forgets them."""
 
     def __init__(self) -> None:
         self._unlisted: list[str] = []
@@ -107,7 +109,7 @@ class Watch:
 
 
 def _library_calls() -> bool:
-    """Whether the caller, past the frames of the standard library, is an installed package."""
+    """Whether the first caller outside the standard library is an installed package."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -142,7 +144,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def words(script: str) -> Iterator[str]:
-    """The words of a shell script that are commands, without variables, builtins and the script's own functions.
+    """Yield the words of a shell script that are commands, except variables, builtins and the script's own functions.
 
     Supports only the parts of the language that this project's scripts use; `case` is not supported.
     """
@@ -154,7 +156,7 @@ def words(script: str) -> Iterator[str]:
 
 
 def _without_substitutions(script: str) -> Iterator[str]:
-    """The contents of all `$(...)`, which are scripts themselves, and last the script with every `$(...)` cut out."""
+    """Yield the content of each `$(...)`, which is a script itself, and finally the script without any `$(...)`."""
     script = re.sub(r"(^|\s)#.*", r"\1", script, flags=re.MULTILINE).replace("\\\n", " ")
     at = 0
     while (at := script.find("$(", at)) >= 0:
@@ -173,7 +175,7 @@ def _commands(script: str) -> Iterator[str]:
     reader.wordchars += "\0$[]{}!@%+,:^\\"
     reader.commenters = ""
     expected, skip_to, skip_one = True, "", False
-    wraps = -1  # how many words of a wrapper are still to come before its command
+    wraps = -1  # the number of a wrapper's words that are left before its command
     for token in reader:
         if skip_to:
             skip_to = "" if token == skip_to else skip_to
@@ -201,6 +203,6 @@ def _commands(script: str) -> Iterator[str]:
 
 
 def _newlines_to_semicolons(script: str) -> str:
-    """Replace newlines outside quotes; inside quotes, a newline is text."""
+    """Replace newlines outside quotes by semicolons; inside quotes, a newline is text."""
     parts = re.split(r"""('[^']*'|"(?:\\.|[^"\\])*")""", script, flags=re.DOTALL)
     return "".join(part if number % 2 else part.replace("\n", " ; ") for number, part in enumerate(parts))

@@ -1,11 +1,11 @@
-"""What a run of all tests says while it goes on: how far it is, how long it will take, and each failure at once.
+"""Prints the progress of a run of all tests, its remaining time, and each failure as soon as it happens.
 
-A failure is told in the moment it happens, with the command that repeats the test alone; its whole text comes at the
-end, as always. The estimate weighs tests by folder, because tests of engines take fifty times as long as unit tests,
-and follows the machine's speed so far.
+A failure is printed with the command that repeats the test alone; its full text comes at the end, as usual. The
+estimate of the time weighs tests by folder, because an engine test takes much longer than a unit test, and adapts to
+the machine's speed so far.
 
-This is a plugin of pytest, which tests/conftest.py registers. It acts in the process that distributes tests
-(`--dist loadgroup`), so a test that is run alone prints what pytest always prints.
+This is a plugin of pytest, which tests/conftest.py registers. It acts in the process that distributes tests (`--dist
+loadgroup`), so a test that is run alone prints pytest's usual output.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from xdist.workermanage import WorkerController
 from tests.support.scheduling import name_of, slow_tests
 
 EVERY_S: Final = 30.0
-# Seconds of a worker that a test takes, roughly, by its folder; and how many more if it is in tests/slow.txt.
+# The approximate seconds that a test takes a worker, for each folder, and the additional seconds for tests in
+# tests/slow.txt.
 SECONDS: Final = {"unit": 0.1, "integration": 0.9, "upgrade": 2.0, "engine": 2.5, "attack": 3.0, "chaos": 10.0}
 SLOW_S: Final = 6.0
 
 
 def expected_s(nodeid: str, slow: set[str]) -> float:
-    """How long a test takes, roughly, in seconds."""
+    """Return the approximate seconds that a test takes."""
     folder = nodeid.split("/")[1] if nodeid.startswith("tests/") else ""
     return SECONDS.get(folder, 1.0) + (SLOW_S if name_of(nodeid) in slow else 0.0)
 
 
 def repeat_command(nodeid: str) -> str:
-    """The command that runs one test alone."""
+    """Return the command that runs one test alone."""
     return f"scripts/run.sh full python -m pytest {shlex.quote(nodeid)}"
 
 
 def estimate(done_s: float, all_s: float, elapsed_s: float) -> str:
-    """How far a run is: `done_s` of `all_s` expected seconds took `elapsed_s`."""
+    """How far a run is: tests with `done_s` of `all_s` expected seconds took `elapsed_s`."""
     left_s = max(0.0, elapsed_s * (all_s - done_s) / done_s) if done_s else 0.0
     left = f"about {left_s / 60:.0f} min left" if left_s >= 90 else f"about {left_s:.0f} s left"
     return f"{done_s / all_s:.0%} of the work in {elapsed_s / 60:.1f} min, {left}" if all_s else ""
 
 
 class Progress:
-    """Of one run."""
+    """The progress of one run."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""Real processes for the tests of the proxy: `kvstore proxy` itself and stand-in engines; and a user of streams."""
+"""Real processes for the tests of the proxy, `kvstore proxy` and stand-in engines, and users of its streams."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ProxyProcess:
         self.stop()
 
     def stop(self) -> int:
-        """Send SIGTERM. -> the exit status."""
+        """Send SIGTERM. Returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -63,10 +63,10 @@ class ProxyProcess:
         return {name: float(value) for name, value in pairs}
 
     def record(self, id: str) -> dict[str, Any]:
-        """The line of the access log for a request with this x-request-id, once it is there."""
+        """Wait for the access log's line for the request with this x-request-id, and return it."""
 
         def line() -> dict[str, Any] | None:
-            whole, _, _ = self.access.read_text().rpartition("\n")  # of the last line a part may be there
+            whole, _, _ = self.access.read_text().rpartition("\n")  # the last line may be incomplete
             records = map(json.loads, whole.splitlines())
             return next((record for record in records if record["id"] == id), None)
 
@@ -74,7 +74,8 @@ class ProxyProcess:
 
 
 class StandInEngine:
-    """`tests.support.stand_in_engine`. url: where it listens, at an address of this host; None: at any free port."""
+    """A process of `tests.support.stand_in_engine`. url: the address of this host and the port on which it listens;
+    None: any free port."""
 
     def __init__(self, log: Path, *arguments: str, url: str | None = None) -> None:
         self.url = url or f"http://127.0.0.1:{free_ports(1)[0]}"
@@ -103,10 +104,10 @@ class StandInEngine:
             return False
 
     def behave(self, **how: Any) -> None:
-        """Behave so from now on, and forget what was seen."""
+        """Set the engine's behaviour from now on, and clear its records."""
         try:
             assert post(self.url, "/behave", how)[0] == 200
-        except OSError:  # it was told to die
+        except OSError:  # the test told it to exit
             self.process.wait(STOP_S)
             self.start()
             assert post(self.url, "/behave", how)[0] == 200
@@ -121,12 +122,12 @@ class StandInEngine:
 
 
 def get(url: str, path: str, **headers: str) -> tuple[int, bytes]:
-    """-> status and body."""
+    """Send a GET request. Returns the status and the body of the answer."""
     return _ask(urllib.request.Request(f"{url}{path}", headers=headers))
 
 
 def post(url: str, path: str, body: Any, **headers: str) -> tuple[int, bytes]:
-    """-> status and body of the answer to JSON."""
+    """Send JSON. Returns the status and the body of the answer."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return _ask(urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json", **headers}))
 
@@ -142,7 +143,7 @@ def _ask(request: urllib.request.Request) -> tuple[int, bytes]:
 
 
 class Asking:
-    """A request whose answer nobody reads."""
+    """A request whose answer is not read."""
 
     def __init__(self, url: str, path: str, body: dict[str, Any], **headers: str) -> None:
         self.connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
@@ -155,7 +156,7 @@ class Asking:
         self.leave()
 
     def leave(self) -> None:
-        """Close the connection, whatever is still to come."""
+        """Close the connection, even if the answer has not ended."""
         self.connection.close()
 
 
@@ -169,7 +170,7 @@ class Reading(Asking):
         self.done = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The chunks. `done` afterwards: whether [DONE] was the end."""
+        """Yield the chunks. Afterwards, `done` says whether the stream ended with [DONE]."""
         while line := self._reply.readline():
             if line.startswith(b"data: [DONE]"):
                 self.done = True
@@ -182,7 +183,7 @@ class Reading(Asking):
 
 
 def chunks_of(url: str, path: str, body: dict[str, Any], **headers: str) -> list[dict[str, Any]]:
-    """-> the chunks of a stream that ends as it should."""
+    """Return the chunks of a stream. Fails if the stream does not end with [DONE]."""
     with Reading(url, path, body, **headers) as reading:
         assert reading.status == 200, reading._reply.read()
         chunks = list(reading)
@@ -196,7 +197,7 @@ def text_of(chunks: list[dict[str, Any]]) -> str:
 
 
 def answer_of(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """-> what an answer says, however it was cut into chunks."""
+    """Return the content of an answer, however it was divided into chunks."""
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     ids = [token for choice in choices for token in choice.get("token_ids") or []]
     prompts = [each["prompt_token_ids"] for each in (*chunks, *choices) if each.get("prompt_token_ids")]
@@ -218,5 +219,5 @@ def answer_of(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def same_answer(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """-> the chunks without what differs between two requests: ids and times."""
+    """Return the chunks without the fields that differ between two requests: ids and times."""
     return [{name: value for name, value in chunk.items() if name not in ("id", "created")} for chunk in chunks]

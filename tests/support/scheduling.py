@@ -1,15 +1,15 @@
-"""How pytest-xdist distributes the tests: file by file, and tests that measure time run last, nearly alone.
+"""Makes pytest-xdist distribute the tests file by file, and run tests that measure time last and nearly alone.
 
 A module's tests share its fixtures, so one worker runs a whole file. Half of the workers run all engine tests, because
-these share engines and because more engines at once need more cores than there are. They begin with them as soon as the
-unit tests are done, while the other workers run integration tests; who has no more of its own helps the others, but
-for the engine tests.
+these tests share engines, and there are not enough cores for more engines at once. These workers begin with engine
+tests as soon as the unit tests are done, while the others run integration tests. Without engine tests left, they help
+the others, but the others never run engine tests.
 
 Tests marked `exclusive` measure time or throughput: they wait until all others have ended. Then three workers run them,
-file by file as well, the clusters of tests/chaos first: these take longest, and wait most of the time.
+also file by file. The clusters of tests/chaos come first, because they take longest and wait most of the time.
 
-This is a plugin of pytest, which tests/conftest.py registers. It acts only under `--dist loadgroup`. The process that
-schedules does not collect tests, so the workers tell it which ones are exclusive: all write the same file.
+This is a plugin of pytest, which tests/conftest.py registers. It acts only under `--dist loadgroup`. The scheduling
+process does not collect tests, so the workers write the names of exclusive tests to a file.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-EXCLUSIVE: Final = "exclusive "  # how the names of their units begin
+EXCLUSIVE: Final = "exclusive "  # the beginning of the names of their units
 EXCLUSIVE_WORKERS: Final = 3
 LONGEST_FIRST: Final = ("chaos", "attack", "integration", "unit")  # folders of exclusive tests
 ENGINE_TESTS: Final = "tests/engine/"
-# Their tests share a store, two engines and a proxy, so one worker runs them all.
+# The tests of these files share a store, two engines and a proxy, so one worker runs all of them.
 FLEET: Final = "tests/engine/ with a fleet"
 OF_A_FLEET: Final = frozenset(
     f"{ENGINE_TESTS}test_{name}.py"
@@ -45,10 +45,10 @@ OF_A_FLEET: Final = frozenset(
         "leaving",
     )
 )
-ROOMS: Final = ("unit", "integration", "engine", "attack", "chaos")  # what is quick tells of a mistake first
-SLOW_WEIGHT: Final = 8  # a test of tests/slow.txt takes as long as so many others
+ROOMS: Final = ("unit", "integration", "engine", "attack", "chaos")  # quick tests come first, to report mistakes early
+SLOW_WEIGHT: Final = 8  # a test of tests/slow.txt counts as this many others
 SLOW: Final = Path(__file__).parents[1] / "slow.txt"
-_LIST: Final = "exclusive_tests"  # the name in a worker's input for the file of exclusive tests
+_LIST: Final = "exclusive_tests"  # the key for the file of exclusive tests in a worker's input
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     weights: Counter[Path] = Counter()
     for item in items:
         weights[item.path] += SLOW_WEIGHT if name_of(item.nodeid) in slow else 1
-    # Of a folder, the longest files start first, so that no worker is left alone with one at the end.
+    # In each folder, the longest files start first, so that none of them is still running alone at the end.
     items.sort(key=lambda item: (_room(item), -weights[item.path], item.path.as_posix()))
     for item in items:
         if name_of(item.nodeid) in slow:
@@ -90,17 +90,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def slow_tests() -> set[str]:
-    """The names of tests/slow.txt."""
+    """Return the names of the tests in tests/slow.txt."""
     return {line for line in SLOW.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")}
 
 
 def name_of(nodeid: str) -> str:
-    """FILE::FUNCTION or FILE::CLASS of a test, without its parameters."""
+    """Return FILE::FUNCTION or FILE::CLASS of a test, without its parameters."""
     return "::".join(re.sub(r"\[.*", "", nodeid).split("::")[:2])
 
 
 def _exclusive_unit(nodeid: str) -> str:
-    """A file; of the tests with clusters, those with one copy and those with two, which share no cluster."""
+    """Return the unit of an exclusive test: its file. Tests with one copy and with two copies are separate units,
+    because they share no cluster."""
     copies = next((name for name in ("one-copy", "two-copies") if name in nodeid), "")
     return f"{EXCLUSIVE}{nodeid.split('::', maxsplit=1)[0]} {copies}"
 
@@ -111,7 +112,8 @@ def _exclusive_order(unit: str) -> int:
 
 
 def _engine_workers_order(unit: str) -> int:
-    """What a worker that runs engine tests does first; else it keeps to the common order."""
+    """Return the priority of a unit for workers that run engine tests. Units with the same priority keep their
+    order."""
     return 0 if unit.startswith("tests/unit/") else 1 if unit.startswith(ENGINE_TESTS) else 2
 
 
@@ -125,11 +127,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 class FilesThenExclusive(LoadFileScheduling):
-    """The units of work are single files, the engine tests with a fleet, and the exclusive tests of a file. The last
-    are given out when all else has ended."""
+    """The units of work are single files, the engine tests with a fleet, and the exclusive tests of a file. Exclusive
+    tests are assigned after all others have ended."""
 
     _exclusive: frozenset[str] = frozenset()
-    _alone = False  # nothing but exclusive tests is left, and begins
+    _alone = False  # only exclusive tests are left, and they begin
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid in self._exclusive:
@@ -151,7 +153,7 @@ class FilesThenExclusive(LoadFileScheduling):
             super()._assign_work_unit(node)
 
     def _next_unit(self, node: WorkerController) -> str | None:
-        """What a worker does next. None: what is left is for others, or for later."""
+        """Return a worker's next unit, or None if all remaining units are for other workers or for later."""
         if self._alone:
             return min(self.workqueue, key=_exclusive_order)
         units = [unit for unit in self.workqueue if not unit.startswith(EXCLUSIVE)]
@@ -169,14 +171,14 @@ class FilesThenExclusive(LoadFileScheduling):
         return crashed
 
     def _go_on(self) -> None:
-        """If only exclusive tests are left, let all workers but some finish, then give these the first files."""
+        """If only exclusive tests are left, shut down all workers but a few, and then give those their first files."""
         if self._alone or not self.workqueue or not all(unit.startswith(EXCLUSIVE) for unit in self.workqueue):
             return
         staying = [node for node in self.nodes if not node.shutting_down]
         for node in staying[EXCLUSIVE_WORKERS:]:
             node.shutdown()
         staying = staying[:EXCLUSIVE_WORKERS]
-        # A worker keeps its last test until it knows what follows, so one test may be left to each.
+        # A worker keeps its last test until it gets another one or the end, so each may have one test left.
         if self.nodes != staying or any(self._pending_of(self.assigned_work[node]) > 1 for node in staying):
             return
         self._alone = True

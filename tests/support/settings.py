@@ -12,7 +12,8 @@ from kvstore.node.settings import ConfigError
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> ServerConfig:
-    """-> the settings from all sources, as `read` takes them. Raises `ConfigError` with all that is wrong."""
+    """Return the settings from all sources; the arguments are those of `read`. Raises `ConfigError` with all
+    problems."""
     config, sources = read(file, environment, flags)
     sources.add(misfits(config))
     if sources.problems:

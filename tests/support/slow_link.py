@@ -1,4 +1,4 @@
-"""The network between two processes, in the hands of a test: a TCP relay that is slow, stands still, or is cut."""
+"""A network link between two processes, which a test controls: a TCP relay that can be slow, held or cut."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import time
 from types import TracebackType
 from typing import Final
 
-# One of them has the server's own port free, which clients take from the server when they reconnect.
+# On one of these hosts, the server's port is free. The relay needs the same port, because clients that reconnect use
+# the port that the server names.
 RELAY_HOSTS: Final = [f"127.0.0.{last}" for last in range(3, 32)]
 PIECE_BYTES: Final = 1 << 16
 LOOK_S: Final = 0.005
 
 
 class SlowLink:
-    """Passes on what connections to ``endpoint`` say to 127.0.0.1:``port``, and back. Connections end as their other
-    half does, also while the link is held.
-
-    Threads of its own, two for each connection; the switches may be turned from any thread.
+    """Relays connections at ``endpoint`` to 127.0.0.1:``port``, and back. When one side ends a connection, the relay
+    ends the other side, also while the link is held. It has two threads for each connection; any thread may call its
+    methods.
     """
 
     def __init__(self, port: int) -> None:
-        self.bytes_per_s: float | None = None  # each way, each connection
+        self.bytes_per_s: float | None = None  # for each direction of each connection
         self._port = port
         self._held = False
-        self._hold_after: int | None = None  # bytes that still pass before it is held
-        self._counts_back = True  # those that come back, else those that go there
+        self._hold_after: int | None = None  # the bytes that still pass before the link is held
+        self._counts_back = True  # whether bytes from the server are counted, and not bytes to it
         self._cut = False
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
@@ -37,13 +37,14 @@ class SlowLink:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def hold(self, after_bytes: int = 0, *, back: bool = True) -> None:
-        """Let nothing through any more, once so many bytes came back from the server; not back: went to it."""
+        """Let nothing pass after this many bytes from the server or, without `back`, after this many bytes to the
+        server."""
         with self._lock:
             self._hold_after, self._counts_back = after_bytes, back
             self._held = not after_bytes
 
     def cut(self) -> None:
-        """End all connections, and every new one at once."""
+        """Close all connections, and close every new one at once."""
         with self._lock:
             self._cut = True
             sockets, self._sockets = self._sockets, []
@@ -52,11 +53,11 @@ class SlowLink:
 
     @property
     def held(self) -> bool:
-        """Nothing comes through."""
+        """Whether nothing passes."""
         return self._held
 
     def release(self) -> None:
-        """Pass on again, beginning with what was held. Connections that were cut are gone."""
+        """Let bytes pass again, beginning with the held ones. Connections that were cut stay closed."""
         with self._lock:
             self._held, self._hold_after, self._cut = False, None, False
 
@@ -75,7 +76,7 @@ class SlowLink:
             except OSError:  # closed
                 return
             far = socket.socket()
-            far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE_BYTES)  # what is held waits at the server
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE_BYTES)  # held bytes wait at the server
             try:
                 far.connect(("127.0.0.1", self._port))
             except OSError:
@@ -96,7 +97,7 @@ class SlowLink:
         with contextlib.suppress(OSError):
             sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while data := source.recv(PIECE_BYTES):
-                if self.bytes_per_s is not None:  # a piece is there when its last byte is
+                if self.bytes_per_s is not None:  # a piece arrives when its last byte arrives
                     time.sleep(len(data) / self.bytes_per_s)
                 while self._held and not self._closed:
                     time.sleep(LOOK_S)

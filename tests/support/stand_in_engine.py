@@ -1,10 +1,11 @@
-"""A small engine that misbehaves on demand: a real process that speaks as much of vLLM's API as the proxy uses.
+"""A small engine that misbehaves on demand: a real process with those parts of vLLM's API that the proxy uses.
 
     python -m tests.support.stand_in_engine --port N [--root NAME] [--adapter NAME]
 
-It answers a prompt of token ids with tokens that follow from all before (`next_token`), each as the text "<number> ",
-so a continued prompt gives the same answer only if it ends with exactly the tokens that were said: `expected` below.
-POST /behave sets how it behaves from then on; GET /seen tells what it was asked, and what it gave up.
+It answers a prompt of token ids with tokens that follow from all tokens before (`next_token`), each with the text
+"<number> ". So a continued prompt gives the same answer only if it contains exactly the tokens that were sent; see
+`expected`. POST /behave sets its behaviour from then on. GET /seen returns the requests that it received, and the
+number that it abandoned.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TOKENS = 1000
 
 
 def next_token(prompt: list[int], drift: int = 0) -> int:
-    """The token after these: it depends on all of them, and on their order."""
+    """Return the token after these tokens, which depends on all of them and on their order."""
     return _state(prompt, drift) % _TOKENS
 
 
@@ -44,7 +45,7 @@ def _state(tokens: list[int], state: int = 0) -> int:
 
 
 def expected(prompt: list[int], count: int) -> str:
-    """The right answer's text."""
+    """Return the text of the right answer."""
     said: list[int] = []
     for _ in range(count):
         said.append(next_token(prompt + said))
@@ -52,7 +53,7 @@ def expected(prompt: list[int], count: int) -> str:
 
 
 class StandIn:
-    """State of one engine."""
+    """The state of the engine, and its answers to requests."""
 
     def __init__(self, root: str, adapters: list[str], adapter_root: str) -> None:
         self.root = root
@@ -63,7 +64,7 @@ class StandIn:
         self.running = 0
         self.given_up = 0
         self.streamed = 0
-        self.described = 0  # how often it said how it names blocks
+        self.described = 0  # the number of requests for its block names
         self.responses: list[str] = []
 
     async def behave(self, request: Request) -> Response:
@@ -100,18 +101,18 @@ class StandIn:
         return JSONResponse({"tokens": self._dated(body)})
 
     async def render(self, request: Request) -> Response:
-        if "renders_not" in self.behaviour:  # 404: an earlier release; 403: without the option that allows it
+        if "renders_not" in self.behaviour:  # 404: an earlier release of vLLM; 403: the option that allows this is off
             return JSONResponse({"detail": "as told"}, self.behaviour["renders_not"])
         return JSONResponse({"token_ids": self._dated(await request.json()), "model": MODEL})
 
     def _dated(self, body: dict[str, Any]) -> list[int]:
-        """-> the tokens of a prompt. `date`: what this engine's chat template shows of the time."""
+        """Return the tokens of a prompt. `date`: the date that this engine's chat template shows."""
         tokens = _tokens(body)
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         return tokens if given or "messages" not in body else [*self.behaviour.get("date", []), *tokens]
 
     async def respond(self, request: Request) -> Response:
-        """As /v1/responses: the state is this engine's own."""
+        """Answer like /v1/responses, whose state this engine keeps."""
         body = await request.json()
         before = body.get("previous_response_id")
         if before is not None and before not in self.responses:
@@ -124,7 +125,7 @@ class StandIn:
         return JSONResponse({"id": request.path_params["name"], "engine": os.getpid()}, 200 if known else 404)
 
     async def reflect(self, request: Request) -> Response:
-        """What came, as the answer."""
+        """Answer with the request itself."""
         body = await request.body()
         headers = [(name.decode(), value.decode("latin-1")) for name, value in request.headers.raw]
         told = {
@@ -136,7 +137,7 @@ class StandIn:
         return JSONResponse(told, headers={"set-cookie": "a=1", "x-engine": "yes", "content-language": "de"})
 
     async def embed(self, request: Request) -> Response:
-        """Half an answer, and then the connection breaks."""
+        """Send half of an answer, and then break the connection."""
 
         async def half() -> AsyncIterator[bytes]:
             yield b'{"half": '
@@ -153,14 +154,14 @@ class StandIn:
             error = {"message": f"no model {body['model']}", "type": "NotFoundError", "param": "model", "code": 404}
             return JSONResponse({"error": error}, 404)
         count = body.get("max_completion_tokens") or body.get("max_tokens") or 16
-        # `only`: the behaviour is for requests of so many tokens
+        # `only`: the behaviour applies only to requests for this many tokens
         how = self.behaviour if self.behaviour.get("only", count) == count else {}
-        if how.get("frozen"):  # its worker; it still says that it is well
+        if how.get("frozen"):  # the worker has frozen; the engine still reports that it is healthy
             await asyncio.sleep(3600)
         if "delay_s" in how:
             await asyncio.sleep(how["delay_s"])
         helped = (body.get("kv_transfer_params") or {}).get("do_remote_prefill")
-        if helped and "helped_takes" in how:  # it finds the prompt
+        if helped and "helped_takes" in how:  # the engine finds the prompt in its cache
             how = {**how, "cached": len(_tokens(body)) - 1}
         first_s, each_s = how.get("helped_takes" if helped else "takes", (0, 0))
         if each_s and request.headers.get("x-request-id") != PROBE:
@@ -188,7 +189,7 @@ class StandIn:
         return JSONResponse({**base, "choices": [choice], "usage": _usage(how, prompt, len(said))})
 
     def _say(self, how: dict[str, Any], prompt: list[int], count: int) -> list[int]:
-        """`next_token` again and again, in a time that does not grow with what was said."""
+        """Apply `next_token` repeatedly, in a time that does not grow with the number of tokens sent."""
         said: list[int] = []
         state = _state(prompt)
         for _ in range(count):
@@ -263,7 +264,7 @@ class StandIn:
 
 
 class Packing:
-    """Compresses what is not streamed, also for those who have not asked for it, as some sidecars do."""
+    """Compresses answers that are not streamed, even if the client has not requested it, as some sidecars do."""
 
     def __init__(self, app: ASGIApp, engine: StandIn) -> None:
         self._app, self._engine = app, engine
@@ -292,7 +293,8 @@ class Packing:
 
 
 def _error(how: dict[str, Any]) -> dict[str, Any]:
-    """What an engine says instead of a chunk; `alone`: not in `error`, as some engines do."""
+    """Return the error that an engine sends instead of a chunk. `alone`: without the enclosing `error`, as some engines
+    do."""
     error = {"message": "as told", "type": "told", "code": how.get("code", 500)}
     return {"object": "error", **error} if how.get("alone") else {"error": error}
 
@@ -323,7 +325,7 @@ def _tokens(body: dict[str, Any]) -> list[int]:
 
 
 def _without_media(messages: Any) -> Any:
-    """As for a model: where a picture is, there are tokens that say so, whatever it shows."""
+    """Replace media by tokens. A picture always becomes the same tokens, whatever it shows."""
     if not isinstance(messages, list):
         return messages
 

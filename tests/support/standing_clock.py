@@ -1,4 +1,4 @@
-"""A clock that stands still until a test moves it, in the place of a module's `time`."""
+"""Replaces a module's `time` by a clock that stands still until a test moves it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 
 class StandingClock:
-    """`clock.now += seconds` lets time pass."""
+    """The clock. `clock.now += seconds` lets time pass."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-        """module: what it is the clock of, which uses `time.monotonic` alone."""
+        """module: the module that gets this clock; it may use only `time.monotonic`."""
         self.now = 1000.0
         monkeypatch.setattr(module, "time", self)
 

@@ -1,4 +1,4 @@
-"""The golden vectors of the wire: files of hexadecimal digits in `tests/unit/wire`; what follows a `#` explains."""
+"""The golden vectors of the protocol: files of hexadecimal digits in `tests/unit/wire`, with comments after `#`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 VECTORS: Final = Path(__file__).parents[1] / "unit" / "wire"
-PARTS: Final = ("part_of_6_fields", "part_of_10_fields", "part_of_11_fields")  # all say the same
+PARTS: Final = ("part_of_6_fields", "part_of_10_fields", "part_of_11_fields")  # all have the same meaning
 
 
 def vector(name: str) -> bytes:

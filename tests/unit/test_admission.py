@@ -1,4 +1,4 @@
-"""Which loads pay: what would arrive later than it is computed is computed."""
+"""Which loads pay: the engine computes blocks that would arrive later than it can compute them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvstore_client.engine import admission as module
-from kvstore_client.engine.admission import FIRST_LOAD_S, HOPE_S, LEAST_S, LOOKUP_SHARE, Admission, Pace
+from kvstore_client.engine.admission import FIRST_LOAD_S, HOPE_S, LOOKUP_SHARE, MIN_LOOKUP_S, Admission, RecentRate
 from tests.support.standing_clock import StandingClock
 
 
@@ -17,7 +17,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
 
 
 def known(arriving: float) -> Admission:
-    """One that has measured blocks a second."""
+    """Return an admission that has measured that this many blocks arrive per second."""
     admission = Admission(timeout_s=5)
     admission.arriving.add(arriving, 1.0)
     admission.begin(0, 0.0)
@@ -25,7 +25,7 @@ def known(arriving: float) -> Admission:
     return admission
 
 
-def test_what_arrives_sooner_is_loaded_and_the_rest_computed(clock: StandingClock) -> None:
+def test_blocks_that_arrive_sooner_are_loaded_and_the_rest_are_computed(clock: StandingClock) -> None:
     assert known(arriving=101).judge(50, 0.5) == 50
     assert known(arriving=99).judge(50, 0.5) == 0
     assert known(arriving=0).judge(1, 4.0) == 0
@@ -37,8 +37,8 @@ def test_a_load_waits_for_those_before_it(clock: StandingClock) -> None:
     assert admission.begin(50, 0.5) == pytest.approx(0.5)  # as long as computing them
     assert admission.judge(50, 0.5) == 50  # 100 / 200 s
     assert admission.judge(50, 0.49) == 0
-    assert admission.begin(50, 0.5) == pytest.approx(0.5)  # from when its turn begins …
-    assert admission.latest_s(0.5) == pytest.approx(0.5)  # … but not as long as the others' load and as computing
+    assert admission.begin(50, 0.5) == pytest.approx(0.5)  # from the load's beginning …
+    assert admission.latest_s(0.5) == pytest.approx(0.5)  # … and at most this long from now
     assert admission.latest_s(math.inf) == math.inf
     assert Admission(timeout_s=5, always=True).latest_s(0.5) == math.inf
     admission.end(50)
@@ -54,14 +54,14 @@ def test_while_nothing_is_known_one_load_is_tried(clock: StandingClock) -> None:
     clock.now += FIRST_LOAD_S
     assert admission.judge(50, math.inf) == 0
     admission.arriving.add(10, 0.001)
-    assert admission.judge(50, math.inf) == 0  # these were the first load's first blocks
+    assert admission.judge(50, math.inf) == 0  # these were the blocks of the first load
     admission.end(50)
     assert admission.judge(50, math.inf) == 50
 
 
 def test_no_load_takes_longer_than_the_timeout_or_less_than_chance(clock: StandingClock) -> None:
     assert known(arriving=1e6).begin(1000, 1000.0) == 5
-    assert known(arriving=1e6).begin(1, 1e-9) == LEAST_S
+    assert known(arriving=1e6).begin(1, 1e-9) == MIN_LOOKUP_S
     slow = known(arriving=1)
     slow.begin(10**6, 10.0)
     assert slow.begin(1, 10.0) == 5
@@ -81,22 +81,22 @@ def test_a_store_that_was_slow_is_tried_again(clock: StandingClock) -> None:
     assert admission.judge(50, 0.5) == 50
 
 
-def test_a_store_that_gave_nothing_at_all_is_tried_again_too(clock: StandingClock) -> None:
+def test_a_store_that_delivered_nothing_is_tried_again_too(clock: StandingClock) -> None:
     admission = known(arriving=0)
-    admission.arriving = Pace()
+    admission.arriving = RecentRate()
     admission.arrived(0, 1.0)
     assert admission.judge(50, 0.5) == 0
     clock.now += 8 * HOPE_S
     assert admission.judge(50, 0.5) == 7
-    admission.arrived(0, 0.0)  # nothing was on its way
+    admission.arrived(0, 0.0)  # nothing had been sent
     assert admission.judge(50, 0.5) == 7
 
 
-def test_a_lookup_is_waited_for_as_long_as_it_can_pay(clock: StandingClock) -> None:
+def test_a_lookup_waits_only_as_long_as_a_load_can_pay(clock: StandingClock) -> None:
     admission = Admission(timeout_s=5)
     assert admission.patience_s(50, math.inf) == pytest.approx(LOOKUP_SHARE * 5)
     assert admission.patience_s(50, 2.0) == pytest.approx(LOOKUP_SHARE * 2.0)
-    assert admission.patience_s(50, 1e-9) == LEAST_S
+    assert admission.patience_s(50, 1e-9) == MIN_LOOKUP_S
     admission.begin(50, 2.0)
     assert admission.patience_s(50, 2.0) > 0, "the first load will tell soon"
     admission.arrived(1, 1.0)
@@ -112,8 +112,8 @@ def test_a_lookup_is_waited_for_as_long_as_it_can_pay(clock: StandingClock) -> N
 def test_requests_one_after_another_are_no_slower_than_computing(
     clock: StandingClock, stored_per_s: float, one_takes_s: float
 ) -> None:
-    """But for the first load, which tells how fast the store is, and a trial of a part of a load now and then. Its
-    clock is the test's, so what is added up here are decisions."""
+    """Only the first load, which measures the store, and occasional trials of a part of a load may take longer. The
+    test sets the clock, so the sums depend on decisions and not on measured times."""
     admission, blocks = Admission(timeout_s=5), round(100 * one_takes_s)
     parked_s, loads, first_s = 0.0, 0, 0.0
     began = clock.now
@@ -135,7 +135,7 @@ def test_requests_one_after_another_are_no_slower_than_computing(
             first_s = first_s or took_s
         clock.now += one_takes_s * left / blocks
     passed_s, computed_s = clock.now - began, 200 * one_takes_s
-    assert passed_s <= 1.05 * computed_s + first_s + LEAST_S
+    assert passed_s <= 1.05 * computed_s + first_s + MIN_LOOKUP_S
     if stored_per_s >= 110:
         assert loads == 200 and parked_s == pytest.approx(200 * blocks / stored_per_s)
 
@@ -148,12 +148,12 @@ def test_always_means_always(clock: StandingClock) -> None:
 
 
 def test_the_newest_seconds_count_most() -> None:
-    pace = Pace()
+    pace = RecentRate()
     assert pace.per_s is None
     pace.add(1000, 1.0)
     assert pace.per_s == 1000
     for _ in range(30):
         pace.add(10, 1.0)
     assert pace.per_s == pytest.approx(10, rel=0.7)
-    pace.add(5, 0.0)  # tells nothing
+    pace.add(5, 0.0)  # without time, this shows nothing about the pace
     assert pace.per_s == pytest.approx(10, rel=0.7)

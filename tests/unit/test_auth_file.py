@@ -1,4 +1,4 @@
-"""The file of ``--auth``: what is refused and how that is said; its changes; tokens; the audit log."""
+"""The file of ``--auth``: which contents are refused, with which errors; changes of the file; tokens; the audit log."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ tokens = ["scrypt:4:1:1:MTIzNDU2Nzg=:MTIzNDU2NzgxMjM0NTY3OA=="]
         (("[[principals]]", f"[tenants.a]\nmemory = {'9' * 4301}\n[[principals]]"), "not TOML"),
         (("[[principals]]", f"x = {'[' * 1000}\n[[principals]]"), "not TOML"),
         (("[[principals]]", f"x = {'{y = ' * 1000}\n[[principals]]"), "not TOML"),
-        (("[[principals]]", f"x{'.a' * 30_000} = 1\n[[principals]]"), "a key of more than eight parts"),
-        (("[[principals]]", f"[x{'.a' * 30_000}]\n[[principals]]"), "a key of more than eight parts"),
+        (("[[principals]]", f"x{'.a' * 30_000} = 1\n[[principals]]"), "a key has more than eight parts"),
+        (("[[principals]]", f"[x{'.a' * 30_000}]\n[[principals]]"), "a key has more than eight parts"),
         (("[[principals]]", f"[tenants.a]\nmemory = {10**26}\n[[principals]]"), "at most 9223372036854775807"),
         (("[[principals]]", "[tenants.a]\nmemory = '99999999TiB'\n[[principals]]"), "at most 9223372036854775807"),
-        (("[[principals]]", "[tenants.a]\nrequests_per_s = nan\n[[principals]]"), "requests_per_s: nan: expected 0"),
-        (("[[principals]]", "[tenants.a]\nrequests_per_s = inf\n[[principals]]"), "requests_per_s: inf: expected 0"),
+        (("[[principals]]", "[tenants.a]\nrequests_per_s = nan\n[[principals]]"), "requests_per_s is nan: expected 0"),
+        (("[[principals]]", "[tenants.a]\nrequests_per_s = inf\n[[principals]]"), "requests_per_s is inf: expected 0"),
         (("[[principals]]", 'member_secret = "short"\n[[principals]]'), "member_secret has 5 characters"),
         (
             ("[[principals]]", '[tenants.a]\nmemory = "lots"\n[[principals]]'),
@@ -76,11 +76,11 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "auth.toml"
     file.write_text(GOOD)
     file.chmod(0o644)
-    with pytest.raises(AuthFileError, match="mode 644: others may read or change it: chmod 600"):
+    with pytest.raises(AuthFileError, match="mode is 644, so others may read or change it: run chmod 600"):
         AuthFile(file)
 
 
-def test_what_is_no_file_or_empty_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_missing_or_empty_file_is_refused_at_once(tmp_path: Path) -> None:
     file = tmp_path / "auth.toml"
     os.mkfifo(file, 0o600)
     with pytest.raises(AuthFileError, match="not a regular file"):
@@ -91,7 +91,7 @@ def test_what_is_no_file_or_empty_is_refused_at_once(tmp_path: Path) -> None:
         AuthFile(file)
 
 
-def test_a_file_is_read_again_when_it_changes_and_the_last_good_policy_stays(
+def test_a_changed_file_is_read_again_and_the_last_valid_policy_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "auth.toml"
@@ -100,7 +100,7 @@ def test_a_file_is_read_again_when_it_changes_and_the_last_good_policy_stays(
     assert auth.read_again() is None and auth.read_again(asked=True) is None, "it is as it was"
     good = file.read_text()
     file.write_text("")
-    assert auth.read_again() is None and "the policy before it stays in force" in caplog.text
+    assert auth.read_again() is None and "the previous policy stays in force" in caplog.text
     file.write_text(good)
     assert auth.read_again() is None, "it is the one that was read before"
     add(file, "two", "a", ["read"])
@@ -109,7 +109,7 @@ def test_a_file_is_read_again_when_it_changes_and_the_last_good_policy_stays(
     assert auth.policy.principals.keys() == {"one"}, "who uses it puts it in force"
 
 
-def test_tokens_that_a_new_policy_has_stay_known(tmp_path: Path) -> None:
+def test_tokens_that_a_new_policy_keeps_stay_known(tmp_path: Path) -> None:
     file = tmp_path / "auth.toml"
     tokens = {name: add(file, name, "a", ["read"]).encode() for name in ("stays", "goes")}
     auth = AuthFile(file)
@@ -125,7 +125,7 @@ def test_tokens_that_a_new_policy_has_stay_known(tmp_path: Path) -> None:
     assert known.find(tokens["stays"]) is not None and known.find(tokens["goes"]) is None
 
 
-def test_tokens_of_earlier_releases_are_accepted_and_only_theirs_take_long(tmp_path: Path) -> None:
+def test_tokens_of_earlier_releases_are_accepted_and_only_they_take_long(tmp_path: Path) -> None:
     file = tmp_path / "auth.toml"
     tokens = {name: add(file, name, "a", ["read"]) for name in ("old", "new")}
     assert not AuthFile(file).policy.slow
@@ -141,7 +141,7 @@ def test_tokens_of_earlier_releases_are_accepted_and_only_theirs_take_long(tmp_p
         assert policy.recognize(wrong) is None and policy.login(wrong) is None
 
 
-def test_what_an_operator_wrote_stays_when_a_principal_is_added_or_gets_a_token(tmp_path: Path) -> None:
+def test_an_operators_edits_survive_a_new_principal_or_token(tmp_path: Path) -> None:
     file = tmp_path / "auth.toml"
     first = add(file, "one", "a", ["read", "write"], ["Qwen/*"], 1 << 30)
     assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
@@ -157,11 +157,11 @@ def test_what_an_operator_wrote_stays_when_a_principal_is_added_or_gets_a_token(
     policy = AuthFile(file).policy
     assert [policy.login(token.encode()) is not None for token in (first, second, third)] == [False, False, True]
     assert len(policy.member_secret) == 64
-    with pytest.raises(AuthFileError, match="it has a principal 'one'"):
+    with pytest.raises(AuthFileError, match="principal 'one' exists"):
         add(file, "one", "a", ["read"])
     with pytest.raises(AuthFileError, match="no principal 'three': expected one of one, two"):
         rotate(file, "three")
-    with pytest.raises(AuthFileError, match="tenant 'a' has memory = 1073741824, not 5"):
+    with pytest.raises(AuthFileError, match="tenant 'a' has memory = 1073741824 there, but the quota given is 5"):
         add(file, "four", "a", ["read"], quota_bytes=5)
 
 
@@ -175,7 +175,7 @@ def test_a_token_matches_its_own_hash_only() -> None:
         assert name_in(wrong) == ""
 
 
-def test_a_namespace_gets_the_tenant_of_the_credentials_whatever_it_says() -> None:
+def test_credentials_decide_the_tenant_whatever_the_namespace_says() -> None:
     rights = Rights("p", "a", verbs_of(["read"]))
     plain = b'{"block_bytes":1,"model":"m","version":1}'
     owned = b'{"block_bytes":1,"model":"m","tenant":"a","version":1}'
@@ -187,15 +187,15 @@ def test_a_namespace_gets_the_tenant_of_the_credentials_whatever_it_says() -> No
             own(foreign, rights)
 
 
-def test_a_members_cookie_is_that_of_one_node() -> None:
+def test_a_members_cookie_is_valid_for_one_node_only() -> None:
     mine = member_cookie("s" * 32, "a", "h", 1)
     assert mine == member_cookie("s" * 32, "a", "h", 1)
     others = [("a", "h", 2), ("a", "i", 1), ("b", "h", 1)]
     assert len({mine, *(member_cookie("s" * 32, *other) for other in others)}) == 4
 
 
-def test_the_audit_log_is_bounded_and_turned_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_log, "MOST_BYTES", 4096)
+def test_the_audit_log_is_bounded_and_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_log, "MAX_AUDIT_BYTES", 4096)
     file = tmp_path / "audit.jsonl"
     first, second = Audit(str(file), shard=0), Audit(str(file), shard=1)
     for number in range(300):
@@ -223,7 +223,7 @@ def test_the_audit_log_is_bounded_and_turned_over(tmp_path: Path, monkeypatch: p
     assert lines[-1]["lines_left_out"] >= 700
 
 
-def test_the_audit_log_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_log_blocks_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(OSError, match=r"No such device|not a regular file"):
@@ -233,7 +233,7 @@ def test_the_audit_log_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.Monk
         Audit(str(pipe))
     os.close(reader)
 
-    monkeypatch.setattr(audit_log, "MOST_BYTES", 1000)
+    monkeypatch.setattr(audit_log, "MAX_AUDIT_BYTES", 1000)
     monkeypatch.setattr(audit_log, "OVER_BYTES", 1000)
     file = tmp_path / "audit.jsonl"
     audit = Audit(str(file))
@@ -262,12 +262,12 @@ class Held:
         self.transient: set[int] = set()
 
 
-def test_who_makes_room_for_whom() -> None:
+def test_quotas_decide_which_namespace_is_evicted_for_which() -> None:
     quotas = {"guaranteed": Quota(guaranteed=4), "bounded": Quota(most=2)}
     rules = Quotas(lambda name: quotas.get(name, Quota()))
     noisy, noisy2, guaranteed, bounded = Held("noisy", 5), Held("noisy", 2), Held("guaranteed", 3), Held("bounded", 2)
     members = [noisy, noisy2, guaranteed, bounded]
-    assert rules.victims(noisy, members, 12) == ([noisy2], True)  # beyond its part: of its own
+    assert rules.victims(noisy, members, 12) == ([noisy2], True)  # beyond its share, so its own blocks are evicted
     assert rules.victims(guaranteed, members, 12) == ([noisy, noisy2], False)
     assert not rules.may_take(bounded, members) and rules.may_take(noisy, members)
     assert rules.victims(Held("new", 0), members, 12) == ([noisy, noisy2], False)

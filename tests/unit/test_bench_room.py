@@ -1,4 +1,4 @@
-"""How many blocks `kvstore bench` may set on a shard in use without evicting any."""
+"""How many blocks `kvstore bench` may set on a shard that is in use without evicting other blocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_segments_of_namespaces_that_hold_nothing_are_free() -> None:
 def test_the_index_of_small_blocks_takes_memory_from_blocks() -> None:
     room = room_for(shard(1024), 64)
     assert 0 < room < 1024 * SEGMENT // 64 // 2
-    # An index that is over its allowance already leaves less.
+    # An index that already exceeds its free allowance leaves less room.
     assert room_for(shard(4, index_bytes=(96 << 20) + SEGMENT), BLOCK) == 2 * 4
     assert room_for(shard(4, index_bytes=(96 << 20) + 9 * SEGMENT), BLOCK) == 0
 

@@ -1,4 +1,5 @@
-"""The index of engines' KV events against a plain model of what they have, and its bounds."""
+"""The index built from engines' KV events: it is compared with a plain model of the engines' blocks, and stays within
+its memory."""
 
 from __future__ import annotations
 
@@ -11,22 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_client.engine.block_index import BLOCK_BYTES, BlockKeys, Index
+from kvstore_client.engine.block_index import INDEXED_BLOCK_BYTES, Index, PromptExtras
 from tests.support.properties import examples
 
 SIZE = 2
 ENGINES = ("a", "b")
 MEDIA = ("GPU", "CPU")
-# What decides blocks beside tokens, and how an event says it.
-KEYS: dict[str, BlockKeys] = {
-    "": BlockKeys(),
-    "salt": BlockKeys(cache_salt="x"),
-    "adapter": BlockKeys(lora_name="x"),
-    "other adapter": BlockKeys(lora_name="y"),
-    "both": BlockKeys(lora_name="x", cache_salt="x"),
-    "picture": BlockKeys(media=(("x", 1, 3),)),
-    "other picture": BlockKeys(media=(("y", 1, 3),)),
-    "moved picture": BlockKeys(media=(("x", 0, 3),)),
+# Fields other than tokens that decide a block's key, and their form in an event.
+KEYS: dict[str, PromptExtras] = {
+    "": PromptExtras(),
+    "salt": PromptExtras(cache_salt="x"),
+    "adapter": PromptExtras(lora_name="x"),
+    "other adapter": PromptExtras(lora_name="y"),
+    "both": PromptExtras(lora_name="x", cache_salt="x"),
+    "picture": PromptExtras(media=(("x", 1, 3),)),
+    "other picture": PromptExtras(media=(("y", 1, 3),)),
+    "moved picture": PromptExtras(media=(("x", 0, 3),)),
 }
 
 
@@ -38,7 +39,7 @@ def hashes_of(tokens: list[int], named: str, model: str = "") -> list[bytes]:
 def stored(
     tokens: list[int], medium: str = "GPU", named: str = "", first: int = 0, group: int = 0, model: str = ""
 ) -> dict[str, Any]:
-    """The event, as it comes from msgpack."""
+    """Return an event in the form in which msgpack decodes it."""
     hashes, keys = hashes_of(tokens, named, model), KEYS[named]
     extras = [keys.of_block(number * SIZE, SIZE) or None for number in range(first, len(hashes))]
     event = {
@@ -65,7 +66,7 @@ def found(index: Index, tokens: list[int], engine: str, named: str = "") -> dict
 
 
 def check(index: Index) -> None:
-    """Nothing dangles: every place leads to a block that some tier has, and every such block has its place."""
+    """Check that every place refers to a block that some tier has, and that every block in a tier has a place."""
     for engine in index._engines.values():
         there = set().union(*engine.sets())
         assert set(engine.places) == there
@@ -88,9 +89,10 @@ steps = st.tuples(
 
 
 @settings(max_examples=examples(2))
-@given(st.lists(steps, max_size=60), st.sampled_from([1 << 30, 12 * BLOCK_BYTES]))
-def test_it_says_what_a_plain_model_says_and_never_more(does: list[Any], memory_bytes: int) -> None:
-    """With room for all it says the same; bounded, it says as much or less, and keeps within its bound."""
+@given(st.lists(steps, max_size=60), st.sampled_from([1 << 30, 12 * INDEXED_BLOCK_BYTES]))
+def test_it_agrees_with_a_plain_model_and_never_claims_more(does: list[Any], memory_bytes: int) -> None:
+    """With enough memory, the index agrees with the model. With little memory, it reports at most the blocks of the
+    model, and stays within its memory."""
     index = Index(memory_bytes)
     model: dict[str, dict[tuple[str, int], set[bytes]]] = {}
     for what, engine, tokens, medium, named, first, group in does:
@@ -137,7 +139,7 @@ def test_blocks_of_other_adapters_salts_and_pictures_are_not_followed(told: str,
 
 
 def test_engines_of_two_models_are_never_mixed() -> None:
-    """Though their blocks have the same tokens, and even if they have the same hashes."""
+    """The engines' blocks have the same tokens and even the same hashes, but the models differ."""
     index, tokens = Index(), [1] * 8
     index.apply("a", stored(tokens[:4], model="one"))
     index.apply("b", stored(tokens, model="two"))
@@ -145,20 +147,20 @@ def test_engines_of_two_models_are_never_mixed() -> None:
     assert [found(index, tokens, name)["GPU"] for name in "abc"] == [4, 8, 0]
 
 
-def test_blocks_in_the_store_are_kept_only_for_who_asks_the_store_and_within_the_bound() -> None:
+def test_store_blocks_are_kept_only_for_their_engines_and_within_bounds() -> None:
     silent, asking = Index(1 << 20), Index(1 << 20, storage=True)
     for number in range(20_000):
         event = stored([number, 7], "STORAGE")
         silent.apply("a", event)
         asking.apply("a", event)
     assert (silent.blocks, silent.held_bytes, silent.engines) == (0, 0, [])
-    assert 2500 < asking.blocks <= (1 << 20) // BLOCK_BYTES and asking.held_bytes <= 1 << 20
+    assert 2500 < asking.blocks <= (1 << 20) // INDEXED_BLOCK_BYTES and asking.held_bytes <= 1 << 20
     assert found(asking, [19_999, 7], "a")["STORAGE"] == 2, "the newest are kept"
     assert found(asking, [0, 7], "a")["STORAGE"] == 0
 
 
-def test_of_engines_the_one_with_most_gives_way_and_what_is_asked_for_stays() -> None:
-    index = Index(100 * BLOCK_BYTES)
+def test_the_engine_with_most_blocks_loses_some_and_requested_blocks_stay() -> None:
+    index = Index(100 * INDEXED_BLOCK_BYTES)
     prompt = list(range(1000, 1016))
     index.apply("small", stored(prompt))
     index.apply("large", stored(prompt))
@@ -170,7 +172,7 @@ def test_of_engines_the_one_with_most_gives_way_and_what_is_asked_for_stays() ->
 
 
 def test_a_block_takes_no_more_memory_than_is_counted() -> None:
-    """At the size where its tables have just grown."""
+    """The memory is measured at a size at which the index's tables have just grown."""
     events = []
     parent = None
     for number in range(22_000):
@@ -187,4 +189,4 @@ def test_a_block_takes_no_more_memory_than_is_counted() -> None:
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert taken <= index.held_bytes * 1.1 and index.held_bytes == 22_000 * BLOCK_BYTES
+    assert taken <= index.held_bytes * 1.1 and index.held_bytes == 22_000 * INDEXED_BLOCK_BYTES

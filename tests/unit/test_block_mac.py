@@ -1,4 +1,4 @@
-"""MACs of blocks: what they are over, and which secrets are refused."""
+"""Block MACs: which data they cover, and which secrets are refused."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def one_mac(secret: bytes, namespace: Namespace, key: np.ndarray, block: bytes) 
     return int(BlockMac(secret, namespace).batch(key.reshape(1, -1)).of([0], [memoryview(block)])[0])
 
 
-def test_a_mac_is_what_the_protocol_says() -> None:
-    """docs/protocol.md has the same vector."""
+def test_a_mac_equals_the_vector_of_the_protocol() -> None:
+    """The expected values are those of docs/protocol.md."""
     mac = BlockMac(SECRET, NAMESPACE)
     names = blake3(SECRET, derive_key_context="kvstore 2026-11 name of a key of block MACs").digest()
     name = "blake3-" + blake3(NAMESPACE.canonical(), key=names).hexdigest(length=8)
@@ -36,7 +36,7 @@ def test_a_mac_is_what_the_protocol_says() -> None:
     assert (name, expected.hex()) == ("blake3-ef0d49e6dfa5de8f", "50f61c91e6a19edd")
 
 
-def test_everything_that_a_mac_is_over_changes_it() -> None:
+def test_every_covered_field_changes_the_mac() -> None:
     other = Namespace(model="n", dtype="uint8", block_tokens=16, block_bytes=8, extra={"a": "b"})
     macs = [
         one_mac(SECRET, NAMESPACE, KEYS[0], b"contents"),
@@ -48,8 +48,8 @@ def test_everything_that_a_mac_is_over_changes_it() -> None:
     assert len(set(macs)) == len(macs)
 
 
-def test_a_tenant_that_a_server_adds_does_not_bring_two_keys_together() -> None:
-    """A client that names its tenant, and one that does not, may be of one tenant for the server."""
+def test_a_tenant_added_by_the_server_never_makes_two_keys_equal() -> None:
+    """The server may put two clients into the same tenant: one that names this tenant, and one that names none."""
     named = Namespace(model="m", dtype="uint8", block_tokens=16, block_bytes=8, tenant="t", extra={"a": "b"})
     assert BlockMac(SECRET, named).namespace.extra != BlockMac(SECRET, NAMESPACE).namespace.extra
 
@@ -59,7 +59,7 @@ def test_a_server_knows_which_namespaces_have_macs() -> None:
     assert decode_namespace(BlockMac(SECRET, NAMESPACE).namespace.canonical()).opaque_sums
 
 
-def test_a_namespace_with_its_mark_is_the_same_and_with_another_is_refused() -> None:
+def test_a_namespace_accepts_its_own_mac_mark_and_refuses_another() -> None:
     marked = BlockMac(SECRET, NAMESPACE).namespace
     assert BlockMac(SECRET, marked).namespace == marked
     with pytest.raises(ValueError, match=r"block_mac.*another block secret"):
@@ -71,10 +71,10 @@ def test_a_namespace_with_its_mark_is_the_same_and_with_another_is_refused() -> 
     [
         (b"", ValueError, "0 bytes: expected at least 16"),
         ("fifteen letters", ValueError, "15 bytes: expected at least 16"),
-        (17, TypeError, "block_secret: a int: expected bytes or a string"),
+        (17, TypeError, "block_secret is of type int: expected bytes or a string"),
     ],
 )
-def test_a_secret_that_is_none_is_refused(secret: object, error: type[Exception], said: str) -> None:
+def test_an_invalid_secret_is_refused(secret: object, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         KVStoreClient("127.0.0.1:1", NAMESPACE, block_secret=secret, fail_open=True)  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ def test_the_environment_names_one_secret(tmp_path: Path, monkeypatch: pytest.Mo
         mac_of(NAMESPACE, None)
 
 
-def test_a_file_that_everybody_can_read_is_no_secret(tmp_path: Path) -> None:
+def test_a_secret_file_readable_by_everybody_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     for content, mode, said in (
         (b"secret", 0o644, "its mode is 0644, so every user"),
@@ -113,7 +113,7 @@ def test_a_file_that_everybody_can_read_is_no_secret(tmp_path: Path) -> None:
             read_secret(path, "--option")
 
 
-def test_sums_that_are_given_must_be_one_a_block() -> None:
+def test_checksums_must_be_one_per_block() -> None:
     blocks = [bytes(4), bytes(4)]
     BlockFrames(b"", blocks, 4, 1, np.zeros(2, dtype=np.uint64))
     with pytest.raises(ValueError, match="sums"):

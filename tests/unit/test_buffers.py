@@ -1,4 +1,4 @@
-"""The caller's memory as rows of bytes: same memory, no copy, and a clear word about what does not fit."""
+"""The caller's memory seen as rows of bytes: the same memory, no copy, and clear errors for buffers that do not fit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_flat_buffer_is_rows(make: Any) -> None:
     assert (rows == numbered(4)).all()
 
 
-def test_no_rows_are_fine() -> None:
+def test_no_rows_are_accepted() -> None:
     assert as_rows(np.empty((0, BLOCK), dtype=np.uint8), BLOCK, "out").shape == (0, BLOCK)
     assert as_rows(bytearray(), BLOCK, "out").shape == (0, BLOCK)
 
@@ -88,7 +88,7 @@ def test_a_block_size_mismatch_is_a_value_error() -> None:
     assert issubclass(BlockSizeMismatch, ValueError)
 
 
-def test_read_only_memory_is_no_destination() -> None:
+def test_read_only_memory_is_refused_as_a_destination() -> None:
     array = numbered(2)
     array.flags.writeable = False
     for value in (array, bytes(2 * BLOCK)):
@@ -126,7 +126,7 @@ def test_sequences_of_any_buffers_are_blocks() -> None:
         assert source.count == 6 and sent(source) == array.tobytes()
 
 
-def test_blocks_apart_are_sent_each_from_its_place() -> None:
+def test_separate_blocks_are_sent_each_from_its_place() -> None:
     table = np.zeros((4, 2 * BLOCK), dtype=np.uint8)
     table[:, :BLOCK] = numbered(4)
     source = BlockSource(table[:, :BLOCK], BLOCK)
@@ -140,13 +140,13 @@ def test_blocks_apart_are_sent_each_from_its_place() -> None:
         ([bytes(BLOCK), bytes(BLOCK - 1)], BlockSizeMismatch, ["block 1", "63", "64"]),
         ([np.zeros(BLOCK, dtype=np.uint16)], BlockSizeMismatch, ["block 0", "128", "64"]),
         (np.zeros((2, BLOCK + 1), dtype=np.uint8), BlockSizeMismatch, ["65", "64"]),
-        (bytes(BLOCK), TypeError, ["a single bytes", "sequence"]),
-        (7, TypeError, ["a single int"]),
+        (bytes(BLOCK), TypeError, ["is of type bytes", "sequence"]),
+        (7, TypeError, ["is of type int"]),
         ([np.zeros(2 * BLOCK, dtype=np.uint8)[::2]], ValueError, ["block 0", "not contiguous"]),
         ([None], TypeError, ["block 0", "NoneType"]),
     ],
 )
-def test_blocks_that_are_none_are_refused(blocks: Any, error: type[Exception], parts: list[str]) -> None:
+def test_invalid_blocks_are_refused(blocks: Any, error: type[Exception], parts: list[str]) -> None:
     with pytest.raises(error) as caught:
         BlockSource(blocks, BLOCK)
     assert all(part in str(caught.value) for part in parts)
@@ -182,13 +182,13 @@ def test_a_sequence_of_tensors_is_blocks() -> None:
     assert sent(source) == b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
 
-def test_a_tensor_that_wants_gradients_is_memory_like_any_other() -> None:
+def test_a_tensor_that_requires_gradients_is_ordinary_memory() -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.zeros(2, BLOCK // 4, requires_grad=True)
     assert as_rows(tensor, BLOCK, "out").ctypes.data == tensor.data_ptr()
 
 
-def test_a_tensor_elsewhere_is_refused() -> None:
+def test_a_tensor_on_another_device_is_refused() -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(ValueError, match="meta: expected one in CPU memory"):
         as_rows(torch.zeros(2, BLOCK, device="meta"), BLOCK, "out")

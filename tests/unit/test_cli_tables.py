@@ -1,6 +1,6 @@
-"""What commands print for people, character by character: documents filled by their types, and what is made of them.
+"""The tables that commands print, compared character by character. The tests fill the documents from their types.
 
-`cli_tables.txt` holds what was printed. Run this file as a program to write it anew, and read the difference.
+`cli_tables.txt` has the expected output. Run this file as a program to write it again, and review the difference.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import msgspec
 
 from kvstore.auth.policy import Policy
 from kvstore.disk.verify import VerifyReport
-from kvstore_cli import auth, bench, cluster_status, load_tables, plan_tables, verify
+from kvstore_cli import auth, bench, cluster_status, load_tables, plan_tables, size, verify
 from kvstore_cli.bench import BenchReport
 from kvstore_cli.cluster_status import ClusterStatus
+from kvstore_cli.sizing import Sizing
 from kvstore_serving.load.report import LoadReport
-from kvstore_serving.load.sweep import Sweep
-from kvstore_serving.planning.document import Plan
+from kvstore_serving.load.sweep import RateSweep
+from kvstore_serving.planning.document import PlanDocument
 from kvstore_serving.planning.profile import Contention, Profile, Residual, StoreTimes, read_profile
 from kvstore_serving.planning.queueing import Queue
 from kvstore_serving.planning.verify import Verified
@@ -34,26 +35,27 @@ CASES: dict[str, tuple[type, Callable[[Any], None]]] = {
     "auth": (Policy, lambda policy: auth._print(auth._rows(policy))),
     "bench": (BenchReport, bench.print_bench),
     "verify": (VerifyReport, verify.print_verified),
+    "size": (Sizing, size.print_size),
     "cluster": (ClusterStatus, cluster_status.print_status),
     "load": (LoadReport, load_tables.print_report),
-    "sweep": (Sweep, load_tables.print_sweep),
+    "sweep": (RateSweep, load_tables.print_sweep),
     "queue": (Queue, plan_tables.print_queue),
-    "plan": (Plan, plan_tables.print_plan),
+    "plan": (PlanDocument, plan_tables.print_plan),
     "profile": (Profile, plan_tables.print_profile),
     "plan verify": (Verified, plan_tables.print_verified),
 }
-ALWAYS = ("rate_rps",)  # fields that may be missing, but not where they are printed
+ALWAYS = ("rate_rps",)  # optional fields that are always present in printed documents
 
 
 class Filler:
-    """Makes a document of a type, whose values all differ. whole: what may be missing is there."""
+    """Makes documents of a type, in which all values differ. `whole`: whether optional parts are present."""
 
     def __init__(self, whole: bool) -> None:
         self._whole = whole
         self._count = 0
 
     def of(self, kind: Any) -> Any:
-        """-> a value of this type."""
+        """Return a value of this type."""
         origin, args = get_origin(kind), get_args(kind)
         if origin in (Union, types.UnionType):
             return self.of(args[0]) if self._whole or type(None) not in args else None
@@ -94,7 +96,7 @@ class Filler:
         return values[kind]
 
     def _profile(self) -> Profile:
-        """Of whatever values, a profile would be refused."""
+        """Return a valid profile, because one with arbitrary values would be refused."""
         made, replace = read_profile("opt-13b-a100-80g"), msgspec.structs.replace
         degree = made.degrees[0]
         measured = replace(degree, prefill=replace(degree.prefill, residuals=self.of(list[Residual])))
@@ -107,7 +109,7 @@ class Filler:
 
 
 def printed() -> str:
-    """-> all cases, each on a narrow and a wide terminal."""
+    """Return the output of all cases, each for a narrow and for a wide terminal."""
     out = io.StringIO()
     for name, (kind, show) in CASES.items():
         for whole in (True, False):
@@ -119,7 +121,7 @@ def printed() -> str:
     return out.getvalue()
 
 
-def test_tables_are_as_they_were() -> None:
+def test_tables_are_unchanged() -> None:
     assert printed() == GOLDEN.read_text(encoding="utf-8")
 
 

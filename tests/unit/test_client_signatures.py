@@ -1,4 +1,4 @@
-"""The two clients are one interface: same calls, same options, same types."""
+"""Both clients have the same interface: the same calls, options and types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore_client import AsyncKVStoreClient, KVStoreClient
 from kvstore_client.client import ClientKeywords
 from kvstore_client.engine.client_store import ClientOptions
 
-OWN = {"connect"}  # of the asynchronous client, which cannot connect when it is made
+OWN = {"connect"}  # only for the asynchronous client, which cannot connect when it is made
 PUBLIC = sorted(name for name in vars(KVStoreClient) if not name.startswith("_"))
 
 
@@ -39,11 +39,11 @@ def test_a_call_has_one_signature(name: str) -> None:
     assert asynchronous.__doc__
 
 
-def test_the_options_of_the_clients_differ_in_the_threads_only() -> None:
+def test_the_clients_options_differ_only_in_threads() -> None:
     options = [each for each in parameters(KVStoreClient.__init__) if each.kind is each.KEYWORD_ONLY]
     keywords = {name: hint.__forward_arg__ for name, hint in ClientKeywords.__annotations__.items()}
     assert keywords == {each.name: each.annotation for each in options}
-    shown = parameters(AsyncKVStoreClient)  # as `help` and editors show it
+    shown = parameters(AsyncKVStoreClient)  # as `help` and editors show the signature
     assert [each for each in shown if each.name != "concurrency"] == parameters(KVStoreClient)
     assert "concurrency" in [each.name for each in shown]
     AsyncKVStoreClient("a:1", fail_open=True, timeout_s=3.0)
@@ -51,13 +51,13 @@ def test_the_options_of_the_clients_differ_in_the_threads_only() -> None:
         AsyncKVStoreClient("a:1", timeout=3.0, retries=1)  # type: ignore[call-arg]
 
 
-def test_the_options_of_an_engines_clients_are_the_clients_own() -> None:
+def test_an_engine_passes_its_clients_options_through() -> None:
     own = {each.name: each for each in parameters(KVStoreClient.__init__)}
     for option in dataclasses.fields(ClientOptions):
         assert (option.type, option.default) == (own[option.name].annotation, own[option.name].default), option.name
 
 
-def test_no_secret_of_an_engine_is_in_the_text_of_its_options() -> None:
+def test_an_engines_secrets_are_not_in_the_text_of_its_options() -> None:
     assert "secret" not in repr(ClientOptions(token="secret of mine", block_secret="secret of ours"))
 
 
@@ -74,7 +74,7 @@ def test_options_after_the_data_are_keywords(name: str) -> None:
 
 def test_calls_are_awaited_and_streams_iterated() -> None:
     for name, member in vars(AsyncKVStoreClient).items():
-        call = inspect.unwrap(member) if name == "borrow" else member  # that one is a context manager
+        call = inspect.unwrap(member) if name == "borrow" else member  # `borrow` returns a context manager
         if inspect.isfunction(call) and not name.startswith("_") and name != "why_unanswered":
             assert inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call), name
     assert AsyncGenerator.__name__ in str(inspect.signature(AsyncKVStoreClient.stream_get).return_annotation)

@@ -1,4 +1,4 @@
-"""What a node writes about itself, and what is not believed."""
+"""The record that a node writes about itself, and which records are refused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def test_a_record_reads_back_as_it_was_written() -> None:
     assert decode_member(encode_member(MEMBER)) == MEMBER
 
 
-def test_a_later_version_may_say_more() -> None:
+def test_fields_of_a_later_version_are_ignored() -> None:
     record = json.loads(encode_member(MEMBER)) | {"something": [1]}
     assert decode_member(json.dumps(record).encode()) == MEMBER
 
 
-def test_states_say_where_blocks_are_set_and_where_they_may_lie() -> None:
+def test_states_say_where_blocks_are_set_and_may_be_found() -> None:
     owners = {
         state: (member.is_new_owner, member.is_old_owner)
         for state in ("joining", "serving", "draining")
@@ -69,7 +69,7 @@ def shard(**fields: Any) -> bytes:
     ],
     ids=lambda record: repr(record[:40]),
 )
-def test_what_cannot_be_a_member_is_none(record: bytes) -> None:
+def test_an_invalid_record_is_no_member(record: bytes) -> None:
     with pytest.raises(MemberError):
         decode_member(record)
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_a_member_is_none(record: bytes) -> None:
     ],
     ids=lambda part: repr(part[:40]),
 )
-def test_a_refused_record_is_refused_with_what_is_wrong_with_it(record: bytes, message: str) -> None:
+def test_a_refused_record_is_logged_with_the_reason(record: bytes, message: str) -> None:
     with pytest.raises(MemberError) as caught:
         decode_member(record)
     assert str(caught.value).startswith(message)

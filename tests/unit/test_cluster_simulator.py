@@ -1,4 +1,4 @@
-"""The cluster simulator: what changes cost in it, what it counts, and that its parts are the server's."""
+"""The cluster simulator: the cost of changes, what it counts, and that it uses the server's own parts."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ ZONES = 3
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    """An hour."""
+    """An hour-long trace."""
     made = make_trace("conversations").first(REQUESTS)
     return replace(made, times_s=np.linspace(0.0, SECONDS, len(made.chains)).tolist())
 
 
 def outcome_of(trace: Trace, name: str, nodes: int, replicas: int, room: int | None = None) -> Outcome:
-    """`room`: blocks on a node; None: everything fits on each."""
+    """`room`: blocks on each node; None if everything fits on each."""
     cluster = Cluster(trace.keys, nodes, ZONES, replicas, room or trace.distinct)
     return replay(trace, cluster, SCENARIOS[name].changes(SECONDS / 2, nodes, ZONES))
 
@@ -64,7 +64,7 @@ def test_with_room_for_everything_only_first_references_miss(trace: Trace, nodes
     assert found.repaired == found.copied == 0
 
 
-def test_a_cluster_of_one_node_is_the_server(trace: Trace) -> None:
+def test_a_cluster_of_one_node_equals_a_server(trace: Trace) -> None:
     room = trace.distinct // 10
     found = replay(trace, Cluster(trace.keys, 1, 1, 1, room), [])
     with ServerCache(POLICY, trace.keys, room) as server:
@@ -85,28 +85,28 @@ def test_a_cluster_of_one_node_is_the_server(trace: Trace) -> None:
         (CRASH_ZONE, 2),
     ],
 )
-def test_what_is_copied_or_replicated_costs_no_hit(trace: Trace, name: str, replicas: int) -> None:
+def test_copied_or_replicated_blocks_cost_no_hit(trace: Trace, name: str, replicas: int) -> None:
     found = outcome_of(trace, name, 6, replicas)
     assert sum(found.hits) == trace.references - trace.distinct
 
 
 @pytest.mark.parametrize("name", [JOIN_AT_ONCE, LEAVE_AT_ONCE, CRASH, CRASH_ZONE])
-def test_a_change_without_notice_or_replicas_costs_hits(trace: Trace, name: str) -> None:
+def test_changes_without_notice_or_replicas_cost_hits(trace: Trace, name: str) -> None:
     assert sum(outcome_of(trace, name, 6, 1).hits) < trace.references - trace.distinct
 
 
-def test_a_grace_period_costs_less_than_none(trace: Trace) -> None:
+def test_a_grace_period_costs_fewer_hits_than_none(trace: Trace) -> None:
     with_grace, without = (outcome_of(trace, name, 6, 1) for name in (JOIN, JOIN_AT_ONCE))
     assert sum(with_grace.hits) > sum(without.hits)
     assert with_grace.repaired > 0 == without.repaired
 
 
-def test_a_join_moves_the_share_of_the_node_that_joined(trace: Trace) -> None:
+def test_a_join_moves_only_the_joining_nodes_share(trace: Trace) -> None:
     moved = outcome_of(trace, JOIN, 9, 1).moved
     assert moved == pytest.approx([0.1, 0.0], abs=0.015), "when it joins, and when its grace period ends"
 
 
-def test_a_drop_is_the_worst_minute_beside_nothing_happening() -> None:
+def test_a_drop_is_the_worst_minute_compared_with_no_change() -> None:
     steady = Outcome(hits=[5] * 12, references=[10] * 12)
     changed = replace(steady, hits=[0, 5, 5, 5, 5, 5, 1, 5, 5, 5, 4, 9])
     lost = drop(changed, steady, at_s=60.0)
@@ -176,7 +176,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return program.main()
 
 
-def test_the_times_of_a_trace_are_read(tmp_path: Path) -> None:
+def test_a_traces_timestamps_are_read(tmp_path: Path) -> None:
     trace = read_trace(write_trace(tmp_path / "trace.jsonl"))
     assert list(trace.times_s[:3]) == [0.0, 4.0, 8.0]
     assert len(trace.first(5).times_s) == 5
@@ -189,7 +189,7 @@ def test_its_results_make_the_tables_and_charts_of_the_documents(
     path = write_trace(tmp_path / "trace.jsonl")
     arguments = ("--trace", str(path), "--nodes", "3", "--quick", "--json", str(tmp_path / "cluster_sim.json"))
     assert run(monkeypatch, *arguments) == 0
-    assert "Changes, and the points of hit rate they cost" in capsys.readouterr().out
+    assert "Changes, and the points of hit rate that they cost" in capsys.readouterr().out
     results = read_results(tmp_path)
     scenarios = results["cluster_sim"].group("scenario")
     assert {case.parameters["scenario"] for case in scenarios} == set(SCENARIOS)
@@ -207,7 +207,7 @@ def test_its_results_make_the_tables_and_charts_of_the_documents(
             assert "</svg>" in (tmp_path / f"{name}.svg").read_text()
 
 
-def test_mistakes_are_told_with_a_status(
+def test_mistakes_end_with_an_error_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "--trace", str(tmp_path / "none.jsonl")) == 1

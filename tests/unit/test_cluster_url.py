@@ -1,4 +1,4 @@
-"""Which URLs name a cluster, and what is said about one that does not."""
+"""Which URLs name a cluster, and the errors for other URLs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def test_a_cluster_url_reads_back_as_it_was_written(url: str, parsed: EtcdURL | 
     assert str(parsed) == url
 
 
-def test_an_endpoint_that_is_named_twice_counts_once() -> None:
+def test_an_endpoint_named_twice_counts_once() -> None:
     assert parse_cluster_url("etcd://a:1,b:2,a:1/n") == EtcdURL((("a", 1), ("b", 2)), "n")
 
 
-def test_a_node_is_no_cluster() -> None:
+def test_a_nodes_address_is_not_a_cluster_url() -> None:
     assert not is_cluster_url("tcp://127.0.0.1:7070")
 
 
@@ -56,7 +56,7 @@ def test_a_node_is_no_cluster() -> None:
         ("dns://a:1/n", ["HOST:PORT"]),
     ],
 )
-def test_a_url_that_names_no_cluster_says_what_is_expected(url: str, parts: list[str]) -> None:
+def test_a_url_that_names_no_cluster_says_what_it_expects(url: str, parts: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         parse_cluster_url(url)
     assert all(part in str(caught.value) for part in parts), caught.value

@@ -1,4 +1,4 @@
-"""How long an engine computes a prompt is learned from its steps: of engines that are simulated, with known costs."""
+"""The time to compute a prompt, estimated from an engine's steps. The engines here are simulated, with known costs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ import pytest
 from hypothesis import given, settings
 
 from kvstore_client.engine import computing_pace as module
-from kvstore_client.engine.computing_pace import RECENT_S, ComputingPace, Scheduled, StepTimes
+from kvstore_client.engine.computing_pace import (
+    COSTS,
+    MAX_MEASURED_STEPS,
+    RECENT_S,
+    ComputingPace,
+    Scheduled,
+    StepTimes,
+)
 from tests.support.properties import examples
 from tests.support.standing_clock import StandingClock
 
 
 @dataclass
 class Engine:
-    """Computes prompts in steps of so many tokens. c1, c2: as in `ComputingPace`. step_s: what each step costs beside.
-    noise: how far its times are off, at most."""
+    """A simulated engine, which computes prompts in steps of at most `budget` tokens. c1, c2: as in `ComputingPace`.
+    step_s: the fixed cost of each step. noise: the largest relative error of its times."""
 
     c1: float
     c2: float = 0.0
@@ -35,7 +42,7 @@ class Engine:
         return self.slower * (self.c1 * (end - first) + self.c2 * (end * end - first * first) / 2)
 
     def compute(self, pace: ComputingPace, prompts: Iterable[int]) -> None:
-        """One prompt after another."""
+        """Compute one prompt after another."""
         for tokens in prompts:
             for first in range(0, tokens, self.budget):
                 end = min(tokens, first + self.budget)
@@ -43,13 +50,13 @@ class Engine:
                 pace.add([(first, end)], took * self._random.uniform(1 - self.noise, 1 + self.noise))
 
     def error(self, pace: ComputingPace, tokens: int) -> float:
-        """How many times as long as it takes it is taken to take."""
+        """Return the estimated time as a multiple of the true time."""
         estimated = pace.seconds(0, tokens)
         assert estimated is not None
         return estimated / self.seconds(0, tokens)
 
 
-QUADRATIC = Engine(c1=1e-4, c2=1e-8, noise=0.1)  # at 10 000 tokens attention is half of the work
+QUADRATIC = Engine(c1=1e-4, c2=1e-8, noise=0.1)  # at 10 000 tokens, attention is half of the work
 
 engines = st.builds(
     Engine,
@@ -78,7 +85,7 @@ def test_a_linear_engine_is_found_to_be_linear() -> None:
         assert engine.error(pace, tokens) == pytest.approx(1, rel=1e-6)
 
 
-def test_a_prompt_longer_than_all_that_was_measured_is_estimated_by_how_its_tokens_attend() -> None:
+def test_longer_prompts_than_measured_include_the_attention_cost() -> None:
     pace = ComputingPace()
     QUADRATIC.compute(pace, [2000, 20_000, 500, 8000])
     linear = QUADRATIC.seconds(0, 2000) / 2000 * 100_000
@@ -93,7 +100,7 @@ def test_the_shape_is_not_forgotten_while_prompts_are_short() -> None:
     assert QUADRATIC.error(pace, 100_000) == pytest.approx(1, rel=0.25)
 
 
-def test_what_every_step_costs_does_not_hide_the_shape() -> None:
+def test_the_fixed_cost_of_steps_does_not_hide_the_shape() -> None:
     engine, pace = Engine(c1=1e-4, c2=1e-8, step_s=0.05), ComputingPace()
     engine.compute(pace, [30, 100, 400, 30_000, 30, 200])
     engine.compute(pace, [30_000])
@@ -110,8 +117,8 @@ def test_an_engine_that_slows_down_or_speeds_up_is_followed() -> None:
         assert 0.5 < engine.error(pace, 100_000) < 2
 
 
-def test_a_step_that_took_very_long_says_nothing() -> None:
-    """An engine's first step often does."""
+def test_a_very_slow_step_is_ignored() -> None:
+    """An engine's first step is often very slow, so one step like that must not change the estimate."""
     pace = ComputingPace()
     pace.add([(0, 2000)], 60.0)
     QUADRATIC.compute(pace, [20_000])
@@ -120,8 +127,9 @@ def test_a_step_that_took_very_long_says_nothing() -> None:
         assert QUADRATIC.error(pace, tokens) == pytest.approx(1, rel=0.25)
 
 
-def test_prompts_of_one_length_give_a_pace_and_the_model_its_shape() -> None:
-    """What the model's width tells is believed until prompts are long enough to see it."""
+def test_prompts_of_one_length_give_the_pace_and_the_model_the_shape() -> None:
+    """Until prompts are long enough to measure how the time grows with their length, the estimate uses the model's
+    width."""
     plain, told = ComputingPace(), ComputingPace(attention=1e-4)
     for pace in (plain, told):
         QUADRATIC.compute(pace, [2000] * 20)
@@ -136,7 +144,7 @@ def test_prompts_of_one_length_give_a_pace_and_the_model_its_shape() -> None:
 
 @settings(max_examples=examples(25))
 @given(engine=engines, computed=prompts, attention=priors, tokens=st.integers(1, 200_000), more=st.integers(0, 200_000))
-def test_a_longer_prompt_takes_longer_and_never_less_by_the_token(
+def test_a_longer_prompt_never_takes_less_in_total_or_per_token(
     engine: Engine, computed: list[int], attention: float, tokens: int, more: int
 ) -> None:
     pace = ComputingPace(attention)
@@ -150,12 +158,13 @@ def test_a_longer_prompt_takes_longer_and_never_less_by_the_token(
 
 @settings(max_examples=examples(25))
 @given(engine=engines, tokens=st.integers(2, 60_000), times=st.integers(1, 30), longer=st.integers(1, 10))
-def test_of_prompts_of_one_length_a_longer_one_is_never_taken_to_be_faster(
+def test_after_prompts_of_one_length_a_longer_one_is_never_estimated_faster(
     engine: Engine, tokens: int, times: int, longer: int
 ) -> None:
     pace = ComputingPace()
     engine.noise = 0.0
-    engine.compute(pace, [tokens] * times)
+    # With more steps, the first ones would be forgotten: only the newest steps and those at each doubling are kept.
+    engine.compute(pace, [tokens] * min(times, COSTS + MAX_MEASURED_STEPS * engine.budget // tokens))
     measured = engine.seconds(0, tokens) + engine.step_s * -(-tokens // engine.budget)
     estimated = pace.seconds(0, longer * tokens)
     assert estimated is not None and estimated >= longer * measured * 0.8
@@ -180,7 +189,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_engines_pace_is_that_of_its_steps(ahead: int, clock: StandingClock) -> None:
-    """With one step ahead, a step has ended when the one after the next is planned."""
+    """An engine that plans one step ahead has ended a step when it plans the step after the next one."""
     pace = ComputingPace()
     steps = StepTimes(pace, ahead)
     for number in range(6):
@@ -189,17 +198,17 @@ def test_the_engines_pace_is_that_of_its_steps(ahead: int, clock: StandingClock)
     assert pace.seconds(0, 1024) == pytest.approx(1.0)
 
 
-def test_decoding_and_pauses_tell_nothing_of_prompts(clock: StandingClock) -> None:
+def test_decoding_and_pauses_do_not_affect_the_estimate(clock: StandingClock) -> None:
     pace = ComputingPace()
     steps = StepTimes(pace, 0)
     decoding = {name: Scheduled(100, 1, prompt=False) for name in ("one", "two", "three")}
-    for _ in range(5):  # with a short prompt among it
+    for _ in range(5):  # each step also computes a short prompt
         steps.plan({**decoding, "four": Scheduled(0, 3, prompt=True)})
         clock.now += 0.05
     assert pace.seconds(0, 100) is None
     steps = StepTimes(pace, 0)
     steps.plan({"prompt": Scheduled(0, 512, prompt=True)})
-    clock.now += 100.0  # it was answered, and nobody asked any more
+    clock.now += 100.0  # the request was answered, and then the engine was idle
     steps.plan({"another": Scheduled(0, 512, prompt=True)})
     clock.now += 0.5
     steps.plan({"another": Scheduled(512, 1, prompt=False)})

@@ -1,4 +1,4 @@
-"""Settings from file, environment and flags: which wins, and what is said about one that cannot be."""
+"""Settings from the file, the environment and flags: which source wins, and the errors for invalid values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refused(
 
 
 def as_file(config: ServerConfig) -> str:
-    """The settings as --print-config prints them, when all came from one file."""
+    """Return the output of --print-config for settings that all come from one file."""
     return effective(config, HEADING, lambda name: "a.toml")
 
 
@@ -60,7 +60,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert (config.policy, config.ttl_seconds, config.namespaces, config.warm_start) == ("default", 0, [], True)
 
 
-def test_the_table_in_the_manual_and_the_sample_file_are_made_from_the_settings() -> None:
+def test_the_manuals_table_and_sample_file_are_generated_from_the_settings() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "settings_table.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def test_the_table_in_the_manual_and_the_sample_file_are_made_from_the_settings(
     assert load(ROOT / "packaging" / "server.toml", {}, {}) == ServerConfig()
 
 
-def test_a_flag_beats_the_environment_and_that_the_file(write: Any) -> None:
+def test_a_flag_beats_the_environment_which_beats_the_file(write: Any) -> None:
     file = write('port = 1000\nshards = 2\nmemory = "1GiB"\nlog_level = "debug"\n')
     environment = {"KVSTORE_SERVER_PORT": "2000", "KVSTORE_SERVER_SHARDS": "4", "PATH": "/bin"}
     config = load(file, environment, {"port": 3000, "shards": None, "memory": None})
@@ -78,7 +78,7 @@ def test_a_flag_beats_the_environment_and_that_the_file(write: Any) -> None:
     assert config.shard_memory_bytes == 1 << 28
 
 
-def test_every_setting_can_come_from_everywhere(write: Any) -> None:
+def test_every_setting_can_come_from_every_source(write: Any) -> None:
     settings = {
         "host": "0.0.0.0",
         "port": 7171,
@@ -125,15 +125,15 @@ def test_every_setting_can_come_from_everywhere(write: Any) -> None:
     assert from_file == from_environment == load(None, {}, settings)
     expected = {**settings, "memory": 128 << 20, "segment": 2 << 20, "disk_size": 1 << 30}
     assert {name: getattr(from_file, name) for name in settings} == expected
-    assert load(None, {}, texts) == from_file  # flags are text, as variables are
+    assert load(None, {}, texts) == from_file  # flags are text, like variables
     assert load(write(as_file(from_file)), {}, {}) == from_file
 
 
-def test_the_settings_are_printed_as_a_file_that_gives_them_again(write: Any) -> None:
+def test_printed_settings_are_a_file_that_gives_them_again(write: Any) -> None:
     assert load(write(as_file(ServerConfig())), {}, {}) == ServerConfig()
     defaults = sample(ServerConfig, HEADING)
     assert load(write(defaults), {}, {}) == ServerConfig()
-    # What is commented out can be used: no example is anything but an example.
+    # Every commented-out example in the file is valid.
     keys = re.sub(r"^# (\w+ = |\[\[)", r"\1", defaults, flags=re.MULTILINE)
     keys = keys.replace('"HOST:PORT"', '"[::1]:0"').replace('"URL"', '"etcd://a:2379/n"').replace('= "HOST"', '= "b"')
     config = load(write(keys), {}, {})
@@ -165,7 +165,7 @@ class _WithSecret(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: Annotated[Size, Setting("Server", "A size.", secret=True)] = Size(0)
 
 
-def test_a_secret_is_shown_nowhere(write: Any) -> None:
+def test_secrets_are_never_printed(write: Any) -> None:
     sources = Sources(_WithSecret, "X_")
     sources.read_file(write('token = "hidden1"\n'))
     sources.read_environment({"X_SIZE": "hidden2"}, ())
@@ -183,7 +183,7 @@ def test_a_secret_is_shown_nowhere(write: Any) -> None:
     assert not [text for text in shown if "hidden" in text]
 
 
-def test_what_is_not_as_by_default_is_told() -> None:
+def test_settings_that_differ_from_their_defaults_are_reported() -> None:
     assert changed(ServerConfig()) == {}
     config = load(None, {}, {"memory": "512Mi", "warm_start": False, "http": "127.0.0.1:0"})
     assert changed(config) == {"http": "127.0.0.1:0", "memory": "512MiB", "warm_start": "false"}
@@ -192,26 +192,26 @@ def test_what_is_not_as_by_default_is_told() -> None:
 @pytest.mark.parametrize(
     ("text", "size"), [('"512Mi"', 512 << 20), ("1073741824", 1 << 30), ('"4G"', 4 * 10**9), ('"1073741824"', 1 << 30)]
 )
-def test_a_size_in_the_file_has_a_unit_or_is_a_number_of_bytes(write: Any, text: str, size: int) -> None:
+def test_a_size_in_the_file_has_a_unit_or_is_bytes(write: Any, text: str, size: int) -> None:
     assert load(write(f"memory = {text}\n"), {}, {}).memory == size
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [('"10%"', 102 << 20), ('"2.5%"', 26843545), ('"64MiB"', 64 << 20), ("0", 0), ('"0%"', 0)]
 )
-def test_the_memory_of_transient_blocks_is_a_share_or_a_size(write: Any, text: str, size: int) -> None:
+def test_transient_memory_is_a_share_or_a_size(write: Any, text: str, size: int) -> None:
     config = load(write(f'memory = "1GiB"\nshards = 2\ntransient_memory = {text}\n'), {}, {})
     assert config.shard_transient_bytes == pytest.approx(size / 2, abs=1 << 18)
 
 
 @pytest.mark.parametrize(("text", "host", "port"), [("0.0.0.0:9100", "0.0.0.0", 9100), ("[fd00::7]:0", "fd00::7", 0)])
-def test_an_address_for_http_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
+def test_the_http_address_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
     address = load(None, {"KVSTORE_SERVER_HTTP": text}, {"insecure": True}).http
     assert address is not None and (address.host, address.port) == (host, port)
     assert HostPort.of(host, port) == text
 
 
-def test_a_file_can_be_named_by_a_variable_and_a_flag_names_another(write: Any, tmp_path: Path) -> None:
+def test_a_variable_can_name_the_file_and_a_flag_overrides_it(write: Any, tmp_path: Path) -> None:
     other = tmp_path / "other.toml"
     other.write_text("port = 1\n")
     environment = {"KVSTORE_SERVER_CONFIG": str(other)}
@@ -221,7 +221,7 @@ def test_a_file_can_be_named_by_a_variable_and_a_flag_names_another(write: Any, 
     assert message == "KVSTORE_SERVER_CONFIG /nosuch/x.toml: the file cannot be read: No such file or directory"
 
 
-def test_rules_for_namespaces_are_tables_of_the_file(write: Any) -> None:
+def test_namespace_rules_are_tables_of_the_file(write: Any) -> None:
     rules = """
 ttl_seconds = 3600
 [[namespaces]]
@@ -236,7 +236,7 @@ match = "*"
     assert config.ttl_seconds == 3600
 
 
-def test_a_member_advertises_where_it_listens_and_is_called_as_its_host() -> None:
+def test_a_member_advertises_where_it_listens_under_its_host_name() -> None:
     config = load(None, {}, {"cluster": "etcd://a:2379/n", "host": "10.0.0.7", "insecure": True})
     assert config.advertised_host == "10.0.0.7" and config.cluster_node_id == socket.gethostname()
     assert config.cluster_url == EtcdURL((("a", 2379),), "n")
@@ -250,7 +250,7 @@ SIZES = [f"{count}{unit}" for unit in ("MiB", "GiB", "TiB") for count in (8, 9, 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_disk_of_any_size_is_cut_into_some_dozens_to_some_hundreds_of_segments(size: str, shards: int) -> None:
+def test_a_disk_of_any_size_has_dozens_to_hundreds_of_segments(size: str, shards: int) -> None:
     config = ServerConfig(disk_size=Size(parse_size(size)), shards=shards)
     segment, limit = config.disk_segment_bytes, config.shard_disk_bytes
     assert segment >= 1 << 20 and segment & (segment - 1) == 0
@@ -261,7 +261,7 @@ def test_a_disk_of_any_size_is_cut_into_some_dozens_to_some_hundreds_of_segments
         assert limit // segment >= 16
 
 
-def test_no_more_segments_than_needed_while_they_may_be_larger() -> None:
+def test_segments_grow_before_there_are_more_of_them() -> None:
     assert ServerConfig(disk_size=Size(parse_size("8MiB"))).disk_segment_bytes == 1 << 20
     assert ServerConfig(disk_size=Size(parse_size("50GiB"))).disk_segment_bytes == 256 << 20
     assert ServerConfig(disk_size=Size(parse_size("100TiB"))).disk_segment_bytes == 128 << 30
@@ -270,7 +270,7 @@ def test_no_more_segments_than_needed_while_they_may_be_larger() -> None:
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 
-def test_everything_that_is_wrong_is_told_at_once(write: Any) -> None:
+def test_all_mistakes_are_reported_at_once(write: Any) -> None:
     file = write('memroy = 1\nport = "x"\nlog_level = "loud"\n')
     with pytest.raises(ConfigError) as caught:
         load(file, {"KVSTORE_SERVER_HOSTS": "a"}, {"memory": "16MiB", "drain_seconds": "5", "segment": "much"})
@@ -298,7 +298,7 @@ def test_an_unknown_variable_is_named() -> None:
     assert "'KVSTORE_SERVER_MEMROY'" in message and "KVSTORE_SERVER_MEMORY" in message
 
 
-def test_variables_of_others_are_left_alone() -> None:
+def test_unrelated_variables_are_ignored() -> None:
     assert load(None, {"KVSTORE_CACHE": "x", "KVSTORE_SERVERS": "y"}, {}) == ServerConfig()
 
 
@@ -308,7 +308,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"port = ", b"\xff\xfe"])
-def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
+def test_an_invalid_toml_file_is_named(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "server.toml"
     file.write_bytes(data)
     assert "server.toml" in (message := refused(file)) and "TOML" in message
@@ -318,7 +318,7 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
     ("flags", "message"),
     [
         ({"port": "70000"}, "--port 70000: expected a whole number from 0 to 65535"),
-        ({"port": "65530", "shards": "8"}, "--port 65530: 8 shards need the ports up to 65537: 65535 is the last"),
+        ({"port": "65530", "shards": "8"}, "--port 65530: 8 shards need the ports up to 65537: the last port is 65535"),
         ({"http": "127.0.0.1:7073", "shards": "4"}, "--http 127.0.0.1:7073: shard 3 listens on this port"),
         ({"port": "-1"}, "--port -1: expected a whole number from 0 to 65535"),
         ({"port": "7070.5"}, "--port 7070.5: expected a whole number from 0 to 65535"),
@@ -350,30 +350,30 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
         ({"disk_size": "big"}, "--disk-size big: expected a size"),
         (
             {"disk_size": "4MiB"},
-            "--disk-size 4MiB: this gives each of 1 shard(s) 4194304 bytes: expected at least 8MiB a shard; raise "
-            "--disk-size",
+            "--disk-size 4MiB: this gives each of 1 shard(s) 4194304 bytes: expected at least 8MiB for each shard; "
+            "raise --disk-size",
         ),
         ({"disk_size": "64MiB", "shards": "9"}, "--disk-size 64MiB: this gives each of 9 shard(s) 7456540 bytes"),
         ({"disk_write": "some"}, "--disk-write some: expected one of all, reused, evicted"),
-        ({"disk_key_file": "key"}, "--disk-key-file key: a key without a disk tier: expected --disk as well"),
+        ({"disk_key_file": "key"}, "--disk-key-file key: a key needs a disk tier: expected --disk as well"),
         ({"scrub_mbps": "-1"}, "--scrub-mbps -1: expected a whole number from 0 to 100000"),
         ({"cluster": "10.0.0.1:2379"}, "--cluster 10.0.0.1:2379: expected etcd://HOST:PORT"),
-        ({"cluster": "etcd://a/n"}, "--cluster etcd://a/n: the address 'a': expected HOST:PORT"),
+        ({"cluster": "etcd://a/n"}, "--cluster etcd://a/n: the address 'a' is not valid: expected HOST:PORT"),
         (
             {"cluster": "etcd://a:2379"},
-            "--cluster etcd://a:2379: the cluster's name '': expected etcd://HOST:PORT[,HOST:PORT...]/NAME",
+            "--cluster etcd://a:2379: the cluster's name '' is not valid: expected etcd://HOST:PORT[,HOST:PORT...]/",
         ),
         ({"cluster": ""}, "--cluster '': expected etcd://HOST:PORT"),
         ({"cluster": "dns://kvstore:7070"}, "--cluster dns://kvstore:7070: expected etcd://HOST:PORT"),
         ({"cluster": CLUSTER, "node_id": "a/b"}, "--node-id a/b: expected 1 to 64 letters"),
         ({"cluster": CLUSTER, "node_id": ""}, "--node-id '': expected 1 to 64 letters"),
-        ({"cluster": CLUSTER, "host": "0.0.0.0"}, "--host 0.0.0.0: others cannot connect to this address: give --adv"),
-        ({"host": "10.0.0.7"}, "--host 10.0.0.7: 10.0.0.7 is not this machine alone"),
-        ({"http": "[::]:9100"}, "--http '[::]:9100': :: is not this machine alone"),
-        ({"auth": "a.toml", "nixl": True}, "--nixl: its reads ask nobody to log in"),
-        ({"nixl": True, "transport": "other"}, "--transport other: --nixl names one already"),
+        ({"cluster": CLUSTER, "host": "0.0.0.0"}, "--host 0.0.0.0: other machines cannot connect to this address: giv"),
+        ({"host": "10.0.0.7"}, "--host 10.0.0.7: other machines reach 10.0.0.7"),
+        ({"http": "[::]:9100"}, "--http '[::]:9100': other machines reach ::"),
+        ({"auth": "a.toml", "nixl": True}, "--nixl: reads by this transport need no login"),
+        ({"nixl": True, "transport": "other"}, "--transport other: --nixl chooses a transport already"),
         ({"auth": ""}, "--auth '': expected a file"),
-        ({"cluster": CLUSTER, "advertise": "::"}, "--advertise ::: others cannot connect to this address"),
+        ({"cluster": CLUSTER, "advertise": "::"}, "--advertise ::: other machines cannot connect to this address"),
         ({"cluster": CLUSTER, "advertise": "10.0.0.7:7070"}, "--advertise 10.0.0.7:7070: expected a host name or an"),
         ({"cluster": CLUSTER, "advertise": "a b"}, "--advertise 'a b': expected a host name or an address, without a"),
         ({"cluster": CLUSTER, "zone": "a,b"}, "--zone a,b: expected up to 64 letters"),
@@ -394,14 +394,12 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
     ],
     ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) and len(str(value)) < 40 else "",
 )
-def test_a_setting_that_cannot_be_used_says_what_was_given_and_what_is_expected(
-    flags: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_setting_reports_the_given_and_the_expected_value(flags: dict[str, Any], message: str) -> None:
     assert refused(flags=flags).startswith(message)
 
 
 @pytest.mark.parametrize("value", ["many", "", "1.5", "0x10"])
-def test_a_number_in_the_environment_is_a_number(value: str) -> None:
+def test_a_variable_for_a_number_must_be_a_number(value: str) -> None:
     message = refused(environment={"KVSTORE_SERVER_SHARDS": value})
     shown = value or "''"
     assert message == f"KVSTORE_SERVER_SHARDS={shown}: expected a whole number from 1 to 256"
@@ -418,12 +416,12 @@ def test_a_number_in_the_environment_is_a_number(value: str) -> None:
         ("match = 5", "[[namespaces]] number 1, match: expected `str`, got `int`"),
     ],
 )
-def test_a_rule_that_cannot_be_used_is_named(write: Any, rule: str, problem: str) -> None:
+def test_an_invalid_rule_is_named(write: Any, rule: str, problem: str) -> None:
     file = write(f"[[namespaces]]\n{rule}\n")
     assert refused(file).startswith(f"{file}: {problem}")
 
 
-def test_no_variable_makes_rules_for_namespaces() -> None:
+def test_variables_cannot_set_namespace_rules() -> None:
     message = refused(environment={"KVSTORE_SERVER_NAMESPACES": "[]"})
     assert "KVSTORE_SERVER_NAMESPACES" in message and "[[namespaces]]" in message and "--config" in message
     unknown = refused(environment={"KVSTORE_SERVER_NAMESPACE": "[]"})
@@ -431,7 +429,7 @@ def test_no_variable_makes_rules_for_namespaces() -> None:
 
 
 @pytest.mark.parametrize("value", ["yes", "", "on"])
-def test_a_switch_in_the_environment_is_true_or_false(value: str) -> None:
+def test_a_variable_for_a_switch_is_true_or_false(value: str) -> None:
     message = refused(environment={"KVSTORE_SERVER_WARM_START": value})
     shown = value or "''"
     assert message == f"KVSTORE_SERVER_WARM_START={shown}: expected true or false"
@@ -449,13 +447,13 @@ def test_a_switch_in_the_environment_is_true_or_false(value: str) -> None:
         ("http = 9090", "HOST:PORT"),
     ],
 )
-def test_a_value_in_the_file_is_named_with_its_file_and_key(write: Any, line: str, expected: str) -> None:
+def test_an_invalid_file_value_is_reported_with_file_and_key(write: Any, line: str, expected: str) -> None:
     file = write(f"{line}\n")
     shown = line.replace("[1]", "...")
     assert refused(file).startswith(f"{file}: {shown}: expected {expected}")
 
 
-def test_settings_that_do_not_fit_each_other_say_where_they_came_from(write: Any) -> None:
+def test_conflicting_settings_are_reported_with_their_sources(write: Any) -> None:
     file = write('memory = "16Mi"\n')
     assert refused(file).startswith(f'{file}: memory = "16Mi": this gives each of 1 shard(s) 16777216 bytes')
     message = refused(environment={"KVSTORE_SERVER_DISK_SIZE": "4Mi"})

@@ -1,4 +1,5 @@
-"""Blocks copied out of shared memory and hashed on the way: every way of doing it gives the same bytes and checksum."""
+"""Blocks are copied out of shared memory and hashed in the same pass. Every code path gives the same bytes and
+checksums."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from kvstore._cext import (
 
 GUARD = 0xA5
 BYTES = np.random.default_rng(7).integers(0, 256, 70_000, dtype=np.uint8)
-# Around the sizes at which the code takes another way: stripes, blocks, and what is left behind them.
+# Sizes near those at which the code takes another path: stripes, blocks, and the remainder after them.
 SIZES = st.one_of(
     st.integers(1, 5000),
     st.builds(lambda blocks, more: blocks * 1024 + more, st.integers(1, 60), st.integers(-66, 66)),
@@ -30,7 +31,7 @@ SIZES = st.one_of(
 
 
 def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Memory that begins a cache line."""
+    """Return memory that begins at a cache line."""
     memory = np.full(nbytes + 64, GUARD, dtype=np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + nbytes]
@@ -39,7 +40,7 @@ def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
 @pytest.mark.parametrize("variant", _xxh3_variants())
 @pytest.mark.parametrize("stream", [False, True])
 @given(size=SIZES, start=st.integers(0, 130), place=st.integers(0, 130))
-def test_every_way_copies_all_bytes_and_no_more_and_gives_their_checksum(
+def test_every_code_path_copies_exactly_the_block_and_returns_its_checksum(
     variant: str, stream: bool, size: int, start: int, place: int
 ) -> None:
     source = aligned(size + start)[start:]
@@ -56,9 +57,7 @@ def test_every_way_copies_all_bytes_and_no_more_and_gives_their_checksum(
     which=st.lists(st.integers(0, 2), min_size=1, max_size=12),
     data=st.data(),
 )
-def test_blocks_come_from_the_files_and_offsets_that_are_named(
-    block_bytes: int, which: list[int], data: st.DataObject
-) -> None:
+def test_blocks_come_from_the_named_files_and_offsets(block_bytes: int, which: list[int], data: st.DataObject) -> None:
     files = [np.roll(BYTES, number) for number in range(3)]
     count = len(which)
     offsets = data.draw(st.lists(st.integers(0, len(BYTES) - block_bytes), min_size=count, max_size=count))
@@ -77,9 +76,7 @@ def test_blocks_come_from_the_files_and_offsets_that_are_named(
 @pytest.mark.parametrize(
     ("file", "offset", "place"), [(1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1)]
 )
-def test_a_block_outside_its_file_or_the_destination_is_refused_before_anything_is_copied(
-    file: int, offset: int, place: int
-) -> None:
+def test_a_block_outside_its_file_or_destination_is_refused_before_copying(file: int, offset: int, place: int) -> None:
     source, out = np.ones(8192, dtype=np.uint8), np.zeros((1, 8192), dtype=np.uint8)
     numbers = [np.array([each], dtype=np.int64) for each in (file, offset, place)]
     with pytest.raises(IndexError):
@@ -88,14 +85,14 @@ def test_a_block_outside_its_file_or_the_destination_is_refused_before_anything_
 
 
 @given(st.lists(st.sampled_from([3, 2**63 + 5, 2**64 - 1, 0]), max_size=40))
-def test_distinct_files_are_in_the_order_in_which_they_come(numbers: list[int]) -> None:
+def test_distinct_files_keep_their_first_seen_order(numbers: list[int]) -> None:
     distinct, places = distinct_files(np.array(numbers, dtype=np.uint64))
     assert distinct == list(dict.fromkeys(numbers))
     assert [distinct[place] for place in places] == numbers
 
 
 @given(st.lists(st.integers(0, 20), max_size=60), st.sampled_from([1, 16, 32, 300]))
-def test_the_first_of_each_key_is_found(numbers: list[int], key_bytes: int) -> None:
+def test_the_first_occurrence_of_each_key_is_found(numbers: list[int], key_bytes: int) -> None:
     keys = np.array([[number] * key_bytes for number in numbers], dtype=np.uint8).reshape(len(numbers), key_bytes)
     assert first_of_each(keys).tolist() == [numbers.index(number) for number in numbers]
 
@@ -104,7 +101,7 @@ def _int64(*numbers: int) -> npt.NDArray[np.int64]:
     return np.array(numbers, dtype=np.int64)
 
 
-def test_slots_are_found_in_the_segments_that_a_namespace_holds() -> None:
+def test_slots_are_found_in_a_namespaces_segments() -> None:
     starts = _int64(3000, 0, 1000)
     slots = np.array([0, 1, 2, 3, 5, 6, 8], dtype=np.int32)
     assert slot_offsets(slots, starts, 3, 100).tolist() == [3000, 3100, 3200, 0, 200, 1000, 1200]
@@ -113,7 +110,7 @@ def test_slots_are_found_in_the_segments_that_a_namespace_holds() -> None:
             slot_offsets(np.array([wrong], dtype=np.int32), starts, 3, 100)
 
 
-def test_references_name_files_and_tell_which_segments_the_client_has_not_got() -> None:
+def test_references_name_files_and_report_segments_the_client_lacks() -> None:
     numbers = np.array([7, 0, 9, 8], dtype=np.uint64)
     told = np.array([7, 0, 5, 8], dtype=np.uint64)
     entries, strange = references_to(_int64(0, 250, 999, 1000, 2010, 2020, 3000), 1000, numbers, told)
@@ -128,11 +125,13 @@ def test_references_name_files_and_tell_which_segments_the_client_has_not_got() 
     ("offsets", "which", "inside"),
     [((), (), True), ((0, 36, 0), (0, 0, 1), True), ((37,), (0,), False), ((-1,), (0,), False), ((0,), (2,), False)],
 )
-def test_blocks_are_inside_their_pieces_or_not(offsets: tuple[int, ...], which: tuple[int, ...], inside: bool) -> None:
+def test_blocks_outside_their_pieces_are_detected(
+    offsets: tuple[int, ...], which: tuple[int, ...], inside: bool
+) -> None:
     assert all_inside(_int64(*offsets), 64, _int64(*which), _int64(100, 64, 63)) is inside
 
 
-def test_a_block_in_a_piece_that_is_not_there_is_an_error() -> None:
+def test_a_block_in_a_missing_piece_is_an_error() -> None:
     for wrong in (-1, 1):
         with pytest.raises(IndexError, match=f"which.0. is {wrong}"):
             all_inside(_int64(0), 64, _int64(wrong), _int64(100))

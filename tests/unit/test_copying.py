@@ -1,4 +1,4 @@
-"""Gather and scatter, against NumPy."""
+"""Gather and scatter, compared with NumPy."""
 
 import threading
 
@@ -14,14 +14,14 @@ DTYPES = [np.uint8, np.uint16, np.float32, np.complex64, np.complex128, np.dtype
 
 @st.composite
 def layer_layouts(draw):
-    """How to lay an array of a given logical shape out in memory: axis order, steps, offset."""
+    """Draw the logical shape and dtype of an array, and the number of layers."""
     inner = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
     shape = (draw(st.integers(1, 6)), *inner)
     return shape, draw(st.sampled_from(DTYPES)), draw(st.integers(1, 4))
 
 
 def lay_out(draw, shape, dtype):
-    """A writable array of that shape whose memory is permuted, stepped, reversed and unaligned as drawn."""
+    """Return a writable array of that shape whose memory is permuted, stepped, reversed and unaligned as drawn."""
     order = draw(st.permutations(range(len(shape))))
     steps = [draw(st.sampled_from([-2, -1, 1, 1, 1, 2])) for _ in shape]
     stored = tuple(shape[axis] * abs(steps[axis]) for axis in order)
@@ -41,7 +41,7 @@ def fill(rng, view):
 
 
 def packed(views, ids):
-    """What gather must give: for each id the bytes of its block in every layer, in C order."""
+    """Return the expected result of gather: for each id, the bytes of its block in every layer, in C order."""
     return [b"".join(view[i : i + 1].tobytes() for view in views) for i in ids]
 
 
@@ -91,7 +91,7 @@ def test_scatter_undoes_gather_and_leaves_other_blocks_alone(layout, seed, data)
 
 
 @given(layer_layouts(), st.integers(0, 2**32), st.data())
-def test_slots_name_the_rows_of_a_pool_that_take_part(layout, seed, data):
+def test_slots_select_rows_of_a_pool(layout, seed, data):
     shape, dtype, layer_count = layout
     rng = np.random.default_rng(seed)
     views = [lay_out(data.draw, shape, dtype) for _ in range(layer_count)]
@@ -113,7 +113,7 @@ def test_slots_name_the_rows_of_a_pool_that_take_part(layout, seed, data):
 
 @pytest.mark.parametrize("block_bytes", [4096, 4096 + 24, 917_504, 3 << 20])
 def test_large_calls_move_the_same_bytes(block_bytes):
-    count = max(2, (40 << 20) // block_bytes)  # beyond the size from which stores bypass the caches
+    count = max(2, (40 << 20) // block_bytes)  # above the size from which stores bypass the caches
     rng = np.random.default_rng(5)
     source = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
     ids = rng.permutation(count)
@@ -125,7 +125,7 @@ def test_large_calls_move_the_same_bytes(block_bytes):
     assert np.array_equal(back, source)
 
 
-def test_layers_with_keys_and_values_apart_are_packed_block_by_block():
+def test_layers_with_separate_keys_and_values_are_packed_block_by_block():
     layers = [np.random.default_rng(i).integers(0, 2**16, (2, 600, 16, 4, 64), dtype=np.uint16) for i in range(4)]
     views = [layer.swapaxes(0, 1) for layer in layers]
     ids = np.random.default_rng(9).permutation(600)
@@ -137,7 +137,7 @@ def test_layers_with_keys_and_values_apart_are_packed_block_by_block():
     assert all(np.array_equal(a, b) for a, b in zip(back, layers, strict=True))
 
 
-def test_a_flat_buffer_serves_as_rows():
+def test_a_flat_buffer_is_accepted_as_rows():
     views = [np.arange(40, dtype=np.uint16).reshape(10, 4)]
     out = bytearray(24)
     _cext.gather(views, int64(7, 0, 3), out)
@@ -156,7 +156,7 @@ def test_layers_may_differ_in_their_number_of_blocks():
         _cext.gather(views, int64(5), out)
 
 
-def test_read_only_views_can_be_gathered_and_broadcast_ones_too():
+def test_read_only_and_broadcast_views_can_be_gathered():
     source = np.arange(12, dtype=np.uint8).reshape(3, 4)
     source.flags.writeable = False
     out = np.zeros((2, 4), np.uint8)
@@ -201,7 +201,7 @@ def test_a_slot_out_of_range_is_named_and_nothing_is_written(pool, bad):
     assert np.array_equal(view, before)
 
 
-def test_slots_that_do_not_fit_are_refused():
+def test_slots_of_the_wrong_shape_are_refused():
     view, pool = np.zeros((6, 4), np.uint8), np.zeros((5, 4), np.uint8)
     for slots in (int64(0), int64(0, 1, 2)):
         with pytest.raises(ValueError, match=f"got {len(slots)} slots for 2 blocks"):
@@ -214,7 +214,7 @@ def test_slots_that_do_not_fit_are_refused():
             _cext.gather([view], int64(0, 1), wrong, slots=int64(0, 1))
 
 
-def test_the_last_of_two_blocks_for_one_slot_wins_and_a_slot_may_feed_several_blocks():
+def test_the_last_block_for_a_slot_wins_and_slots_may_repeat():
     view = np.arange(6, dtype=np.uint8).reshape(3, 2)
     pool = np.zeros((2, 2), np.uint8)
     _cext.gather([view], int64(0, 1, 2), pool, slots=int64(1, 0, 1))
@@ -249,7 +249,7 @@ def test_an_empty_batch_moves_nothing():
     assert view.ravel().tolist() == list(range(8))
 
 
-def test_rows_that_do_not_fit_are_refused():
+def test_rows_of_the_wrong_shape_are_refused():
     views = [np.zeros((2, 4), np.uint8)] * 2
     for wrong in (
         np.zeros((1, 8), np.uint8),
@@ -265,7 +265,7 @@ def test_rows_that_do_not_fit_are_refused():
             _cext.scatter(wrong, views, int64(0, 1))
 
 
-def test_layers_that_do_not_agree_are_refused():
+def test_layers_of_different_shapes_are_refused():
     out = np.zeros((1, 8), np.uint8)
     for wrong in (np.zeros((2, 5), np.uint8), np.zeros((2, 4), np.uint16), np.zeros((2, 2, 2), np.uint8)):
         with pytest.raises(ValueError, match=r"views\[1\] has blocks of shape"):
@@ -278,15 +278,15 @@ def test_layers_that_do_not_agree_are_refused():
         _cext.gather([None], int64(0), out)
 
 
-def test_refused_calls_give_every_buffer_back():
+def test_refused_calls_release_every_buffer():
     room = bytearray(64)
     for _ in range(3):
         with pytest.raises(IndexError):
             _cext.gather([np.zeros((2, 64), np.uint8)], int64(9), room)
-    room.append(0)  # a bytearray still exported would refuse to grow
+    room.append(0)  # a bytearray that is still exported would refuse to grow
 
 
-def test_calls_from_many_threads_do_not_disturb_each_other():
+def test_calls_from_many_threads_do_not_interfere():
     source = np.random.default_rng(2).integers(0, 256, (64, 40_000), dtype=np.uint8)
     agreed = []
 

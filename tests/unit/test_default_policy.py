@@ -1,4 +1,4 @@
-"""The default policy sees requests, whatever calls they are made in, and believes what it has observed."""
+"""The default policy recognises requests however they are split into calls, and adapts to what it has observed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from benchmarks.eviction.synthetic import make_trace
 from benchmarks.eviction.traces import Trace
 from tests.unit.test_policies import Cache
 
-# What is sampled depends on the hashes of keys, which are others in every index: of one, the hit rate has a standard
-# deviation of 0.001.
-INDEXES = 3
+# The policy samples keys by their hashes, which differ in every index, so the hit rate of one index has a standard
+# deviation of 0.001. The measured rates are ten times as far from the limit, except for one trace, which several
+# indexes replay.
+INDEXES = {"agents": 1, "zipf-1.0": 3, "daily": 1}
 NOISE = 0.003
 
 
 def in_parts(cache: Cache, names: list[int], most: int) -> None:
-    """Use a chain as a connector does: look it up, then set what is missing in calls of `most` blocks."""
+    """Use a chain as a connector does: look up the chain, then set the missing blocks in calls of at most `most`
+    blocks."""
     present = cache.left(*names)
     cache.use(*present)
     missing = names[len(present) :]
@@ -30,9 +32,9 @@ def in_parts(cache: Cache, names: list[int], most: int) -> None:
         parent = part[-1]
 
 
-def test_the_end_of_a_call_is_not_the_end_of_the_chain() -> None:
+def test_the_end_of_a_call_is_not_taken_for_a_chains_end() -> None:
     cache, name = Cache("default", 1000), 1_000_000
-    for turn in range(3000):  # the same prompts again and again; the last block, a partial one, is never the same
+    for turn in range(3000):  # the same prompts recur; only the last, partial block is always new
         first = 12 * (turn * 7 % 60)
         in_parts(cache, [*range(first, first + 12), name], 4)
         name += 1
@@ -45,9 +47,9 @@ def test_the_end_of_a_call_is_not_the_end_of_the_chain() -> None:
     assert cache.left(*new) == new[:-1], "blocks 4, 8 and 12 of it are as good as the others"
 
 
-def test_what_was_used_often_goes_first_where_it_is_known_not_to_return() -> None:
+def test_often_used_blocks_go_first_if_known_not_to_return() -> None:
     cache, live, new = Cache("default", 600), [], 0
-    for turn in range(6000):  # documents of 10 blocks, each asked about 8 times, 60 of them in turn
+    for turn in range(6000):  # 60 documents of 10 blocks in rotation, each used 8 times
         if len(live) < 60:
             live.append([new, 0])
             new += 10
@@ -70,21 +72,21 @@ def test_what_was_used_often_goes_first_where_it_is_known_not_to_return() -> Non
 
 @functools.cache
 def trace_and_others(name: str) -> tuple[Trace, int, list[float]]:
-    """A trace, room for a fiftieth of its blocks, and the hit rates of other policies, which do not see calls."""
+    """Return a trace, a capacity of a fiftieth of its blocks, and the hit rates of other policies, which ignore the
+    division into calls."""
     trace = make_trace(name).first(6000)
     capacity = trace.distinct // 50
-    return trace, capacity, [replay(trace, Arc(capacity)), replay(trace, S3Fifo(capacity))]
+    with ServerCache("lru", trace.keys, capacity) as server:
+        return trace, capacity, [replay(trace, cache) for cache in (server, Arc(capacity), S3Fifo(capacity))]
 
 
-@pytest.mark.parametrize("name", ["agents", "zipf-1.0", "daily"])
+@pytest.mark.parametrize("name", INDEXES)
 @pytest.mark.parametrize("call_blocks", [None, 16])
-def test_it_hits_about_as_often_as_the_best_of_others(name: str, call_blocks: int | None) -> None:
-    """The short form of `python -m benchmarks.eviction --synthetic all --calls whole,16,64`."""
+def test_its_hit_rate_is_near_the_best_other_policys(name: str, call_blocks: int | None) -> None:
+    """The test is a short form of `python -m benchmarks.eviction --synthetic all --calls whole,16,64`."""
     trace, capacity, others = trace_and_others(name)
-    rates = {}
-    for policy, indexes in (("lru", 1), ("default", INDEXES)):
-        rates[policy] = 0.0
-        for _ in range(indexes):
-            with ServerCache(policy, trace.keys, capacity, call_blocks=call_blocks) as server:
-                rates[policy] += replay(trace, server) / indexes
-    assert rates["default"] >= max(rates["lru"], *others) - 0.003 - NOISE
+    rate = 0.0
+    for _ in range(INDEXES[name]):
+        with ServerCache("default", trace.keys, capacity, call_blocks=call_blocks) as server:
+            rate += replay(trace, server) / INDEXES[name]
+    assert rate >= max(others) - 0.003 - NOISE

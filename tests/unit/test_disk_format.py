@@ -1,4 +1,5 @@
-"""The disk tier's directory: what is accepted, repaired and refused; who may use it; the records of its index."""
+"""The disk tier's directory: which contents are accepted, repaired or refused, which process may use it, and the
+records of its index."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ SEGMENT_BYTES = 1 << 20
 
 
 def tree_of(path: Path) -> dict[str, bytes]:
-    """Everything below `path`."""
+    """Return every file and folder below `path`, with its bytes."""
     return {
         str(found.relative_to(path)): b"" if found.is_dir() else found.read_bytes() for found in sorted(path.rglob("*"))
     }
 
 
 def assert_refused(path: Path, match: str, shards: int = 2) -> None:
-    """`open_layout` refuses, and changes nothing."""
+    """Check that `open_layout` refuses the directory and changes nothing."""
     before = tree_of(path)
     with pytest.raises(DiskFormatError, match=match):
         open_layout(path, shards, SEGMENT_BYTES)
@@ -48,7 +49,7 @@ def assert_refused(path: Path, match: str, shards: int = 2) -> None:
 
 
 def mark(**fields: object) -> bytes:
-    """A mark with a good guard."""
+    """Return a mark with a valid guard."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     return json.dumps({**fields, "guard": xxhash.xxh3_64_hexdigest(text)}, separators=(",", ":")).encode()
 
@@ -56,7 +57,7 @@ def mark(**fields: object) -> bytes:
 # ---- the directory -----------------------------------------------------------------------------------------------
 
 
-def test_a_new_directory_is_made_with_its_parents(tmp_path: Path) -> None:
+def test_a_new_directory_is_created_with_its_parents(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     layout = open_layout(path, 2, SEGMENT_BYTES)
     assert layout == Layout(path, 2, SEGMENT_BYTES, layout.identity) and len(layout.identity) == 16
@@ -83,7 +84,7 @@ def test_the_recorded_segment_size_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("leftover", ["lost+found", "FORMAT.new"])
-def test_a_mounted_file_system_and_an_interrupted_creation_count_as_empty(tmp_path: Path, leftover: str) -> None:
+def test_mounted_file_systems_and_interrupted_creations_count_as_empty(tmp_path: Path, leftover: str) -> None:
     if leftover == "lost+found":
         (tmp_path / leftover).mkdir()
     else:
@@ -91,7 +92,7 @@ def test_a_mounted_file_system_and_an_interrupted_creation_count_as_empty(tmp_pa
     assert open_layout(tmp_path, 1, SEGMENT_BYTES) == read_layout(tmp_path)
 
 
-def test_a_creation_that_was_interrupted_is_completed(tmp_path: Path) -> None:
+def test_an_interrupted_creation_is_completed(tmp_path: Path) -> None:
     layout = open_layout(tmp_path, 2, SEGMENT_BYTES)
     whole = tree_of(tmp_path)
     for file in ("FORMAT", "lock"):
@@ -111,7 +112,7 @@ def test_a_newer_version_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "shard-0/segments/00000000.seg", "index/data.mdb"])
-def test_a_foreign_directory_is_refused_and_left_as_it_is(tmp_path: Path, name: str) -> None:
+def test_a_foreign_directory_is_refused_and_unchanged(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"mine")
@@ -120,7 +121,7 @@ def test_a_foreign_directory_is_refused_and_left_as_it_is(tmp_path: Path, name: 
         read_layout(tmp_path)
 
 
-def test_a_mark_of_something_else_is_foreign(tmp_path: Path) -> None:
+def test_another_programs_mark_is_foreign(tmp_path: Path) -> None:
     (tmp_path / "FORMAT").write_bytes(mark(format="other-store", version=2, shards=2, segment_bytes=SEGMENT_BYTES))
     assert_refused(tmp_path, "not a disk tier")
 
@@ -130,7 +131,7 @@ def test_another_number_of_shards_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path, r"blocks of 4 shards, and this server has 2: start it with --shards 4")
 
 
-def test_what_is_not_a_directory_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"mine")
     for path in (file, file / "below"):
@@ -139,7 +140,7 @@ def test_what_is_not_a_directory_is_refused(tmp_path: Path) -> None:
     assert file.read_bytes() == b"mine"
 
 
-def test_without_permission_it_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_permission_is_refused(tmp_path: Path) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o700)
     was = os.geteuid()
@@ -172,7 +173,7 @@ def test_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_any_damage_of_a_mark_is_repaired_from_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_mark_is_repaired_from_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     layout = open_layout(tmp_path, 2, SEGMENT_BYTES)
     whole = tree_of(tmp_path)
     good = (tmp_path / "FORMAT").read_bytes()
@@ -186,11 +187,11 @@ def test_any_damage_of_a_mark_is_repaired_from_a_copy(tmp_path: Path, caplog: py
             caplog.clear()
             with caplog.at_level(logging.WARNING, "kvstore.disk"):
                 assert open_layout(tmp_path, 2, 2 * SEGMENT_BYTES) == layout
-            assert [record.getMessage() for record in caplog.records] == [f"{file} is damaged: repaired from a copy"]
+            assert [record.getMessage() for record in caplog.records] == [f"{file} was damaged: repaired from a copy"]
             assert tree_of(tmp_path) == whole
 
 
-def test_without_any_good_mark_the_content_is_foreign(tmp_path: Path) -> None:
+def test_content_without_a_valid_mark_is_foreign(tmp_path: Path) -> None:
     layout = open_layout(tmp_path, 2, SEGMENT_BYTES)
     for directory in (tmp_path, layout.shard_directory(0), layout.shard_directory(1)):
         (directory / "FORMAT").write_bytes(b"\0" * 64)
@@ -204,7 +205,7 @@ def test_a_shard_of_another_tier_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path / "one", "belongs to a disk tier of 3 shards")
 
 
-def test_nothing_is_read_of_what_is_empty_or_not_there(tmp_path: Path) -> None:
+def test_an_empty_or_missing_directory_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(DiskFormatError, match="is empty"):
         read_layout(tmp_path)
     with pytest.raises(DiskFormatError, match="No such file"):
@@ -226,7 +227,7 @@ sys.stdin.read()
 
 @contextmanager
 def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock until its standard input is closed."""
+    """Run another process that holds the lock until its standard input is closed."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(directory)],
         stdin=subprocess.PIPE,
@@ -241,8 +242,8 @@ def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_one_process_at_a_time_uses_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_format, "LOCK_WAIT_S", 0.1)
+def test_only_one_process_at_a_time_uses_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_format, "DISK_LOCK_WAIT_S", 0.1)
     with holder(tmp_path) as process, pytest.raises(DiskFormatError, match=f"in use by process {process.pid}: stop it"):
         lock_shard(tmp_path)
     os.close(lock_shard(tmp_path))
@@ -253,7 +254,7 @@ def test_one_process_at_a_time_uses_a_shard(tmp_path: Path, monkeypatch: pytest.
             lock_shard(tmp_path)
 
 
-def test_a_lock_waits_for_a_predecessor_that_is_ending(tmp_path: Path) -> None:
+def test_a_lock_waits_for_an_ending_predecessor(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         ending = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {process.pid}"])
         os.close(lock_shard(tmp_path))
@@ -261,7 +262,7 @@ def test_a_lock_waits_for_a_predecessor_that_is_ending(tmp_path: Path) -> None:
     assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
 
 
-def test_a_lock_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+def test_a_lock_that_fails_reports_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(DiskFormatError, match="not a directory"):
         lock_shard(tmp_path / "file")
@@ -282,7 +283,7 @@ def entries_of(count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("key_bytes", [8, 16, 33, 64])
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_entries_come_back_as_they_were(key_bytes: int, count: int) -> None:
+def test_entries_read_back_as_written(key_bytes: int, count: int) -> None:
     keys = b"".join(make_keys(count, key_bytes=key_bytes))
     entries = entries_of(count)
     values = pack_entries(CANONICAL, key_bytes, keys, entries)
@@ -292,7 +293,7 @@ def test_entries_come_back_as_they_were(key_bytes: int, count: int) -> None:
     assert np.array_equal(found, entries)
 
 
-def test_the_layout_of_a_record_is_the_one_documented() -> None:
+def test_a_record_has_the_documented_layout() -> None:
     (key,) = make_keys(1)
     entry = entries_of(1)
     (value,) = pack_entries(CANONICAL, 16, key, entry)

@@ -1,4 +1,4 @@
-"""What a client may be given to find a store, and what is said about anything else."""
+"""Which addresses of a store a client accepts, and the errors for others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_cluster_is_named_by_its_url(given: str | list[str], cluster: str) -> 
     assert parse_endpoints(given) == Endpoints((), cluster)
 
 
-def test_without_one_the_environment_names_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_endpoint_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_ENDPOINT", "a:1,b:2")
     assert parse_endpoints(None).nodes == [("a", 1), ("b", 2)]
     monkeypatch.setenv("KVSTORE_ENDPOINT", "nonsense")
@@ -58,10 +58,10 @@ def test_without_one_the_environment_names_the_endpoint(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("given", "error", "part"),
     [
-        (b"a:1", TypeError, "endpoint=b'a:1': a bytes: expected tcp://HOST:PORT"),
-        (7070, TypeError, "endpoint=7070: a int: expected"),
-        (["a:1", 7070], TypeError, "7070 in the list: a int"),
-        (NAMESPACE, TypeError, "a Namespace: expected tcp://HOST:PORT"),
+        (b"a:1", TypeError, "endpoint=b'a:1' is of type bytes: expected tcp://HOST:PORT"),
+        (7070, TypeError, "endpoint=7070 is of type int: expected"),
+        (["a:1", 7070], TypeError, "7070 in the list is of type int"),
+        (NAMESPACE, TypeError, "is of type Namespace: expected tcp://HOST:PORT"),
         ("", ValueError, "endpoint ''"),
         ("store", ValueError, "endpoint 'store': expected tcp://HOST:PORT"),
         ("http://a:1", ValueError, "endpoint 'http://a:1'"),
@@ -70,12 +70,12 @@ def test_without_one_the_environment_names_the_endpoint(monkeypatch: pytest.Monk
         ("a:65536", ValueError, "endpoint 'a:65536'"),
         ("::1:7070", ValueError, "endpoint '::1:7070'"),
         ([], ValueError, "an empty list"),
-        (["a:1", "etcd://b:2/n"], ValueError, "a cluster's URL stands alone"),
+        (["a:1", "etcd://b:2/n"], ValueError, "a cluster's URL must be the only endpoint"),
         (["a:1", "b:1", "tcp://A:1/"], ValueError, "'tcp://A:1/' is named twice"),
         ("a:1,a:1", ValueError, "'a:1' is named twice"),
     ],
 )
-def test_what_is_no_endpoint_is_named_with_what_is_expected(given: Any, error: type[Exception], part: str) -> None:
+def test_an_invalid_endpoint_is_named_with_the_expected_form(given: Any, error: type[Exception], part: str) -> None:
     with pytest.raises(error) as caught:
         KVStoreClient(given, NAMESPACE)
     assert part in str(caught.value)

@@ -1,4 +1,4 @@
-"""The eviction simulator: what it reads, what it counts, and that its policies do what their papers say."""
+"""The eviction simulator: the files that it reads, what it counts, and that its policies act as in their papers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.eviction import __main__ as program
@@ -31,7 +32,7 @@ TEXTBOOK: dict[str, Callable[[Trace, int], Cache]] = {
 
 
 def hits(name: str, requests: Sequence[Sequence[int]], capacity: int) -> list[int]:
-    """By request."""
+    """Return the number of hits of each request."""
     trace = Trace.of("by hand", requests)
     if name in TEXTBOOK:
         cache = TEXTBOOK[name](trace, capacity)
@@ -44,7 +45,7 @@ def hits(name: str, requests: Sequence[Sequence[int]], capacity: int) -> list[in
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_a_trace_is_read_plain_or_packed(compress: bool, tmp_path: Path) -> None:
+def test_a_trace_is_read_plain_or_compressed(compress: bool, tmp_path: Path) -> None:
     lines = [GOOD, GOOD | {"timestamp": 3000.5, "hash_ids": [7, 11]}]
     data = "".join(json.dumps(line) + "\n" for line in lines).encode()
     path = tmp_path / ("trace.gz" if compress else "trace")
@@ -63,7 +64,7 @@ def test_a_trace_is_read_plain_or_packed(compress: bool, tmp_path: Path) -> None
     [b"", b"\n\n", gzip.compress(b""), gzip.compress(b"\n" * 50)[:-9], b"\x1f\x8b no"],
     ids=["empty", "blank lines", "empty, packed", "cut off", "not packed"],
 )
-def test_a_file_that_is_empty_or_cut_off_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_an_empty_or_truncated_file_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(data)
     with pytest.raises(TraceError, match=r"trace\.jsonl\.gz"):
@@ -73,42 +74,42 @@ def test_a_file_that_is_empty_or_cut_off_is_refused(data: bytes, tmp_path: Path)
 # ---- policies, by hand -------------------------------------------------------------------------------------------
 
 
-def test_lru_keeps_what_was_used_last_and_of_a_chain_its_head() -> None:
-    # oldest first: 2 1 | 2 1 3 | 3 2 1 | 2 1 4 (3 went) | 1 4 5 (2 went) | 4 5 1, then 2 in place of 4
+def test_lru_keeps_recent_blocks_and_the_heads_of_chains() -> None:
+    # oldest first: 2 1 | 2 1 3 | 3 2 1 | 2 1 4 (3 evicted) | 1 4 5 (2 evicted) | 4 5 1, then 2 replaces 4
     assert hits("lru", [[1, 2], [3], [1, 2], [4], [5], [1, 2]], 3) == [0, 0, 2, 0, 0, 1]
 
 
-def test_s3fifo_demotes_what_is_used_once_and_remembers_it() -> None:
-    # 1 is used twice more, so it moves to the main queue when 5 needs room; 2 and 3 leave and come back as ghosts.
+def test_s3fifo_demotes_blocks_used_once_and_remembers_them() -> None:
+    # 1 is used twice more, so it moves to the main queue when 5 needs room. 2 and 3 are evicted, and return as ghosts.
     requests = [1, 1, 1, 2, 3, 4, 5, 1, 2, 3, 6, 1, 2, 3]
     assert hits("S3-FIFO", [[block] for block in requests], 4) == [0, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1]
 
 
 def test_arc_moves_its_target_with_its_ghosts() -> None:
-    # 3 pushes 2 out, not 1, which was used twice; 2 comes back as a ghost and pushes 1 out; 1 comes back and pushes 2.
+    # 3 evicts 2, and not 1, which was used twice. 2 returns as a ghost and evicts 1. 1 returns and evicts 2.
     requests = [1, 1, 2, 3, 1, 2, 3, 1, 3]
     assert hits("ARC", [[block] for block in requests], 2) == [0, 1, 0, 0, 1, 0, 1, 0, 1]
 
 
-def test_sieve_spares_what_was_used_since_its_hand_came_by() -> None:
-    # 3 evicts 2, as 1 is marked; 4 evicts 3, as 1 is marked again; then the hand is back at 1.
+def test_sieve_spares_blocks_used_since_its_hand_passed() -> None:
+    # 3 evicts 2, because 1 is marked. 4 evicts 3, because 1 is marked again. Then the hand is back at 1.
     requests = [1, 2, 1, 3, 1, 4, 3, 1, 3]
     assert hits("SIEVE", [[block] for block in requests], 2) == [0, 0, 1, 0, 1, 0, 0, 0, 1]
 
 
-def test_the_optimum_lets_pass_what_is_needed_later_and_keeps_heads() -> None:
+def test_the_optimum_evicts_blocks_not_needed_soon_and_keeps_heads() -> None:
     assert hits("optimum", [[1, 2], [3], [1, 2], [3], [1, 2]], 2) == [0, 0, 2, 0, 2]
     assert hits("optimum", [[1, 2], [1, 2], [1, 2]], 1) == [0, 1, 1]
 
 
-def test_a_hit_counts_only_when_all_before_it_hit() -> None:
-    # 2 is there when [1, 2] comes, but 1 is not: a request that begins elsewhere cannot use it.
+def test_a_hit_counts_only_when_all_earlier_blocks_hit() -> None:
+    # When [1, 2] is requested, 2 is cached but 1 is not. A request that begins with 1 cannot use 2.
     for name in (*POLICIES, *TEXTBOOK):
         assert hits(name, [[2], [1, 2], [1, 2]], 5) == [0, 0, 2]
 
 
 def random_tree_requests(seed: int) -> list[list[int]]:
-    """Chains from the root of a small tree."""
+    """Return chains that begin at the root of a small random tree."""
     chance = random.Random(seed)
     chains: list[list[int]] = [[]]
     for block in range(1, 8):
@@ -117,7 +118,7 @@ def random_tree_requests(seed: int) -> list[list[int]]:
 
 
 def best_by_trying_everything(requests: Sequence[Sequence[int]], capacity: int) -> int:
-    """The most hits, over all ways to keep blocks after each request."""
+    """Return the most hits that are possible, by trying all choices of kept blocks after each request."""
     states: dict[frozenset[int], int] = {frozenset(): 0}
     for request in requests:
         after: dict[frozenset[int], int] = {}
@@ -142,14 +143,14 @@ def test_nothing_beats_the_optimum(seed: int) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_server_holds_as_many_blocks_as_it_is_said_to(policy: str) -> None:
+def test_a_server_holds_as_many_blocks_as_stated(policy: str) -> None:
     trace = make_trace("agents-and-conversations").first(300)
     with ServerCache(policy, trace.keys, 97, segments=3) as server:
         replay(trace, server)
         assert server.blocks == 3 * 97
 
 
-def test_a_server_of_more_blocks_than_fit_a_segment_holds_them() -> None:
+def test_a_server_holds_more_blocks_than_fit_one_segment() -> None:
     trace = make_trace("new-only")
     with ServerCache.of("lru", trace.keys, 70_000) as server:
         replay(trace, server)
@@ -170,23 +171,24 @@ def test_a_replay_gives_the_same_hit_rate_each_time(name: str) -> None:
     requests = [chain.tolist() for chain in make_trace("documents").first(1500).chains]
     references = sum(map(len, requests))
     first, second = (sum(hits(name, requests, 1000)) for _ in range(2))
-    # What the server remembers by hash depends a little on the hash, which has a new key in every index.
+    # The server's policies remember blocks by hashes with a random key, so their hit rates vary a little.
     assert abs(first - second) <= (0.01 * references if name in POLICIES and name != "lru" else 0)
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
-def test_a_synthetic_trace_is_the_same_each_time_and_a_prefix_tree(name: str) -> None:
+def test_a_synthetic_trace_is_repeatable_and_a_prefix_tree(name: str) -> None:
     trace, again = make_trace(name), make_trace(name)
-    assert [chain.tolist() for chain in trace.chains] == [chain.tolist() for chain in again.chains]
-    assert (trace.keys == again.keys).all()
-    parents: dict[int, int] = {}
-    for chain in trace.chains:
-        blocks = chain.tolist()
-        for parent, block in zip([-1, *blocks], blocks, strict=False):
-            assert parents.setdefault(block, parent) == parent
+    lengths = [len(chain) for chain in trace.chains]
+    assert lengths == [len(chain) for chain in again.chains] and all(lengths)
+    blocks = np.concatenate(trace.chains)
+    assert np.array_equal(blocks, np.concatenate(again.chains)) and np.array_equal(trace.keys, again.keys)
+    parents = np.roll(blocks, 1)
+    parents[np.cumsum([0, *lengths[:-1]])] = trace.distinct  # offsets of heads
+    pairs = np.unique(blocks.astype(np.int64) << 32 | parents)
+    assert len(pairs) == len(np.unique(blocks)) == trace.distinct, "a block has one parent, everywhere"
 
 
-def test_a_chain_longer_than_the_cache_is_kept_from_its_head() -> None:
+def test_the_head_of_a_chain_longer_than_the_cache_is_kept() -> None:
     for policy in POLICIES:
         assert hits(policy, [range(20), range(20)], 8)[1] == 8
 
@@ -224,7 +226,7 @@ def test_its_results_make_the_tables_and_charts_of_the_documents(
         assert "optimum" in (tmp_path / f"{name}.svg").read_text()
 
 
-def test_mistakes_are_told_with_a_status(
+def test_mistakes_end_with_an_error_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch) == 2

@@ -1,4 +1,5 @@
-"""Promises and waiters against a model: what is promised, whose it is, and who is woken."""
+"""Promises and waiters, compared with a model: which blocks are promised, which clients own the promises, and which
+waiters are woken."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvstore.store.expected import SPARE, STEP, Promises, Waiters, split
-from kvstore.wire import Promised
+from kvstore.wire import PromiseOutcome
 from tests.support.properties import examples
 
 KEYS = [bytes([number]) * 8 for number in range(12)]
@@ -20,7 +21,7 @@ consumers = st.sampled_from(["dora", "emil"])
 
 
 class Wait:
-    """What one request waits for, as the model knows it, and how often it was woken."""
+    """The keys that a request waits for, according to the model, and how often the request was woken."""
 
     def __init__(self, consumer: str, keys: list[bytes], until: float) -> None:
         self.consumer, self.keys, self.until = consumer, set(keys), until
@@ -33,8 +34,8 @@ class Wait:
 
 
 class Machine(RuleBasedStateMachine):
-    """Clients that promise, set, withdraw and vanish, and others that wait until their time is over or they die, on a
-    clock of its own."""
+    """Clients promise, set, withdraw and disconnect. Others wait until their time is over, or disconnect. The test sets
+    the clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,18 +43,18 @@ class Machine(RuleBasedStateMachine):
         self.promises = Promises(self.waiters)
         self.now = 0.0
         self.present: set[bytes] = set()
-        self.promised: dict[bytes, tuple[str, float]] = {}  # owner, when it ends
+        self.promised: dict[bytes, tuple[str, float]] = {}  # key -> owner, and when the promise ends
         self.held: Counter[str] = Counter()
         self.waits: list[Wait] = []
 
     def _news(self, keys: set[bytes]) -> None:
-        """The model: everybody who waits for some of these is woken, once for each."""
+        """Note in the model that every waiter for one of these keys is woken, once for each key."""
         for wait in self.waits:
             wait.news += len(wait.keys & keys)
             wait.keys -= keys
 
     def _end(self, waits: list[Wait]) -> None:
-        """These look at nothing any more."""
+        """End these waits, so that they are not woken any more."""
         for wait in waits:
             wait.over = True
             for key in wait.keys:
@@ -70,11 +71,11 @@ class Machine(RuleBasedStateMachine):
         answers = self.promises.make(keys, there, owner, self.now + ttl, changed)
         for key, answer in zip(keys, answers, strict=True):
             if key in self.present:
-                assert answer == Promised.PRESENT
+                assert answer == PromiseOutcome.PRESENT
             elif key in self.promised and self.promised[key][0] != owner:
-                assert answer == Promised.OTHERS
+                assert answer == PromiseOutcome.OTHERS
             else:
-                assert answer == Promised.MINE
+                assert answer == PromiseOutcome.MINE
                 self.promised[key] = owner, self.now + ttl
 
     @rule(keys=some_keys)
@@ -160,11 +161,11 @@ class Machine(RuleBasedStateMachine):
         assert not self.waiters, "a wait is left of who is gone"
 
 
-def test_promises_and_waiters_agree_with_a_model() -> None:
+def test_promises_and_waiters_behave_as_the_model() -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=examples(1), stateful_step_count=40))
 
 
-def test_who_renews_often_leaves_nothing_behind() -> None:
+def test_frequent_renewals_leave_nothing_behind() -> None:
     promises = Promises(Waiters())
     for number in range(10_000):
         promises.make(KEYS, bytes(len(KEYS)), "anna", 600.0 + number, lambda _: None)
@@ -173,11 +174,11 @@ def test_who_renews_often_leaves_nothing_behind() -> None:
 
 
 class Owner:
-    """A client; the collector of garbage can be watched taking it."""
+    """A client; the test observes when it is garbage-collected."""
 
 
-def test_a_promise_that_has_ended_lets_go_of_its_owner() -> None:
-    """It is remembered for as long as it would have held."""
+def test_an_ended_promise_releases_its_owner() -> None:
+    """The promise is remembered for as long as it would have lasted, but its owner is released at once."""
     promises = Promises(Waiters())
     promises.make(KEYS, bytes(len(KEYS)), "anna", 600.0, lambda _: None)
     gone = []
@@ -191,7 +192,7 @@ def test_a_promise_that_has_ended_lets_go_of_its_owner() -> None:
     assert not any(each() for each in gone)
 
 
-def test_the_time_of_promises_passes_however_many_of_others_are_ending() -> None:
+def test_promises_expire_on_time_while_many_others_end() -> None:
     promises = Promises(Waiters())
     promises.make([b"of bert."], bytes(1), "bert", 1.0, lambda _: None)
     many = [number.to_bytes(8, "big") for number in range(3 * STEP)]
@@ -203,7 +204,7 @@ def test_the_time_of_promises_passes_however_many_of_others_are_ending() -> None
     assert b"of bert." not in promises
 
 
-def test_a_waiter_of_many_keys_is_told_once_of_all() -> None:
+def test_a_waiter_for_many_keys_is_woken_once_for_all() -> None:
     waiters = Waiters()
     woken: list[int] = []
 
@@ -219,11 +220,11 @@ def test_a_waiter_of_many_keys_is_told_once_of_all() -> None:
     assert woken == [1] and not waiters
 
 
-def test_keys_are_split() -> None:
+def test_keys_are_split_by_length() -> None:
     assert list(split(b"".join(KEYS), 8)) == KEYS
 
 
-def test_very_many_promises_end_in_steps() -> None:
+def test_very_many_promises_end_in_several_steps() -> None:
     waiters = Waiters()
     promises = Promises(waiters)
     keys = [number.to_bytes(8, "big") for number in range(3 * STEP)]

@@ -1,4 +1,5 @@
-"""Threads that are the first to decode a type at the same time: msgspec crashes the process then, so ours never do."""
+"""msgspec crashes the process if several threads decode a type for the first time at the same moment. Our code avoids
+that."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from tests.support.harness import ROOT
 
-# Where only one thread runs, or only one may decode.
+# Files in which only one thread runs, or only one may decode.
 ALONE = {
     "kvstore/auth/policy.py": "its type is read when the module is imported",
     "kvstore/node/settings.py": "the settings are read before any thread is started",
@@ -20,7 +21,8 @@ ALONE = {
 
 
 def typed_decodes_in_functions(file: Path) -> Iterator[int]:
-    """-> lines that make msgspec read a type of ours when they run, not when the module is imported."""
+    """Yield the lines at which msgspec first reads one of our types when a function runs, and not when the module is
+    imported."""
     for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -36,7 +38,7 @@ def typed_decodes_in_functions(file: Path) -> Iterator[int]:
                 yield call.lineno
 
 
-def test_types_are_read_when_modules_are_imported() -> None:
+def test_msgspec_types_are_read_when_modules_are_imported() -> None:
     found = {
         f"{file.relative_to(ROOT)}:{line}"
         for package in ("kvstore", "kvstore_client", "kvstore_serving", "kvstore_cli")

@@ -1,4 +1,4 @@
-"""Tests wait for what they need, not for a time: fixed sleeps are counted, and the count may only fall."""
+"""Tests should wait for a condition and not for a time: fixed sleeps are counted, and their number may only fall."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final
 
 from tests.support.harness import ROOT
 
-LONGEST_S: Final = 0.05  # what is shorter is the pace of a loop that looks
+LONGEST_S: Final = 0.05  # shorter sleeps are pauses of polling loops
 LIMIT: Final = 2  # lower it when the count has fallen
 
 
 def fixed_sleeps(source: str) -> list[int]:
-    """-> the lines of calls of `time.sleep` with a number of seconds of more than `LONGEST_S`."""
+    """Return the lines with calls of `time.sleep` with a number of seconds above `LONGEST_S`."""
     return [
         call.lineno
         for call in ast.walk(ast.parse(source))
@@ -35,5 +35,5 @@ def test_fixed_sleeps_become_fewer() -> None:
     assert len(found) == LIMIT, f"{len(found)} fixed sleeps are left: lower LIMIT to that, so that none comes back"
 
 
-def test_a_sleep_of_a_fixed_time_is_found_and_the_pace_of_a_loop_is_not() -> None:
+def test_fixed_sleeps_are_found_and_polling_intervals_are_not() -> None:
     assert fixed_sleeps("import time\ntime.sleep(0.3)\ntime.sleep(0.01)\ntime.sleep(left_s)\n") == [2]

@@ -1,7 +1,7 @@
-"""The calls of the CUDA driver that stand in for vLLM, with a library that notes what it is given.
+"""The calls of the CUDA driver that replace vLLM's, tested with a library that records its arguments.
 
-Its functions are C functions with the signatures of cuda.h (CUDA 12.8 and 13.0), written down here once more. So what
-they get has been through the C calling convention, as what libcuda gets.
+The library's functions are C functions with the signatures of cuda.h (CUDA 12.8 and 13.0), which are repeated here. So
+their arguments pass through the C calling convention, as for libcuda.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ SIZES = [1, 5 << 32, 4096]
 
 
 class Library:
-    """libcuda, as far as it is called."""
+    """Those functions of libcuda that our code calls."""
 
     def __init__(self, batched: Sequence[str]) -> None:
-        self.errors: dict[str, int] = {}  # call -> what it returns
+        self.errors: dict[str, int] = {}  # call -> the error that it returns
         self.calls: list[tuple[Any, ...]] = []
         self.current: list[int] = []  # the contexts of the calling thread
         for name, arguments in SIGNATURES.items():
@@ -74,7 +74,7 @@ class Library:
         targets, sources, sizes, count, attributes, firsts, kinds, *rest = given
         arrays = [(c_uint64 * count).from_address(each)[:] for each in (sources, targets, sizes)]
         if len(rest) == 2:
-            c_size_t.from_address(rest[0]).value = 1  # it may be written to
+            c_size_t.from_address(rest[0]).value = 1  # it is writable
         return (*arrays, ctypes.string_at(attributes, 24 * kinds), (c_size_t * kinds).from_address(firsts)[:], rest[-1])
 
     def named(self, name: str) -> list[tuple[Any, ...]]:
@@ -82,7 +82,7 @@ class Library:
 
 
 class Numbers:
-    """A tensor of int64 in host memory, as far as the driver uses it."""
+    """A tensor of int64 in host memory, with the methods that the driver uses."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._array = np.array(numbers, dtype=np.uint64).view(np.int64)
@@ -98,7 +98,7 @@ class Numbers:
 
 
 class OnStream(Driver):
-    """Its current stream is what a test says."""
+    """A `Driver` whose current stream the test sets."""
 
     stream = STREAM
 
@@ -125,13 +125,13 @@ def test_a_copy_is_one_call_with_all_its_runs(names: list[str], any_order: bool,
     assert {call[0] for call in library.calls} == {"cuInit", names[-1]}
 
 
-def test_the_order_of_the_stream_is_kept_unless_another_is_asked_for() -> None:
+def test_the_stream_order_is_kept_unless_another_is_requested() -> None:
     library = Library(BOTH)
     copied(OnStream(library))
     assert library.calls[-1][4][:4] == struct.pack("=i", 1)
 
 
-def test_the_attributes_lie_as_in_the_header() -> None:
+def test_the_attributes_have_the_layout_of_the_header() -> None:
     """{enum srcAccessOrder; {enum type; int id} srcLocHint, dstLocHint; unsigned flags}"""
     assert ctypes.sizeof(Attributes) == 24
     places = [getattr(Attributes, field[0]) for field in Attributes._fields_]
@@ -143,7 +143,7 @@ def expected_runs(stream: int) -> list[tuple[int, ...]]:
     return [(*run, stream) for run in zip(targets, SOURCES, SIZES, strict=True)]
 
 
-def test_without_batches_in_the_driver_each_run_is_a_call() -> None:
+def test_without_batch_support_each_run_is_a_call() -> None:
     library = Library([])
     driver = OnStream(library)
     assert driver.how == EACH
@@ -152,7 +152,7 @@ def test_without_batches_in_the_driver_each_run_is_a_call() -> None:
 
 
 @pytest.mark.parametrize("error", [1, 801], ids=["invalid value", "not supported"])
-def test_a_driver_that_refuses_batches_gets_each_run_from_then_on(error: int) -> None:
+def test_after_a_refused_batch_each_run_is_a_call(error: int) -> None:
     library = Library(BOTH)
     driver = OnStream(library)
     library.errors["cuMemcpyBatchAsync_v2"] = error
@@ -163,7 +163,7 @@ def test_a_driver_that_refuses_batches_gets_each_run_from_then_on(error: int) ->
     assert driver.how == f"{EACH} (cuMemcpyBatchAsync_v2 failed with error {error})"
 
 
-def test_runs_that_are_wrong_are_an_error_and_say_nothing_of_batches() -> None:
+def test_wrong_runs_are_an_error_and_do_not_disable_batches() -> None:
     library = Library(BOTH)
     driver = OnStream(library)
     library.errors |= {"cuMemcpyBatchAsync_v2": 1, "cuMemcpyAsync": 1}
@@ -185,7 +185,7 @@ def test_a_failed_call_is_named_with_its_error(names: list[str]) -> None:
     assert not library.named("cuMemcpyAsync") and driver.how == BATCHED
 
 
-def test_the_legacy_default_stream_takes_no_batches() -> None:
+def test_the_legacy_default_stream_uses_no_batches() -> None:
     library = Library(BOTH)
     driver = OnStream(library)
     driver.stream = LEGACY
@@ -194,14 +194,14 @@ def test_the_legacy_default_stream_takes_no_batches() -> None:
     assert driver.how == BATCHED
 
 
-def test_nothing_to_copy_is_no_call() -> None:
+def test_an_empty_copy_makes_no_call() -> None:
     library = Library(BOTH)
     OnStream(library).copy_batch(Numbers([]), Numbers([]), Numbers([]))
     assert [call[0] for call in library.calls] == ["cuInit"]
 
 
-def test_memory_is_locked_and_unlocked_in_the_context_of_its_device() -> None:
-    """Also by a thread that has none: what unlocks it is a finalizer."""
+def test_memory_is_locked_and_unlocked_in_its_devices_context() -> None:
+    """A thread without a context can also unlock the memory, as in a finalizer."""
     library = Library(BOTH)
     driver = OnStream(library)
     assert driver.host_register(SOURCES[1], SIZES[1])
@@ -214,7 +214,7 @@ def test_memory_is_locked_and_unlocked_in_the_context_of_its_device() -> None:
     assert not library.current
 
 
-def test_memory_that_the_driver_does_not_lock_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_the_driver_cannot_lock_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     library = Library(BOTH)
     driver = OnStream(library)
     library.errors["cuMemHostRegister_v2"] = 712

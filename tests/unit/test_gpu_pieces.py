@@ -1,4 +1,4 @@
-"""What travels of vLLM's wheel: cut into pieces that fit a call, and joined only when all are whole."""
+"""The pieces of vLLM's wheel: each fits into one call, and they are joined only when all pieces are complete."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def tree_mib() -> float:
     return int(said.stdout) / 2**20
 
 
-def test_pieces_fit_their_calls_and_make_what_an_engine_needs(wheel: Path, tmp_path: Path) -> None:
+def test_pieces_fit_their_calls_and_give_the_engines_files(wheel: Path, tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     (wheels / "one.whl").write_bytes(incompressible(1 << 20))
-    call = tree_mib() + 2.9  # the spare room, the wheels, and a part of the archive
+    call = tree_mib() + 2.9  # the reserve, the wheels, and a part of the archive
     cut = pieces("cut", wheel, tmp_path, wheels, call_mib=call)
     assert cut.returncode == 0, cut.stderr
     lines = cut.stdout.splitlines()
@@ -83,7 +83,7 @@ def test_pieces_fit_their_calls_and_make_what_an_engine_needs(wheel: Path, tmp_p
         assert all((target / "site" / name).read_bytes() == archive.read(name) for name in names)
 
 
-def test_a_damaged_piece_is_missing_until_it_comes_whole(wheel: Path, tmp_path: Path) -> None:
+def test_a_damaged_piece_counts_as_missing_until_it_is_complete(wheel: Path, tmp_path: Path) -> None:
     assert pieces("cut", wheel, tmp_path).returncode == 0
     [part] = [path for path in (tmp_path / "1").iterdir() if path.name != "parts.json"]
     whole = part.read_bytes()
@@ -94,12 +94,12 @@ def test_a_damaged_piece_is_missing_until_it_comes_whole(wheel: Path, tmp_path: 
     assert "vLLM is in" in pieces("join", tmp_path / "1", tmp_path / "there").stdout
 
 
-def test_a_checkout_that_leaves_no_room_is_said(wheel: Path, tmp_path: Path) -> None:
+def test_a_checkout_that_leaves_no_room_is_reported(wheel: Path, tmp_path: Path) -> None:
     cut = pieces("cut", wheel, tmp_path, call_mib=2)
     assert cut.returncode == 1 and "which leaves no room in a call of 2 MiB" in cut.stderr
 
 
-def test_a_folder_that_is_no_piece_is_refused(tmp_path: Path) -> None:
+def test_a_folder_as_a_piece_is_refused(tmp_path: Path) -> None:
     joined = pieces("join", tmp_path, tmp_path / "there")
     assert joined.returncode == 1 and "expected a piece that `gpu_vllm.sh prepare` made" in joined.stderr
 

@@ -1,4 +1,4 @@
-"""Checksums and prefix keys, against the xxhash package and a plain Python reference."""
+"""Checksums and prefix keys, compared with the xxhash package and with plain Python code."""
 
 import threading
 from itertools import pairwise
@@ -40,7 +40,7 @@ def as_bytes(keys):
 # ---- xxh3 itself ----
 
 
-def test_scalar_code_is_always_there_to_check_the_others():
+def test_scalar_code_is_always_available_for_comparison():
     assert VARIANTS[0] == "scalar"
 
 
@@ -60,8 +60,8 @@ def test_sums_do_not_depend_on_alignment(variant):
         assert _cext._xxh3_64(data, 0, variant) == xxhash.xxh3_64_intdigest(data.tobytes())
 
 
-def test_published_constants_have_not_moved():
-    # Stored data carries these sums: a change here is a change of format.
+def test_published_constants_are_unchanged():
+    # Stored data contain these checksums, so a change here changes the format.
     assert _cext.checksum(b"") == 0x2D06800538D394C2
     assert _cext._xxh3_128(b"", 0, "scalar").hex() == "99aa06d3014798d86001c324468d497f"
 
@@ -83,7 +83,7 @@ def test_checksum_takes_any_contiguous_buffer():
         assert _cext.checksum(buffer) == expected
 
 
-def test_checksum_refuses_strided_arrays_and_objects_without_buffer():
+def test_checksum_refuses_strided_arrays_and_objects_without_a_buffer():
     with pytest.raises(ValueError, match="C-contiguous"):
         _cext.checksum(NOISE[:100:2])
     with pytest.raises(TypeError, match="must give a buffer"):
@@ -108,7 +108,7 @@ def test_checksum_into_writes_nothing_when_one_buffer_is_unusable():
     assert out.tolist() == [7, 7]
 
 
-def test_sums_must_be_writable_contiguous_uint64_and_as_many_as_the_blocks():
+def test_sums_must_be_writable_contiguous_uint64_one_per_block():
     frozen = np.zeros(2, np.uint64)
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match="out is read-only"):
@@ -143,14 +143,14 @@ def test_blocks_must_fill_their_buffer():
 
 
 @given(st.integers(1, 2000), st.lists(st.integers(0, 20_000), max_size=6))
-def test_checksum_at_sums_blocks_anywhere(block_bytes, offsets):
+def test_checksum_at_sums_blocks_at_any_address(block_bytes, offsets):
     found = _cext.checksum_at(NOISE, np.array(offsets, np.int64), block_bytes)
     blocks = [NOISE[at : at + block_bytes].tobytes() for at in offsets]
     assert found.tolist() == [xxhash.xxh3_64_intdigest(block) for block in blocks]
 
 
 @pytest.mark.parametrize("offset", [-1, 37, 1 << 62])
-def test_blocks_to_be_summed_must_lie_in_their_buffer(offset):
+def test_blocks_to_sum_must_lie_inside_their_buffer(offset):
     with pytest.raises(IndexError, match=rf"offsets\[1\] is {offset}: a block of 64 bytes"):
         _cext.checksum_at(bytes(100), np.array([36, offset], np.int64), 64)
     with pytest.raises(ValueError, match="block_bytes must be at least 1"):
@@ -205,7 +205,7 @@ def test_prefix_keys_read_strided_and_unaligned_tokens(tokens, step):
         assert as_bytes(_cext.prefix_keys(unaligned, 4)) == reference_keys(tokens, 4)
 
 
-def test_one_token_changes_its_own_key_and_all_after_it_only():
+def test_one_token_changes_its_own_key_and_all_later_keys_only():
     tokens = np.arange(64)
     before = _cext.prefix_keys(tokens, 8)
     tokens[30] += 1
@@ -213,7 +213,7 @@ def test_one_token_changes_its_own_key_and_all_after_it_only():
     assert (before == after).all(axis=1).tolist() == [True] * 3 + [False] * 5
 
 
-def test_repeated_blocks_do_not_repeat_keys():
+def test_repeated_blocks_have_different_keys():
     keys = as_bytes(_cext.prefix_keys(np.zeros(1600, np.int32), 16))
     assert len(set(keys)) == 100
     assert all(a != b for a, b in pairwise(keys))
@@ -221,7 +221,7 @@ def test_repeated_blocks_do_not_repeat_keys():
 
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize(("dtype", "value"), [(np.int32, -1), (np.int64, -1), (np.int64, 2**32), (np.int64, -(2**63))])
-def test_the_first_token_that_does_not_fit_is_named(dtype, value, step):
+def test_the_first_token_out_of_range_is_named(dtype, value, step):
     tokens = np.zeros(100, dtype)[::step]
     tokens[21] = value
     tokens[40] = value
@@ -229,17 +229,17 @@ def test_the_first_token_that_does_not_fit_is_named(dtype, value, step):
         _cext.prefix_keys(tokens, 4)
 
 
-def test_a_misfit_in_the_trailing_partial_block_is_not_read():
+def test_a_bad_token_in_the_partial_last_block_is_not_read():
     tokens = np.array([1, 2, 3, 4, -1])
     assert as_bytes(_cext.prefix_keys(tokens, 4)) == reference_keys([1, 2, 3, 4], 4)
 
 
-def test_the_largest_token_fits():
+def test_the_largest_token_is_accepted():
     tokens = np.full(4, 2**32 - 1)
     assert as_bytes(_cext.prefix_keys(tokens, 4)) == reference_keys(tokens.tolist(), 4)
 
 
-def test_prefix_keys_refuse_other_arrays_parents_and_block_sizes():
+def test_prefix_keys_refuse_wrong_arrays_parents_and_block_sizes():
     tokens = np.arange(16)
     for wrong in (
         tokens.astype(np.float64),

@@ -1,5 +1,5 @@
-"""The Helm chart, against the manifests that it is made after. Helm itself does not run here: `render` understands as
-much of its templates as the chart uses, and refuses the rest. `make check-helm` compares it with Helm."""
+"""The Helm chart, compared with the manifests it is derived from. Helm itself does not run here: `render` implements
+the parts of its templates that the chart uses, and refuses others. `make check-kubernetes` compares it with Helm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def values() -> Any:
 
 
 def look_up(expression: str, context: Any, item: Any) -> Any:
-    """The value of `.Values.a.b`, `.Release.Name` or `.`, with `| toJson`."""
+    """Return the value of `.Values.a.b`, `.Release.Name` or `.`, which may be followed by `| toJson`."""
     path, *functions = (part.strip() for part in expression.split("|"))
     value = item
     if path != ".":
@@ -42,12 +42,12 @@ def look_up(expression: str, context: Any, item: Any) -> Any:
 def render(text: str, context: Any) -> str:
     pieces = _ACTION.split(text)
     tokens = [(pieces[at], pieces[at + 1] or pieces[at + 2]) for at in range(0, len(pieces) - 1, 3)]
-    tokens.append((pieces[-1], "end"))  # of the template itself
+    tokens.append((pieces[-1], "end"))  # the end of the template itself
     return "".join(_block(iter(tokens), context, None))
 
 
 def _block(tokens: Iterator[tuple[str, str]], context: Any, item: Any) -> Iterator[str]:
-    """What the tokens give up to the `end` of their block."""
+    """Yield the rendered texts of the tokens up to the `end` of their block."""
     for text, action in tokens:
         yield text
         word, _, rest = action.partition(" ")
@@ -67,7 +67,7 @@ def _block(tokens: Iterator[tuple[str, str]], context: Any, item: Any) -> Iterat
 
 
 def _inside(tokens: Iterator[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The tokens of a block, its `end` included."""
+    """Return the tokens of a block, including its `end`."""
     depth, inside = 1, []
     while depth:
         inside.append(next(tokens))
@@ -77,7 +77,7 @@ def _inside(tokens: Iterator[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def rendered(changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The objects by kind, of the default values with changes."""
+    """Return the objects by kind, rendered from the default values with these changes."""
     context = {"Values": {**values(), **(changes or {})}, "Release": {"Name": "kvstore", "Namespace": "default"}}
     objects = {}
     for file in TEMPLATES:
@@ -88,17 +88,18 @@ def rendered(changes: dict[str, Any] | None = None) -> dict[str, Any]:
     return objects
 
 
-def test_the_default_values_give_the_manifests() -> None:
+def test_the_default_values_render_the_manifests() -> None:
     expected = copy.deepcopy(kubernetes("kvstore.yaml"))
     (container,) = expected["StatefulSet"]["spec"]["template"]["spec"]["containers"]
-    # The manifest names the port of each shard. That is for people: a port is open whether it is named or not.
+    # The manifest names the port of each shard, and the chart does not. Names are only for readers: a port is open
+    # without one.
     container["ports"] = [{"name": "kvstore", "containerPort": 7070}, container["ports"][-1]]
     text = (ROOT / "docker" / "kubernetes" / "networkpolicy.yaml").read_text(encoding="utf-8")
     expected["NetworkPolicy"] = next(yaml.safe_load_all(text))
     assert rendered() == expected
 
 
-def test_every_value_changes_something_and_no_template_uses_another() -> None:
+def test_every_value_has_an_effect_and_every_used_value_exists() -> None:
     text = "".join(file.read_text(encoding="utf-8") for file in TEMPLATES)
     used = {match.split(".")[0] for match in re.findall(r"\.Values\.([\w.]+)", text)}
     assert used == set(values())
@@ -116,7 +117,7 @@ def test_every_value_changes_something_and_no_template_uses_another() -> None:
     assert found["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast"
 
 
-def test_without_a_disk_or_a_policy_there_is_nothing_of_them() -> None:
+def test_without_disk_or_policy_their_objects_are_absent() -> None:
     found = rendered({"disk": {**values()["disk"], "enabled": False}, "networkPolicy": False})
     assert "NetworkPolicy" not in found
     spec = found["StatefulSet"]["spec"]
@@ -134,12 +135,12 @@ def test_with_a_secret_clients_log_in() -> None:
     assert {"name": volume["name"], "mountPath": "/etc/kvstore", "readOnly": True} in container["volumeMounts"]
 
 
-def test_the_chart_is_of_this_version() -> None:
+def test_the_chart_has_this_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     assert chart["version"] == chart["appVersion"] == values()["image"]["tag"] == __version__
 
 
-def test_what_this_test_cannot_render_is_refused() -> None:
+def test_templates_that_this_test_cannot_render_are_refused() -> None:
     with pytest.raises(AssertionError, match="does not know it"):
         render("a: {{ include 'x' . }}", {"Values": {}})
     with pytest.raises(KeyError):

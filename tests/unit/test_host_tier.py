@@ -1,4 +1,4 @@
-"""The middle tier's index: which slot holds which block, who gives way, and who may not."""
+"""The index of the CPU tier: which slot has which block, and which blocks may be evicted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.harness import environment, make_keys
 
 
 def put(tier: HostTier, keys: Sequence[bytes]) -> list[int]:
-    """Blocks that are in the tier. -> their slots."""
+    """Put blocks into the tier. Return their slots."""
     slots = tier.reserve(keys)
     tier.commit(slots[slots >= 0])
     return [int(slot) for slot in slots]
@@ -34,7 +34,7 @@ def test_the_package_and_its_index_need_no_engine() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=60)
 
 
-def test_a_tier_that_was_never_written_to_answers_everything() -> None:
+def test_a_new_tier_answers_every_call() -> None:
     tier = HostTier(4, keep=True)
     keys = make_keys(3)
     assert tier.find(keys).tolist() == [-1, -1, -1] and tier.acquire(keys).tolist() == [-1, -1, -1]
@@ -47,7 +47,7 @@ def test_a_tier_that_was_never_written_to_answers_everything() -> None:
     assert tier.blocks == 0 and tier.busy == 0
 
 
-def test_a_block_can_be_read_when_it_is_written_and_not_before() -> None:
+def test_a_block_can_be_read_only_once_it_is_written() -> None:
     tier = HostTier(4, keep=True)
     [key] = make_keys(1)
     slots = tier.reserve([key])
@@ -62,7 +62,7 @@ def test_each_slot_is_handed_out_once() -> None:
     assert sorted(slots) == list(range(8))
 
 
-def test_a_block_that_is_here_or_on_its_way_is_not_given_a_second_slot() -> None:
+def test_a_present_or_incoming_block_gets_no_second_slot() -> None:
     tier = HostTier(4, keep=True)
     first, second, third = make_keys(3)
     put(tier, [first])
@@ -72,14 +72,14 @@ def test_a_block_that_is_here_or_on_its_way_is_not_given_a_second_slot() -> None
     assert all(HostTier.is_known(slots[index]) for index in (0, 1, 3))
 
 
-def test_without_room_a_block_is_refused_which_is_not_the_same_as_known() -> None:
+def test_a_block_refused_for_lack_of_room_is_not_known() -> None:
     tier = HostTier(2, keep=True)
     tier.reserve(make_keys(2))
     [slot] = tier.reserve(make_keys(1, first=2)).tolist()
     assert slot < 0 and not HostTier.is_known(slot)
 
 
-def test_the_least_recently_used_chain_gives_way_tail_first() -> None:
+def test_the_least_recently_used_chain_is_evicted_tail_first() -> None:
     tier = HostTier(6, keep=True, policy="lru")
     old, new = make_keys(3), make_keys(3, first=3)
     put(tier, old)
@@ -88,7 +88,7 @@ def test_the_least_recently_used_chain_gives_way_tail_first() -> None:
     assert present(tier, old) == [True, False, False] and present(tier, new) == [True, True, True]
 
 
-def test_a_chain_that_was_used_outlives_one_that_was_not() -> None:
+def test_a_used_chain_outlives_an_unused_one() -> None:
     tier = HostTier(6, keep=True, policy="lru")
     old, new = make_keys(3), make_keys(3, first=3)
     put(tier, old)
@@ -98,7 +98,7 @@ def test_a_chain_that_was_used_outlives_one_that_was_not() -> None:
     assert present(tier, old) == [True, True, True] and present(tier, new) == [False, False, False]
 
 
-def test_looking_is_no_use() -> None:
+def test_a_lookup_does_not_count_as_use() -> None:
     tier = HostTier(2, keep=True, policy="lru")
     old, new = make_keys(2)
     put(tier, [old])
@@ -120,7 +120,7 @@ def test_touching_a_chain_ends_at_its_first_gap() -> None:
     assert present(tier, [head, tail, *other]) == [True, False, True]
 
 
-def test_a_slot_that_is_read_is_never_given_away() -> None:
+def test_a_slot_being_read_is_never_reused() -> None:
     tier = HostTier(2, keep=True, policy="lru")
     keys = make_keys(2)
     put(tier, keys)
@@ -132,7 +132,7 @@ def test_a_slot_that_is_read_is_never_given_away() -> None:
     assert present(tier, keys) == [False, False]
 
 
-def test_a_dropped_blocks_slot_is_free_when_its_last_reader_is_done() -> None:
+def test_a_dropped_blocks_slot_is_free_after_its_last_reader() -> None:
     tier = HostTier(1, keep=False)
     [key] = make_keys(1)
     slots = put(tier, [key])
@@ -146,7 +146,7 @@ def test_a_dropped_blocks_slot_is_free_when_its_last_reader_is_done() -> None:
     assert tier.busy == 0 and tier.reserve(make_keys(1, first=1)).tolist() == slots
 
 
-def test_a_key_can_be_written_anew_while_its_dropped_slot_is_still_read() -> None:
+def test_a_key_can_be_rewritten_while_its_dropped_slot_is_read() -> None:
     tier = HostTier(2, keep=False)
     [key] = make_keys(1)
     old = put(tier, [key])
@@ -158,7 +158,7 @@ def test_a_key_can_be_written_anew_while_its_dropped_slot_is_still_read() -> Non
     assert tier.find([key]).tolist() == new
 
 
-def test_slots_that_will_not_be_written_are_free_again() -> None:
+def test_slots_of_abandoned_writes_are_free_again() -> None:
     tier = HostTier(2, keep=True)
     keys = make_keys(3)
     slots = tier.reserve(keys)
@@ -167,7 +167,7 @@ def test_slots_that_will_not_be_written_are_free_again() -> None:
     assert (tier.reserve(keys[1:]) >= 0).all()
 
 
-def test_clearing_forgets_what_can_be_read_and_spares_what_is_read_or_written() -> None:
+def test_clearing_forgets_readable_blocks_and_spares_those_in_use() -> None:
     tier = HostTier(3, keep=True)
     keys = make_keys(3)
     put(tier, keys[:2])
@@ -180,7 +180,7 @@ def test_clearing_forgets_what_can_be_read_and_spares_what_is_read_or_written() 
     assert present(tier, keys) == [False, False, True] and tier.busy == 0
 
 
-def test_giving_back_more_than_was_taken_is_an_error() -> None:
+def test_releasing_more_than_was_taken_is_an_error() -> None:
     tier = HostTier(2, keep=True)
     slots = put(tier, make_keys(1))
     with pytest.raises(ValueError, match="reader"):
@@ -188,23 +188,23 @@ def test_giving_back_more_than_was_taken_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("policy", BlockIndex.POLICIES)
-def test_every_policy_of_the_server_decides_here_too(policy: str) -> None:
+def test_every_eviction_policy_works_here_too(policy: str) -> None:
     tier = HostTier(100, keep=True, policy=policy)
     hot = make_keys(10)
     put(tier, hot)
-    for first in range(1000, 2000, 10):  # a scan ten times the tier, beside what is used all the time
+    for first in range(1000, 2000, 10):  # a scan of ten times the tier's size, while some blocks are used all the time
         tier.touch(hot)
         put(tier, make_keys(10, first=first))
     assert all(present(tier, hot)) and tier.blocks == 100
 
 
-def test_a_policy_nobody_knows_is_refused() -> None:
+def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="lfu"):
         HostTier(4, keep=True, policy="lfu").reserve(make_keys(1))
 
 
 @pytest.mark.parametrize("policy", ["lru", "default"])
-def test_a_chain_that_was_saved_in_parts_keeps_its_head(policy: str) -> None:
+def test_a_chain_saved_in_parts_keeps_its_head(policy: str) -> None:
     tier = HostTier(64, keep=True, policy=policy)
     chain, other = make_keys(48), make_keys(40, first=1000)
     for keys in (chain, other):

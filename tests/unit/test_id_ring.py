@@ -1,4 +1,4 @@
-"""Numbers put into memory that two processes map, and taken from it."""
+"""A ring of numbers in memory that two processes map."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_numbers_are_taken_once_and_in_order() -> None:
     assert writer.put(2**64 - 1) and reader.take() == [2**64 - 1]
 
 
-def test_a_full_ring_takes_no_more_and_loses_nothing() -> None:
+def test_a_full_ring_refuses_more_and_loses_nothing() -> None:
     memory = shared()
     writer, reader = IdRing(memory), IdRing(memory)
     assert [writer.put(number) for number in range(600)] == [True] * ROOM + [False] * (600 - ROOM)
@@ -37,7 +37,7 @@ def test_a_full_ring_takes_no_more_and_loses_nothing() -> None:
     assert writer.put(7) and reader.take() == [7]
 
 
-def test_who_waits_is_told_of_and_gets_the_number_all_the_same() -> None:
+def test_put_reports_a_waiting_reader_that_still_gets_the_number() -> None:
     memory = shared()
     writer, reader = IdRing(memory), IdRing(memory)
     assert reader.take(waits=True) == []
@@ -47,7 +47,7 @@ def test_who_waits_is_told_of_and_gets_the_number_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nonsense_from_the_other_side_is_bounded(seed: int) -> None:
+def test_invalid_state_from_the_other_side_is_bounded(seed: int) -> None:
     rng = random.Random(seed)
     memory = shared()
     writer, reader = IdRing(memory), IdRing(memory)
@@ -61,7 +61,7 @@ def test_nonsense_from_the_other_side_is_bounded(seed: int) -> None:
     assert fresh.put(5) and len(reader.take()) <= ROOM
 
 
-def test_two_processes_pass_every_number_on() -> None:
+def test_two_processes_pass_on_every_number() -> None:
     memory, count = shared(), 200_000
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""Which shards are asked for blocks at the same time, and for how long the others wait."""
+"""Which shards are asked for blocks at the same time, and how long other shards wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 1 << 20
 
 @dataclass(eq=False)
 class Place:
-    """What of a link counts."""
+    """The fields of a link that this module uses."""
 
     name: str
     on_this_host: bool = True
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(eq=False)
 class Asked:
-    """What of a call counts."""
+    """The fields of a call that this module uses."""
 
     link: Place
     count: int = 16
@@ -67,15 +67,15 @@ TAKEN.sending.owner = "another thread"
         (1, [DOWN, A], [[DOWN, A]]),
     ],
 )
-def test_shards_of_this_host_wait_for_cores_and_nobody_for_what_is_not_ready(
+def test_local_shards_wait_for_cores_but_never_for_unready_blocks(
     monkeypatch: pytest.MonkeyPatch, cores_beside: int, links: list[Place], groups: list[list[Place]]
 ) -> None:
-    monkeypatch.setattr(module, "AT_A_TIME", cores_beside)
+    monkeypatch.setattr(module, "SHARDS_AT_A_TIME", cores_beside)
     found = in_turn([Asked(link) for link in links])  # type: ignore[misc]
     assert [[call.link for call in group] for group in found] == groups
 
 
-def test_a_turn_is_over_when_the_blocks_are_nearly_there_or_will_not_come() -> None:
+def test_a_turn_ends_when_its_blocks_are_nearly_there_or_lost() -> None:
     here, far = Place("here"), Place("far", on_this_host=False)
     calls = [Asked(here), Asked(here), Asked(far)]
     turn = Turn(calls)  # type: ignore[arg-type]

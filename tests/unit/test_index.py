@@ -1,7 +1,8 @@
-"""BlockIndex against a plain-Python model, over random sequences of every operation, and by behaviour.
+"""BlockIndex, compared with a model in plain Python in random sequences of every operation, and tests of single
+features.
 
-The model keeps the same promises with dicts and one list in order of recency; which free slot a write gets is
-the index's own choice, so the model learns it from the answer and only checks that it was free.
+The model does the same with dicts and one list in order of recency. The index chooses the free slot for a write, so the
+model takes the slot from the result and only checks that it was free.
 """
 
 import sys
@@ -41,7 +42,7 @@ def sums_of(slots: Sequence[int] | np.ndarray) -> np.ndarray:
 
 @dataclass
 class Block:
-    """One slot in use: its state, and for a WRITING one the slot it is to replace."""
+    """A slot in use: its state and, for a WRITING slot, the slot that it will replace."""
 
     name: int
     state: int
@@ -322,7 +323,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def misuse_raises_and_changes_nothing(self, data: st.DataObject) -> None:
-        """A wrong slot number behind good ones; the invariants then see whether anything moved."""
+        """Pass a wrong slot number after valid ones. The invariants then show whether the call changed anything."""
         model, index = self.model, self.index
         beyond = st.sampled_from([max(model.slots(), default=0) + 1000, 2**31 - 64])
         writing = [s for s, b in model.blocks.items() if b.state == WRITING]
@@ -393,7 +394,7 @@ TestIndexMachine = IndexMachine.TestCase
 
 
 class Filled:
-    """An index whose blocks are set and committed in one call, with the ticks kept as a shard keeps them."""
+    """An index whose blocks are set and committed in one call. It counts ticks as a shard does."""
 
     def __init__(self, slots_per_segment: int = 8, segments: int = 1, key_bytes: int = 16) -> None:
         self.index = BlockIndex(key_bytes, slots_per_segment)
@@ -450,7 +451,7 @@ def test_setting_an_existing_block_again_counts_as_use() -> None:
     assert store.left(1, 2) == [1]
 
 
-def test_the_head_of_a_chain_whose_tail_is_pinned_outlives_other_chains() -> None:
+def test_the_head_of_a_pinned_chain_outlives_other_chains() -> None:
     store = Filled()
     store.set(1, 2, 3)
     store.index.contains(key(3), 0.0, False, 0, 10.0)
@@ -459,7 +460,7 @@ def test_the_head_of_a_chain_whose_tail_is_pinned_outlives_other_chains() -> Non
     assert store.left(1, 2, 3, 4, 5) == [1, 2, 3]
 
 
-def test_only_the_blocks_below_a_pinned_one_go_before_other_chains() -> None:
+def test_only_blocks_below_a_pinned_one_go_before_other_chains() -> None:
     store = Filled()
     store.set(1, 2, 3)
     store.index.contains(key(2), 0.0, False, 0, 10.0)
@@ -470,7 +471,7 @@ def test_only_the_blocks_below_a_pinned_one_go_before_other_chains() -> None:
     assert store.left(1, 2, 3, 4) == [1, 2]
 
 
-def test_blocks_above_a_pinned_one_are_evicted_when_nothing_else_is_left() -> None:
+def test_blocks_above_a_pinned_one_go_when_nothing_else_is_left() -> None:
     store = Filled()
     store.set(1, 2, 3)
     store.index.contains(key(3), 0.0, False, 0, 10.0)
@@ -479,7 +480,7 @@ def test_blocks_above_a_pinned_one_are_evicted_when_nothing_else_is_left() -> No
 
 
 @pytest.mark.parametrize("policy", BlockIndex.POLICIES)
-def test_a_parent_that_is_not_there_or_not_ready_is_no_parent(policy: str) -> None:
+def test_a_missing_or_unready_parent_is_ignored(policy: str) -> None:
     index = BlockIndex(16, 8, policy)
     index.attach()
     first = index.reserve(chain(1, 2), False, 1)
@@ -494,7 +495,7 @@ def test_a_parent_that_is_not_there_or_not_ready_is_no_parent(policy: str) -> No
 
 
 @pytest.mark.parametrize("policy", BlockIndex.POLICIES)
-def test_a_parent_of_the_wrong_size_is_refused_and_nothing_is_committed(policy: str) -> None:
+def test_a_parent_of_the_wrong_size_is_refused_without_any_commit(policy: str) -> None:
     index = BlockIndex(16, 8, policy)
     index.attach()
     slots = index.reserve(key(1), False, 1)
@@ -505,7 +506,7 @@ def test_a_parent_of_the_wrong_size_is_refused_and_nothing_is_committed(policy: 
     assert (index.ready, index.writing) == (0, 1)
 
 
-def test_a_block_replaced_under_a_parent_that_is_replaced_too() -> None:
+def test_a_block_and_its_parent_can_be_replaced_together() -> None:
     index = BlockIndex(16, 8, "default")
     index.attach()
     index.commit(index.reserve(chain(1, 2), False, 1), [1, 2], 3)
@@ -532,7 +533,7 @@ def test_a_pin_is_never_shortened() -> None:
     assert store.index.evict(1, 5.0) == 1
 
 
-def test_a_pin_on_a_block_being_written_or_replaced_holds_for_what_is_committed() -> None:
+def test_a_pin_on_an_unready_block_holds_for_the_committed_one() -> None:
     store = Filled()
     slots = store.index.reserve(key(1), False, store.ticks(1))
     assert store.index.match_prefix(key(1), 0.0, False, 0, 5.0) == 1
@@ -544,7 +545,7 @@ def test_a_pin_on_a_block_being_written_or_replaced_holds_for_what_is_committed(
 
 
 @pytest.mark.parametrize("remove", ["delete", "drop", "clear", "replace"])
-def test_a_referenced_blocks_slot_is_not_used_again_until_it_is_released(remove: str) -> None:
+def test_a_referenced_blocks_slot_is_reused_only_after_release(remove: str) -> None:
     store = Filled(slots_per_segment=2)
     index = store.index
     store.set(1)
@@ -568,7 +569,7 @@ def test_a_referenced_blocks_slot_is_not_used_again_until_it_is_released(remove:
     assert store.set(3) == [slot]
 
 
-def test_a_deletion_does_not_count_a_block_that_has_expired_since_the_last_call() -> None:
+def test_a_deletion_does_not_count_a_just_expired_block() -> None:
     store = Filled()
     for name, expires in ((1, 1.0), (2, 2.0), (3, 0.0)):
         slots = store.index.reserve(key(name), False, store.ticks(1))
@@ -610,7 +611,7 @@ def test_an_aborted_forced_set_leaves_the_old_block() -> None:
     assert (store.acquire(1), store.index.ready, store.index.writing) == ([old], 1, 0)
 
 
-def test_a_forced_set_goes_on_when_the_old_block_is_deleted() -> None:
+def test_a_forced_set_continues_when_the_old_block_is_deleted() -> None:
     store = Filled()
     store.set(1)
     slots = store.index.reserve(key(1), True, store.ticks(1))
@@ -638,7 +639,7 @@ def test_a_batch_on_a_fresh_segment_is_contiguous() -> None:
     assert store.set(*range(100, 150)) == list(range(100, 150))
 
 
-def test_a_chain_evicted_whole_is_used_again_in_ascending_order() -> None:
+def test_a_chain_evicted_whole_is_reused_in_ascending_order() -> None:
     store = Filled(slots_per_segment=200)
     store.set(*range(200))
     store.touch(*range(100, 200))
@@ -651,7 +652,7 @@ def test_a_batch_larger_than_the_space_left_fills_it() -> None:
     assert store.set(1, 2, 1, 3, 3) == [0, 1, DUPLICATE, NO_SPACE, DUPLICATE]
 
 
-def test_a_detached_ordinal_is_attached_again_empty() -> None:
+def test_a_detached_segment_number_is_attached_again_empty() -> None:
     store = Filled(slots_per_segment=2, segments=3)
     store.set(1, 2)
     assert store.index.detach(2) == 2
@@ -756,7 +757,7 @@ def test_a_slot_named_twice_is_refused_whole() -> None:
     assert store.index.commit(slots, [1, 2], 9) == 2
 
 
-def test_sums_must_be_as_many_as_slots() -> None:
+def test_sums_must_be_one_per_slot() -> None:
     store = Filled()
     slots = store.index.reserve(chain(1, 2), False, 1)
     with pytest.raises(ValueError, match="2 slots with 1 sums"):
@@ -767,7 +768,7 @@ def test_sums_must_be_as_many_as_slots() -> None:
 
 
 @pytest.mark.parametrize("slots", [[0.5], np.zeros((2, 2), np.int32), [None], "ab", np.zeros(1, np.float32)])
-def test_slots_that_are_no_integers_are_refused(slots: Any) -> None:
+def test_slots_that_are_not_integers_are_refused(slots: Any) -> None:
     with pytest.raises(TypeError, match="slots must be a vector of int32"):
         Filled().index.release(slots)
 
@@ -788,7 +789,7 @@ def test_impossible_sizes_are_refused(key_bytes: int, slots_per_segment: int) ->
         BlockIndex(key_bytes, slots_per_segment)
 
 
-def test_the_index_takes_less_than_200_bytes_a_slot_and_gives_them_back() -> None:
+def test_the_index_takes_under_200_bytes_a_slot_and_frees_them() -> None:
     index = BlockIndex(16, 1000)
     for segment in range(50):
         index.attach()
@@ -798,8 +799,8 @@ def test_the_index_takes_less_than_200_bytes_a_slot_and_gives_them_back() -> Non
     assert index.nbytes < 16_384
 
 
-def test_detach_and_attach_under_churn_keep_every_other_block() -> None:
-    """Table growth, shrinking and backward-shift deletion at a size where clusters are long."""
+def test_detaching_and_attaching_under_churn_keeps_every_other_block() -> None:
+    """The table grows, shrinks and deletes by backward shifts, at a size with long clusters."""
     rng = np.random.default_rng(5)
     index = BlockIndex(16, 64)
     tick = 1
@@ -830,7 +831,7 @@ def test_detach_and_attach_under_churn_keep_every_other_block() -> None:
 
 
 def test_keys_are_not_leaked_references() -> None:
-    """A refused call must give its buffers back: a bytearray still exported could not be resized."""
+    """A refused call must release its buffers: a bytearray that is still exported cannot be resized."""
     store = Filled()
     keys, slots = bytearray(chain(1, 2)[:31]), np.array([5], np.int32)
     references = sys.getrefcount(slots)
@@ -871,20 +872,20 @@ def with_expiry(*names: int, expires: float, priority: int = 0) -> Filled:
         lambda i: i.evict(2, 5.0) == 2,
     ],
 )
-def test_an_expired_block_is_as_if_deleted_pinned_or_not(call: Callable[[BlockIndex], bool]) -> None:
+def test_an_expired_block_counts_as_deleted_pinned_or_not(call: Callable[[BlockIndex], bool]) -> None:
     store = with_expiry(1, 2, expires=5.0)
     assert store.index.match_prefix(chain(1, 2), 4.75, True, store.ticks(2), 10.0) == 2
     assert call(store.index)
 
 
-def test_expiry_is_kept_to_an_eighth_of_a_second_and_never_early() -> None:
+def test_expiry_is_at_most_an_eighth_second_late_and_never_early() -> None:
     store = with_expiry(1, expires=5.01)
     assert store.index.expires_of([0, -1]).tolist() == [5.125, 0.0]
     assert store.index.contains(key(1), 5.1, False, 0) == b"\1"
     assert store.index.contains(key(1), 5.125, False, 0) == b"\0"
 
 
-def test_a_block_is_given_another_time_from_now_on() -> None:
+def test_a_blocks_expiry_can_be_changed() -> None:
     store = with_expiry(1, 2, 3, expires=5.0)
     assert store.index.set_expiry(chain(1, 9, 2), 4.0, 50.0) == b"\1\0\1"
     assert store.index.set_expiry(key(2), 4.0, 0.0) == b"\1"
@@ -911,7 +912,7 @@ def test_time_never_goes_back() -> None:
     assert store.index.contains(key(1), 1.0, False, 0) == b"\0"
 
 
-def test_a_sweep_looks_at_so_many_slots_and_comes_round() -> None:
+def test_a_sweep_checks_a_bounded_number_of_slots_and_wraps_around() -> None:
     store = Filled(slots_per_segment=4, segments=3)
     store.index.detach(1)
     slots = store.index.reserve(chain(*range(8)), False, 1)
@@ -920,7 +921,7 @@ def test_a_sweep_looks_at_so_many_slots_and_comes_round() -> None:
     assert store.index.free == 8
 
 
-def test_a_write_that_replaces_an_expired_block_goes_on() -> None:
+def test_a_write_that_replaces_an_expired_block_continues() -> None:
     store = with_expiry(1, expires=5.0)
     slots = store.index.reserve(key(1), True, store.ticks(1))
     assert store.index.acquire(key(1), 6.0, store.ticks(1)).tolist() == [COMING]
@@ -948,7 +949,7 @@ def test_a_restored_index_answers_and_evicts_like_the_old_one() -> None:
     assert new.reserve(chain(*range(6, 12)), False, 99).tolist().count(NO_SPACE) == 3
 
 
-def test_a_row_that_cannot_be_restored_is_left_out() -> None:
+def test_a_row_that_cannot_be_restored_is_skipped() -> None:
     store = Filled()
     store.set(1)
     writing = store.index.reserve(key(2), False, store.ticks(1)).tolist()
@@ -962,7 +963,7 @@ def test_a_row_that_cannot_be_restored_is_left_out() -> None:
     assert store.left(1, 2, 3, 6, 7) == [1, 3, 7]
 
 
-def test_columns_that_do_not_fit_are_refused_whole() -> None:
+def test_mismatched_columns_are_refused_as_a_whole() -> None:
     index, zeros = Filled().index, np.zeros(2, np.uint64)
     good: list[Any] = [[0, 1], zeros, zeros, [0.0, 0.0], [0, 0]]
     for i, name in enumerate(["slots", "sums", "ticks", "expires", "priorities"]):
@@ -977,7 +978,7 @@ def test_columns_that_do_not_fit_are_refused_whole() -> None:
     assert index.restore(chain(1, 2), *good).tolist() == [0, 1]
 
 
-def test_evicted_keys_are_only_appended_to_a_bytearray_that_can_grow() -> None:
+def test_evicted_keys_are_only_appended_to_a_growable_bytearray() -> None:
     store = Filled()
     store.set(1)
     keys = bytearray()
@@ -991,7 +992,7 @@ def test_evicted_keys_are_only_appended_to_a_bytearray_that_can_grow() -> None:
 # ---- slots taken from their writer ---------------------------------------------------------------------------------
 
 
-def test_a_disowned_slot_leaves_its_key_to_others_and_is_free_when_its_writer_lets_go() -> None:
+def test_a_disowned_slot_frees_its_key_at_once_and_itself_later() -> None:
     index = BlockIndex(16, 4)
     index.attach()
     key = bytes(16)
@@ -1005,7 +1006,7 @@ def test_a_disowned_slot_leaves_its_key_to_others_and_is_free_when_its_writer_le
     assert index.state_of(key) == BlockIndex.READY and index.checksums([other]).tolist() == [7]
 
 
-def test_what_a_disowned_slot_was_to_replace_stays() -> None:
+def test_the_old_block_stays_when_its_replacement_is_disowned() -> None:
     index = BlockIndex(16, 4)
     index.attach()
     key = bytes(16)

@@ -1,4 +1,4 @@
-"""The rows of INFO's fields: documents name every field and metric; what a shard does not have keeps its default."""
+"""The fields of INFO: documents name every field and metric, and a field that a shard does not send has its default."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ def text_of(name: str) -> str:
 
 
 def rows_of(text: str) -> dict[str, str]:
-    """The names in the first cells of a table's rows, and each row."""
+    """Return each name in the first cells of a table, with its row."""
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     return {name: row for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+
+
+def members_of(text: str, begins: str) -> set[str]:
+    """Return the names in the paragraph or list that begins with these words."""
+    assert begins in text
+    return set(re.findall(r"`(\w+)`", re.split(r"\n\n(?![*])", text.partition(begins)[2])[0]))
 
 
 @pytest.mark.parametrize(
@@ -38,11 +44,11 @@ def test_the_protocol_names_every_field(struct: type[msgspec.Struct], begins: st
 )
 def test_the_protocol_names_every_member_of_a_field(struct: type[msgspec.Struct], key: str) -> None:
     section = text_of("protocol.md").partition("### INFO `")[2]
-    assert set(struct.__struct_fields__) <= set(re.findall(r"`(\w+)`", rows_of(section)[key]))
+    assert set(struct.__struct_fields__) <= members_of(section, f"A map of `{key}`:")
 
 
 def test_the_metrics_are_documented() -> None:
-    documented = set(re.findall(r"`(kvstore_\w+)`", text_of("operations.md") + text_of("persistence.md")))
+    documented = set(re.findall(r"`(kvstore_\w+)`", text_of("monitoring.md")))
     structs = (ShardInfo, NamespaceInfo, TenantInfo, DiskInfo)
     fields = [field for struct in structs for field in fields_of(struct) if field.metric]
     names = [f"{field.metric}_total" if field.counter else field.metric for field in fields]
@@ -51,12 +57,12 @@ def test_the_metrics_are_documented() -> None:
 
 
 def test_the_keys_of_the_status_page_are_documented() -> None:
-    row = rows_of(text_of("operations.md").partition("### status.json")[2].partition("## Log")[0])["shards"]
+    section = text_of("monitoring.md").partition("### status.json")[2].partition("## Log")[0]
     keys = {*ShardRow.__struct_fields__, *DiskRow.__struct_fields__, *(field.name for field in COLUMNS)} - {"shard"}
-    assert keys <= set(re.findall(r"`(\w+)`", row))
+    assert keys <= members_of(section, "An object of `shards`:")
 
 
-def test_what_a_shard_does_not_have_keeps_its_default() -> None:
+def test_a_field_that_a_shard_lacks_keeps_its_default() -> None:
     class Info(msgspec.Struct, frozen=True):
         sets: Annotated[int, Counter("state.sets")]
         read: Annotated[int, Counter("disk.fetching.blocks")] = -1

@@ -1,4 +1,4 @@
-"""Namespaces have one canonical form, and keys that cannot be keys are refused before anything is sent."""
+"""Namespaces have one canonical form, and invalid keys are refused before anything is sent."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_equal_fields_are_the_same_namespace() -> None:
         {"extra": {"a": "b"}},
     ],
 )
-def test_any_field_that_differs_is_another_namespace(changed: dict[str, Any]) -> None:
+def test_any_different_field_gives_another_namespace(changed: dict[str, Any]) -> None:
     others = [namespace(), namespace(world=2)] if "rank" in changed else [namespace()]
     assert namespace(**changed).id not in [other.id for other in others]
 
@@ -64,26 +64,52 @@ def test_any_field_that_differs_is_another_namespace(changed: dict[str, Any]) ->
     [
         ({"block_bytes": 0}, ValueError, "block_bytes=0: expected 1 to 67108864"),
         ({"block_bytes": 2**26 + 1}, ValueError, "67108865"),
-        ({"block_bytes": 4096.0}, TypeError, "block_bytes=4096.0: a float: expected a whole number"),
+        ({"block_bytes": 4096.0}, TypeError, "block_bytes=4096.0 is of type float: expected a whole number"),
         ({"block_tokens": True}, TypeError, "block_tokens=True"),
         ({"block_tokens": 0}, ValueError, "block_tokens=0: expected at least 1"),
         ({"rank": 1}, ValueError, "rank=1: expected less than world=1"),
         ({"rank": -1}, ValueError, "rank=-1"),
         ({"world": 0}, ValueError, "world=0: expected at least 1"),
-        ({"model": b"m"}, TypeError, "model=b'm': a bytes: expected a string"),
+        ({"model": b"m"}, TypeError, "model=b'm' is of type bytes: expected a string"),
         ({"dtype": "banana"}, ValueError, "dtype='banana': expected one of float64, float32, float16, bfloat16, "),
-        ({"dtype": np.float16}, TypeError, "a type: expected a string"),
+        ({"dtype": 16}, TypeError, "dtype=16 is of type int: expected a name, such as 'bfloat16', or a dtype"),
+        ({"dtype": np.complex64}, ValueError, "expected one of float64"),
+        ({"model": ""}, ValueError, "model='': expected the model's name"),
         ({"extra": {"lora": 7}}, TypeError, "extra={'lora': 7}: expected a dict of strings"),
         ({"colour": "red"}, TypeError, "colour"),
     ],
 )
-def test_a_field_that_cannot_be_is_named(changed: dict[str, Any], error: type[Exception], part: str) -> None:
+def test_an_invalid_field_is_named(changed: dict[str, Any], error: type[Exception], part: str) -> None:
     with pytest.raises(error) as caught:
         namespace(**changed)
     assert part in str(caught.value)
 
 
-def test_a_namespace_does_not_change() -> None:
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (np.float16, "float16"),
+        (np.dtype("uint8"), "uint8"),
+        ("torch.bfloat16", "bfloat16"),
+        ("bf16", "bfloat16"),
+        ("fp16", "float16"),
+        ("half", "float16"),
+        ("float8_e4m3fn", "float8_e4m3fn"),
+    ],
+)
+def test_a_dtype_may_be_given_by_any_of_its_names(given: Any, name: str) -> None:
+    assert namespace(dtype=given) == namespace(dtype=name) and namespace(dtype=given).dtype == name
+    shape: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_size": 8, "block_tokens": 4}
+    assert Namespace.for_model("m", dtype=given, **shape) == Namespace.for_model("m", dtype=name, **shape)
+
+
+def test_a_dtype_of_torch_is_accepted() -> None:
+    torch = pytest.importorskip("torch")
+    for name in ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8"):
+        assert namespace(dtype=getattr(torch, name)).dtype == name
+
+
+def test_a_namespace_is_immutable() -> None:
     extra = {"a": "1"}
     one = namespace(extra=extra)
     extra["a"] = "2"
@@ -92,13 +118,13 @@ def test_a_namespace_does_not_change() -> None:
         one.model = "other"
 
 
-def test_equal_namespaces_are_one_key_of_a_dict() -> None:
+def test_equal_namespaces_are_one_dict_key() -> None:
     clients = {namespace(extra={"a": "1", "b": "2"}): "a client"}
     assert clients[namespace(extra={"b": "2", "a": "1"})] == "a client"
     assert namespace(extra={"a": "1"}) not in clients
 
 
-def test_integers_of_numpy_are_integers() -> None:
+def test_numpy_integers_are_accepted() -> None:
     one = namespace(block_tokens=np.int64(16), block_bytes=np.uint32(4096), rank=np.int8(0))
     assert one == namespace() and one.id == namespace().id and type(one.block_bytes) is int
 
@@ -127,13 +153,13 @@ def test_other_fields_of_a_models_namespace_are_given_by_name() -> None:
     [
         ({"dtype": "banana"}, ValueError, "dtype='banana': expected one of float64, float32, float16, bfloat16, "),
         ({"layers": 0}, ValueError, "layers=0: expected at least 1"),
-        ({"kv_heads": 4.0}, TypeError, "kv_heads=4.0: a float"),
+        ({"kv_heads": 4.0}, TypeError, "kv_heads=4.0 is of type float"),
         ({"block_tokens": 1 << 20}, ValueError, "expected at most 67108864; choose fewer block_tokens"),
-        ({"block_bytes": 4096}, TypeError, "block_bytes: it is computed"),
+        ({"block_bytes": 4096}, TypeError, "block_bytes is computed"),
         ({"colour": "red"}, TypeError, "colour"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(changed: dict[str, Any], error: type[Exception], part: str) -> None:
+def test_an_impossible_model_is_refused(changed: dict[str, Any], error: type[Exception], part: str) -> None:
     with pytest.raises(error) as caught:
         Namespace.for_model("m", **{**MODEL, **changed})
     assert part in str(caught.value)
@@ -176,20 +202,20 @@ def test_prefix_keys_take_lists_and_continue_chains() -> None:
 @pytest.mark.parametrize(
     ("tokens", "error", "part"),
     [
-        ("text", TypeError, "token_ids: a str: expected integers"),
-        (b"text", TypeError, "token_ids: a bytes"),
-        (7, TypeError, "token_ids: a int"),
-        ([1.5, 2], TypeError, "token_ids: float64 of shape (2,): expected one row of integers"),
-        ([True, False], TypeError, "token_ids: bool"),
+        ("text", TypeError, "token_ids is of type str: expected an array"),
+        (b"text", TypeError, "token_ids is of type bytes"),
+        (7, TypeError, "token_ids is of type int"),
+        ([1.5, 2], TypeError, "token_ids: an array of float64 of shape (2,): expected one row of integers"),
+        ([True, False], TypeError, "token_ids: an array of bool"),
         ([[1, 2], [3, 4]], TypeError, "shape (2, 2)"),
         ([[1, 2], [3]], ValueError, "token_ids: "),
-        (["a", "b"], TypeError, "token_ids: <U1"),
+        (["a", "b"], TypeError, "token_ids: an array of <U1"),
         ([1, -1], ValueError, "tokens[1] is -1"),
         ([1 << 32], ValueError, "tokens[0] is 4294967296"),
         ([(1 << 64) - 1], ValueError, "token_ids: 18446744073709551615"),
     ],
 )
-def test_tokens_that_are_none_are_refused(tokens: Any, error: type[Exception], part: str) -> None:
+def test_invalid_tokens_are_refused(tokens: Any, error: type[Exception], part: str) -> None:
     with pytest.raises(error) as caught:
         prefix_keys(tokens, 1)
     assert part in str(caught.value)
@@ -213,12 +239,12 @@ def test_an_array_of_keys_is_not_copied() -> None:
     assert np.shares_memory(pack_keys(table), table)
 
 
-def test_keys_out_of_an_array_with_other_columns_are_packed() -> None:
+def test_keys_from_an_array_with_other_columns_are_packed() -> None:
     table = np.arange(5 * 40, dtype=np.uint8).reshape(5, 40)
     assert pack_keys(table[:, 8:24]).tobytes() == b"".join(row[8:24].tobytes() for row in table)
 
 
-def test_no_keys_are_fine() -> None:
+def test_no_keys_are_accepted() -> None:
     assert len(pack_keys([])) == 0
     assert len(pack_keys(np.empty((0, 16), dtype=np.uint8))) == 0
 
@@ -230,17 +256,17 @@ def test_no_keys_are_fine() -> None:
         ([bytes(65)], ValueError, "keys of 65 bytes: expected 8 to 64"),
         ([bytes(8), bytes(9)], ValueError, "[8, 9]"),
         ([bytes(9), bytes(8), bytes(10)], ValueError, "[8, 9, 10]"),
-        (bytes(16), TypeError, "a single bytes"),
-        ("a key as text", TypeError, "a single str"),
+        (bytes(16), TypeError, "is of type bytes"),
+        ("a key as text", TypeError, "is of type str"),
         (["a key as text"], TypeError, "expected bytes"),
-        (7, TypeError, "keys: a int: expected a list, or another iterable, of bytes"),
+        (7, TypeError, "keys is of type int: expected a list, or another iterable, of bytes"),
         (iter([1, 2]), TypeError, "expected bytes"),
         (np.zeros((2, 7), dtype=np.uint8), ValueError, "keys of 7 bytes: expected 8 to 64"),
-        (np.zeros((2, 16), dtype=np.int8), ValueError, "int8 (2, 16): expected uint8 (n, key_bytes)"),
-        (np.zeros(16, dtype=np.uint8), ValueError, "uint8 (16,): expected uint8 (n, key_bytes)"),
+        (np.zeros((2, 16), dtype=np.int8), ValueError, "int8 of shape (2, 16): expected uint8 of shape (n, key_bytes)"),
+        (np.zeros(16, dtype=np.uint8), ValueError, "uint8 of shape (16,): expected uint8 of shape (n, key_bytes)"),
     ],
 )
-def test_keys_that_are_none_are_refused(keys: Any, error: type[Exception], part: str) -> None:
+def test_invalid_keys_are_refused(keys: Any, error: type[Exception], part: str) -> None:
     with pytest.raises(error) as caught:
         pack_keys(keys)
     assert part in str(caught.value)

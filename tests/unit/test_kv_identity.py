@@ -1,4 +1,4 @@
-"""What a request says that decides the KV of its prompt beside its tokens."""
+"""Which fields of a request, in addition to its tokens, decide the KV of its prompt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_chat(*parts: Any, **body: Any) -> KVIdentity:
         {"prompt_embeds": ["QUFB", "QkJC"]},
     ],
 )
-def test_what_stands_beside_the_prompt_counts(body: dict[str, Any]) -> None:
+def test_fields_that_change_the_kv_count(body: dict[str, Any]) -> None:
     for chat in (False, True):
         assert of(chat, **body).salt != of(chat).salt
         assert of(chat, **body).salt == of(chat, **body).salt
@@ -47,7 +47,7 @@ def test_what_stands_beside_the_prompt_counts(body: dict[str, Any]) -> None:
         {"response_format": {"type": "text"}, "tool_choice": "none"},
     ],
 )
-def test_what_changes_the_answer_alone_does_not_count(body: dict[str, Any]) -> None:
+def test_fields_that_change_only_the_answer_do_not_count(body: dict[str, Any]) -> None:
     for chat in (False, True):
         assert of(chat, **body) == of(chat)
 
@@ -71,7 +71,7 @@ PARTS: list[Any] = [
 ]
 
 
-def test_every_part_of_a_message_that_is_no_text_counts_and_their_order() -> None:
+def test_every_non_text_message_part_counts_and_so_does_their_order() -> None:
     salts = [of_chat(part, TEXT).salt for part in PARTS]
     salts += [of_chat(PARTS[0], PARTS[1]).salt, of_chat(PARTS[1], PARTS[0]).salt, of_chat(TEXT).salt]
     assert len(set(salts)) == len(salts)
@@ -81,25 +81,25 @@ def test_every_part_of_a_message_that_is_no_text_counts_and_their_order() -> Non
 
 
 @pytest.mark.parametrize("content", ["text", [TEXT], ["text"], None, [{"type": "refusal", "refusal": "no"}]])
-def test_text_in_any_form_is_known_by_its_tokens(content: Any) -> None:
+def test_text_in_any_form_is_identified_by_its_tokens(content: Any) -> None:
     messages = [{"role": "user", "content": content}, {"role": "assistant"}]
     assert of(True, messages=messages) == of(True)
     assert of(True, messages=messages).plain
 
 
-def test_how_pictures_are_read_counts_where_there_are_some() -> None:
+def test_media_options_count_only_with_media() -> None:
     how = {"mm_processor_kwargs": {"max_pixels": 1}}
     assert of_chat(PARTS[0], **how).salt != of_chat(PARTS[0]).salt
     assert of_chat(TEXT, **how) == of_chat(TEXT)
 
 
 @pytest.mark.parametrize("messages", [None, "text", [None], [1], [{"content": 7}], {}])
-def test_what_no_engine_takes_does_no_harm(messages: Any) -> None:
+def test_requests_that_engines_refuse_do_no_harm(messages: Any) -> None:
     of(True, messages=messages)
     of(True, cache_salt=7, kv_transfer_params=[1])
 
 
-def test_a_prompt_that_engines_shorten_has_no_name() -> None:
+def test_a_prompt_that_engines_truncate_has_no_identity() -> None:
     for chat in (False, True):
         assert identity_of({"prompt": [1, 2], "truncate_prompt_tokens": 1}, chat=chat) is None
 
@@ -118,12 +118,12 @@ def test_a_prompt_that_engines_shorten_has_no_name() -> None:
         ([], 0, 0),
     ],
 )
-def test_what_a_request_keeps_from_the_store_is_known(given: Any, loads: int | None, saves: int | None) -> None:
+def test_requests_that_bypass_the_store_are_recognised(given: Any, loads: int | None, saves: int | None) -> None:
     found = of(kv_transfer_params={"kvstore": given})
     assert (found.loads, found.saves) == (loads, saves)
 
 
-def test_engines_are_asked_for_the_tokens_with_all_that_decides_them() -> None:
+def test_engines_tokenize_with_all_fields_that_matter() -> None:
     messages = [{"role": "user", "content": "x"}]
     decides = {
         **{"model": "m", "messages": messages, "add_generation_prompt": False, "continue_final_message": True},

@@ -1,4 +1,5 @@
-"""Blocks of GETs received where they belong: what arrives, in whatever pieces, and what never gets into memory."""
+"""Blocks of GETs are received directly into their rows, in pieces of any size. Invalid bytes are never written to
+memory."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ MOST_BYTES = 1 << 20
 
 
 class Broken(Exception):
-    """The connection must end."""
+    """Raised when the connection must be closed."""
 
 
 class Sink:
-    """Keeps what it is told."""
+    """Keeps the messages that it receives."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
@@ -110,12 +111,12 @@ def rows_of(count: int) -> npt.NDArray[np.uint8]:
 
 
 def landing_of(request: int, rows: npt.NDArray[np.uint8], count: int, most: int = 8) -> Landing:
-    """Of `count` blocks, in the rows from 1 on."""
+    """Return a `Landing` for `count` blocks, in the rows from 1 on."""
     return Landing(request, rows, np.arange(1, count + 1), BLOCK, True, most)
 
 
 def feed(sender: socket.socket, receiver: Receiver, data: bytes, cuts: Sequence[int]) -> None:
-    """Send the bytes in pieces, and have each received."""
+    """Send the bytes in pieces, and receive each of them."""
     at = 0
     for cut in [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]:
         sender.sendall(data[at:cut])
@@ -133,7 +134,7 @@ def feed(sender: socket.socket, receiver: Receiver, data: bytes, cuts: Sequence[
     cuts=st.lists(st.integers(0, 10_000), max_size=20),
     following=st.integers(0, 2**40),
 )
-def test_blocks_land_in_any_order_and_pieces_beside_other_messages(
+def test_blocks_land_in_any_order_between_other_messages(
     order: list[int],
     sizes: list[int],
     absent: set[int],
@@ -206,7 +207,7 @@ def test_a_part_lands_with_more_or_fewer_fields(name: str) -> None:
 
 @given(fields=st.integers(0, 10), later=st.lists(VALUES, max_size=8), wide=st.sampled_from([0, 2, 4]))
 def test_a_part_lands_if_the_codec_reads_it(fields: int, later: list[Any], wide: int) -> None:
-    """Of fewer fields, and with any values behind those of this release."""
+    """The PART may have fewer fields than in this release, or any values after them."""
     values = msgspec.msgpack.decode(vector("part_of_10_fields"))[:fields] + (later if fields == 10 else [])
     header = b"".join(map(msgspec.msgpack.encode, values))
     if wide or len(values) > 15:
@@ -227,8 +228,9 @@ def test_a_part_lands_if_the_codec_reads_it(fields: int, later: list[Any], wide:
 
 
 @given(cut=st.integers(0, 200), junk=st.binary(max_size=30), later=st.lists(VALUES, max_size=3))
-def test_a_header_that_is_no_whole_part_does_not_land(cut: int, junk: bytes, later: list[Any]) -> None:
-    """Cut off, or with bytes behind it. What lands, the codec reads, too."""
+def test_an_incomplete_part_header_does_not_land(cut: int, junk: bytes, later: list[Any]) -> None:
+    """The header is cut off or has bytes after it. If its blocks are still received directly, the codec must be able to
+    read it, too."""
     values = msgspec.msgpack.decode(vector("part_of_10_fields")) + later
     header = msgspec.msgpack.encode(values)[:cut] + junk
     sink, _ = land(header, b"block001block000", 8)
@@ -242,7 +244,7 @@ def test_a_header_that_is_no_whole_part_does_not_land(cut: int, junk: bytes, lat
     another=st.booleans(),
     between=st.sampled_from([b"", zmtp.command(b"PING", bytes(10)), zmtp.command(b"PING", bytes(400))]),
 )
-def test_what_was_forgotten_is_not_written_and_disturbs_nothing(
+def test_forgotten_requests_are_not_written_and_disturb_nothing(
     cut: int, cuts: list[int], another: bool, between: bytes
 ) -> None:
     first = part(1, [0, 1], False, between=between) + part(1, [2, 3], True)
@@ -288,7 +290,7 @@ MISPLACED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.parametrize("cut", [0, 1, 30, 10_000])
-def test_a_part_that_does_not_fit_goes_to_the_sink_and_is_not_written(what: str, cut: int) -> None:
+def test_a_part_of_the_wrong_size_goes_to_the_sink(what: str, cut: int) -> None:
     rows = rows_of(6)
     with connection() as (sender, receiver, sink):
         landing = Landing(1, rows, np.arange(1, 5), BLOCK, True, 3)
@@ -303,7 +305,7 @@ def test_a_part_that_does_not_fit_goes_to_the_sink_and_is_not_written(what: str,
 
 
 @pytest.mark.parametrize("what", MISPLACED)
-def test_a_frame_that_is_not_the_payload_ends_the_connection(what: str) -> None:
+def test_a_frame_in_place_of_the_payload_ends_the_connection(what: str) -> None:
     rows = rows_of(6)
     with connection() as (sender, receiver, _):
         receiver.land(landing_of(1, rows, 4))
@@ -323,7 +325,7 @@ def test_noise_is_never_written(data: bytes, flags: int, cuts: list[int]) -> Non
 
 
 @given(at=st.integers(0, 400), bits=st.integers(1, 255))
-def test_a_flipped_bit_gives_no_block_that_counts_as_right(at: int, bits: int) -> None:
+def test_a_flipped_bit_never_gives_a_valid_block(at: int, bits: int) -> None:
     data = bytearray(part(1, [0, 1, 2], True))
     data[at % len(data)] ^= bits
     rows = rows_of(6)
@@ -339,7 +341,7 @@ def test_a_flipped_bit_gives_no_block_that_counts_as_right(at: int, bits: int) -
     assert (rows[0] == GUARD).all() and (rows[5] == GUARD).all()
 
 
-def test_it_waits_for_blocks_and_stops_when_it_is_woken() -> None:
+def test_receiving_waits_for_blocks_until_it_is_woken() -> None:
     wake = os.eventfd(0, os.EFD_NONBLOCK)
     try:
         with connection() as (sender, receiver, sink):
@@ -382,7 +384,7 @@ def test_places_and_rows_are_checked() -> None:
     head=st.binary(max_size=300),
     as_rows=st.booleans(),
 )
-def test_blocks_are_sent_in_frames_and_then_their_checksums(
+def test_blocks_are_sent_in_frames_followed_by_their_checksums(
     count: int, block_bytes: int, per_frame: int, head: bytes, as_rows: bool
 ) -> None:
     blocks = [bytes((number + at) % 256 for at in range(block_bytes)) for number in range(count)]
@@ -395,7 +397,7 @@ def test_blocks_are_sent_in_frames_and_then_their_checksums(
     with ours, theirs:
         ours.setblocking(False)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
-        if as_rows:  # in another order, in memory that has more
+        if as_rows:  # in another order, in memory with more rows
             order = np.random.default_rng(count).permutation(count + 3)[:count].astype(np.int64)
             rows = np.zeros((count + 3, block_bytes), dtype=np.uint8)
             rows[order] = np.frombuffer(b"".join(blocks), dtype=np.uint8).reshape(count, block_bytes)
@@ -411,7 +413,7 @@ def test_blocks_are_sent_in_frames_and_then_their_checksums(
     assert received == expected and frames.sent == len(expected)
 
 
-def test_sending_waits_for_room_for_as_long_as_it_may() -> None:
+def test_sending_waits_for_room_up_to_its_deadline() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
@@ -447,7 +449,7 @@ def test_blocks_of_another_size_are_refused() -> None:
         BlockFrames(b"", rows, 4, 1, None, np.zeros(1, dtype=np.int32))
 
 
-def test_views_are_sent_as_far_as_there_is_room() -> None:
+def test_views_are_sent_as_far_as_room_allows() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)

@@ -1,4 +1,4 @@
-"""The chains of an index: a block stays while others that follow it do, and nothing stays for ever."""
+"""The chains of an index: a block stays as long as blocks that follow it stay, and no block stays for ever."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.test_policies import Cache, every_policy, keys_of
 
 
 class Chains(Cache):
-    """A cache whose sets are parts of chains."""
+    """A cache in which each set is a part of a chain."""
 
     def set_part(self, *names: int, before: int | None = None) -> None:
         self.set(*names, parent=before)
@@ -32,7 +32,7 @@ class Chains(Cache):
 
 
 @every_policy
-def test_the_tail_of_a_chain_goes_first_in_whatever_calls_it_was_set(policy: str) -> None:
+def test_a_chains_tail_goes_first_however_its_sets_were_split(policy: str) -> None:
     cache = Chains(policy, 64)
     for start in range(0, 60, 10):
         cache.set_part(*range(start, start + 10), before=start - 1 if start else None)
@@ -42,7 +42,7 @@ def test_the_tail_of_a_chain_goes_first_in_whatever_calls_it_was_set(policy: str
 
 
 @every_policy
-def test_of_two_chains_the_older_one_makes_room_from_its_tail(policy: str) -> None:
+def test_the_older_of_two_chains_makes_room_from_its_tail(policy: str) -> None:
     cache = Chains(policy, 100)
     for start in range(0, 50, 10):
         cache.set_part(*range(start, start + 10), before=start - 1 if start else None)
@@ -57,8 +57,8 @@ def test_of_two_chains_the_older_one_makes_room_from_its_tail(policy: str) -> No
 
 @every_policy
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 16, 32])
-def test_a_chain_in_use_stays_and_an_older_one_goes_in_whatever_parts_others_are_set(policy: str, most: int) -> None:
-    """A client on a slow link sets a batch in parts of few blocks."""
+def test_a_used_chain_outlives_older_ones_set_in_parts(policy: str, most: int) -> None:
+    """On a slow link, a client sets a batch in parts of a few blocks."""
 
     def set_in_parts(first: int, count: int, most: int) -> None:
         for start in range(first, first + count, most):
@@ -78,7 +78,7 @@ def test_a_chain_in_use_stays_and_an_older_one_goes_in_whatever_parts_others_are
 
 
 @every_policy
-def test_where_prompts_part_the_common_beginning_stays_until_both_are_gone(policy: str) -> None:
+def test_a_shared_prefix_stays_until_both_branches_are_gone(policy: str) -> None:
     cache = Chains(policy, 16)
     cache.set_part(1, 2, 3)
     cache.set_part(11, 12, before=3)
@@ -89,7 +89,7 @@ def test_where_prompts_part_the_common_beginning_stays_until_both_are_gone(polic
 
 
 @every_policy
-def test_a_deeper_block_that_is_used_keeps_what_is_before_it(policy: str) -> None:
+def test_a_used_block_keeps_the_blocks_before_it(policy: str) -> None:
     cache = Chains(policy, 128)
     cache.set_part(1, 2, 3, 4)
     for name in range(100, 180):
@@ -110,7 +110,7 @@ def test_a_block_behind_a_gap_is_joined_when_the_gap_is_filled(policy: str) -> N
 
 @every_policy
 @pytest.mark.parametrize("removal", ["delete", "drop", "expire", "replace"])
-def test_what_followed_a_removed_block_stays_and_can_go(policy: str, removal: str) -> None:
+def test_blocks_after_a_removed_one_stay_and_can_be_evicted(policy: str, removal: str) -> None:
     cache = Chains(policy, 16)
     cache.set_part(1)
     if removal == "expire":
@@ -136,7 +136,7 @@ def test_what_followed_a_removed_block_stays_and_can_go(policy: str, removal: st
 
 
 @every_policy
-def test_a_circle_is_not_made(policy: str) -> None:
+def test_circles_are_never_made(policy: str) -> None:
     cache = Chains(policy, 16)
     cache.set_part(1, 2, 3)
     assert cache.index.link(keys_of([3, 1])) == 0
@@ -147,7 +147,7 @@ def test_a_circle_is_not_made(policy: str) -> None:
     assert cache.evict(4) == [3, 2, 1, 4]
 
 
-def test_a_search_for_circles_ends() -> None:
+def test_a_search_for_circles_is_bounded() -> None:
     cache = Chains("lru", 40_000)
     for start in range(0, 40_000, 8000):
         cache.set_part(*range(start + 1, start + 8001), before=start or None)
@@ -168,7 +168,7 @@ def test_a_block_has_a_bounded_number_of_followers() -> None:
 
 
 @every_policy
-def test_a_block_that_is_read_or_pinned_keeps_its_chain_as_long_as_others_can_go(policy: str) -> None:
+def test_a_read_or_pinned_block_keeps_its_chain_if_others_can_go(policy: str) -> None:
     cache = Chains(policy, 16)
     cache.set_part(1, 2, 3)
     held = cache.index.acquire(keys_of([3]), 0.0, 0, False)
@@ -186,7 +186,7 @@ def test_a_block_that_is_read_or_pinned_keeps_its_chain_as_long_as_others_can_go
 
 
 @every_policy
-def test_a_follower_of_a_higher_priority_keeps_what_is_before_it(policy: str) -> None:
+def test_a_follower_of_higher_priority_keeps_the_blocks_before_it(policy: str) -> None:
     cache = Chains(policy, 16)
     cache.set_part(1)
     cache.set(2, priority=3, parent=1)
@@ -197,12 +197,13 @@ def test_a_follower_of_a_higher_priority_keeps_what_is_before_it(policy: str) ->
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whatever happens, no block goes while one that follows it is there, and everything can go in the end."""
+    """In any order of operations, no block is evicted while a block that follows it is there, and all blocks can be
+    evicted in the end."""
 
     @initialize(policy=st.sampled_from(BlockIndex.POLICIES))
     def begin(self, policy: str) -> None:
         self.cache = Chains(policy, 24)
-        self.follows: dict[int, int] = {}  # of the blocks that are there
+        self.follows: dict[int, int] = {}  # block -> the block that it follows, for blocks that are present
         self.now = self.pinned_until = 0.0
 
     def gone(self, names: list[int]) -> None:
@@ -277,8 +278,8 @@ TestAnyOrder.settings = settings(max_examples=examples(1), stateful_step_count=4
 
 @pytest.mark.parametrize("priority", [0, 3])
 @pytest.mark.parametrize("policy", BlockIndex.POLICIES)
-def test_when_every_chain_ends_in_a_pinned_block_those_before_them_go(policy: str, priority: int) -> None:
-    """The policy is asked again and again after it has named its last block; it once read behind its lists then."""
+def test_if_every_chain_end_is_pinned_earlier_blocks_go(policy: str, priority: int) -> None:
+    """The policy is asked for more blocks after it has named its last one; it once read beyond the end of its lists."""
     index, count = BlockIndex(16, 256, policy), 256
     index.attach()
     keys = make_keys(count)

@@ -1,6 +1,7 @@
-"""Every form in which OpenAI-compatible engines answer: what is a token, when it came, and what is a failure.
+"""Every form in which OpenAI-compatible engines answer: which chunks have tokens, when they arrived, and what is a
+failure.
 
-An event is given with the time at which it came; the streams are those of vLLM, SGLang, OpenAI and others.
+The streams have the forms of vLLM, SGLang, OpenAI and others. The tests set the time at which each event arrives.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore_serving.load.answer import Answer
-from kvstore_serving.load.records import Outcome, Planned
+from kvstore_serving.load.answer import AnswerReader
+from kvstore_serving.load.records import Planned, RequestOutcome
 from kvstore_serving.load.report import Slo, attains
 from kvstore_serving.sse import EventError
 
@@ -36,10 +37,10 @@ def usage(tokens: int) -> Event:
     return {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": tokens}}
 
 
-def read(*events: Event, asked: int, answers: int = 1, whole_output: bool = True, done: bool = True) -> Outcome:
-    """-> the outcome of a stream whose events come at 1, 2, 3 … s."""
-    outcome = Outcome(Planned(0, 0.0, [0], 9, asked), answers=answers)
-    answer = Answer(outcome)
+def read(*events: Event, asked: int, answers: int = 1, whole_output: bool = True, done: bool = True) -> RequestOutcome:
+    """Return the outcome of a stream whose events arrive after 1, 2, 3, … s."""
+    outcome = RequestOutcome(Planned(0, 0.0, [0], 9, asked), answers=answers)
+    answer = AnswerReader(outcome)
     for at_s, event in enumerate(events, start=1):
         sent = event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n"
         answer.add(sent.encode(), float(at_s))
@@ -60,7 +61,7 @@ def read(*events: Event, asked: int, answers: int = 1, whole_output: bool = True
         ([ROLE, chat(content="a"), chat("length", content="b"), usage(2)], [2, 3]),
         ([ROLE, chat(content="a"), chat(content="b"), chat("stop"), usage(2)], [2, 3]),  # OpenAI, SGLang
         ([ROLE, chat("length", content="a"), usage(1)], [2]),
-        ([ROLE, chat("length", content=""), usage(1)], [2]),  # one token without a text, in vLLM
+        ([ROLE, chat("length", content=""), usage(1)], [2]),  # in vLLM, one token without a text
         ([ROLE, chat(content=""), chat(content="é"), chat("length", content=""), usage(3)], [2, 3, 4]),
         ([ROLE, chat(content=""), chat(content="é"), chat("length", content=""), usage(2)], [2, 3]),
         ([chat(content=""), chat(content="a"), chat(content="b"), usage(2)], [2, 3]),
@@ -75,8 +76,8 @@ def read(*events: Event, asked: int, answers: int = 1, whole_output: bool = True
         ([{"choices": [], "prompt_filter_results": []}, ROLE, chat("length", content="a"), usage(1)], [3]),  # Azure
         ([text("a"), text("b", "length")], [1, 2]),  # no usage
         ([ROLE, chat(content="a"), chat(content=""), chat("stop")], [2, 3]),
-        ([ROLE, usage(1)], [2]),  # nothing is shown of the token
-        ([text("abc"), text("def", "length"), usage(9)], [1, 2]),  # several tokens a chunk
+        ([ROLE, usage(1)], [2]),  # the token has no visible text
+        ([text("abc"), text("def", "length"), usage(9)], [1, 2]),  # several tokens in a chunk
     ],
 )  # fmt: skip
 def test_chunks_with_tokens_are_found(events: list[Event], came_s: list[float]) -> None:
@@ -86,7 +87,7 @@ def test_chunks_with_tokens_are_found(events: list[Event], came_s: list[float]) 
     assert outcome.tokens == counted
 
 
-def test_tool_calls_are_tokens_and_may_end_an_answer() -> None:
+def test_tool_calls_count_as_tokens_and_may_end_an_answer() -> None:
     parts = [
         chat(role="assistant", tool_calls=call(name="look", arguments="")),
         chat(tool_calls=call(arguments='{"a"')),
@@ -101,19 +102,19 @@ def test_tool_calls_are_tokens_and_may_end_an_answer() -> None:
     assert (named.error, named.arrivals_s) == ("", [2, 3])
 
 
-def test_tokens_that_a_parser_holds_back_begin_with_the_role_of_an_engine_that_sends_it_then() -> None:
+def test_tokens_held_back_by_a_parser_start_at_the_role_chunk() -> None:
     of_vllm = {**ROLE, "prompt_token_ids": None}
     held = read(of_vllm, chat("length"), usage(9), asked=9)
     assert (held.arrivals_s, held.tpot_s, held.error) == ([1, 2], pytest.approx(1 / 8), "")
     called = read(of_vllm, chat(tool_calls=call(name="look")), chat("tool_calls"), usage(9), asked=9)
     assert called.arrivals_s == [1, 2, 3]
-    for asked in (2, 9):  # tokens of a text are not held back, though a chunk may have several
+    for asked in (2, 9):  # tokens of a text are not delayed, but a chunk may have several
         spoken = read(of_vllm, chat(content="a"), chat("length", content="b"), usage(asked), asked=asked)
         assert spoken.arrivals_s == [2, 3]
     assert read(ROLE, chat("length"), usage(9), asked=9).arrivals_s == [2], "others may send it before they compute"
 
 
-def test_several_answers_to_a_prompt_have_gaps_of_their_own() -> None:
+def test_several_answers_to_a_prompt_have_separate_gaps() -> None:
     events = [text("a", index=1), text("b"), text("c", index=1), text("d"), text("e", "length", 1), text("f", "length")]
     outcome = read(*events, usage(6), asked=3, answers=2)
     assert (outcome.error, outcome.tokens, outcome.asked_tokens) == ("", 6, 6)
@@ -132,7 +133,7 @@ def test_several_answers_to_a_prompt_have_gaps_of_their_own() -> None:
         ({"message": {"role": "assistant", "content": ""}, "finish_reason": "stop"}, 1),
     ],
 )
-def test_an_answer_that_comes_whole_has_one_time(choice: dict[str, Any], tokens: int) -> None:
+def test_an_answer_in_one_piece_has_one_time(choice: dict[str, Any], tokens: int) -> None:
     body = json.dumps({"choices": [{"index": 0, **choice}], "usage": {"completion_tokens": tokens, "prompt_tokens": 9}})
     outcome = read(body[:20], body[20:], asked=tokens, done=False)
     assert (outcome.error, outcome.tokens, outcome.whole, outcome.prompt_tokens) == ("", tokens, True, 9)
@@ -141,7 +142,7 @@ def test_an_answer_that_comes_whole_has_one_time(choice: dict[str, Any], tokens:
 
 
 @pytest.mark.parametrize("last", [[chat("stop"), usage(0)], [chat("stop")], [usage(0)], [chat("stop", content="")]])
-def test_an_answer_that_stops_at_once_is_complete_unless_tokens_were_insisted_on(last: list[Event]) -> None:
+def test_an_answer_that_stops_at_once_is_complete_unless_tokens_were_required(last: list[Event]) -> None:
     outcome = read(ROLE, *last, asked=5, whole_output=False)
     assert not outcome.error
     assert attains(outcome, Slo(9.0, 1.0)) == (True, True) and attains(outcome, Slo(1.0, 1.0)) == (False, True)
@@ -149,7 +150,7 @@ def test_an_answer_that_stops_at_once_is_complete_unless_tokens_were_insisted_on
         assert read(ROLE, *last, asked=5).error == "fewer_tokens"
 
 
-def test_a_reason_to_end_ends_an_answer_without_done() -> None:
+def test_a_finish_reason_completes_an_answer_without_done() -> None:
     assert not read(ROLE, chat(content="a"), chat("stop"), asked=5, whole_output=False, done=False).error
     assert read(ROLE, chat(content="a"), asked=5, whole_output=False, done=False).error == "cut"
     assert not read(text("a"), text("b"), asked=2, done=False).error, "all that was asked for is there"
@@ -164,13 +165,13 @@ def test_a_reason_to_end_ends_an_answer_without_done() -> None:
         ([text("a"), text("", "abort"), usage(5)], "server", "finish_reason 'abort'"),
         (['{"error": {"message": "no such model"}}'], "server", "no such model"),
         (['{"object": "error", "message": "no such model"}'], "server", "no such model"),
-        ([ROLE, usage(0)], "fewer_tokens", "no token, 5 were asked for"),
-        ([], "fewer_tokens", "no token, 5 were asked for"),
+        ([ROLE, usage(0)], "fewer_tokens", "the answer has no token; 5 were requested"),
+        ([], "fewer_tokens", "the answer has no token; 5 were requested"),
         ([text("a"), text("b", "stop"), usage(2)], "fewer_tokens", "after 2 of 5 tokens"),
         ([text("a"), text("b", "length"), usage(2)], "fewer_tokens", "after 2 of 5 tokens"),
     ],
 )
-def test_failures_are_told_apart(events: list[Event], kind: str, message: str) -> None:
+def test_kinds_of_failure_are_distinguished(events: list[Event], kind: str, message: str) -> None:
     outcome = read(*events, asked=5, done=not events or not str(events[0]).startswith('{"'))
     assert outcome.error == kind and message in outcome.message
 
@@ -185,14 +186,14 @@ def test_failures_are_told_apart(events: list[Event], kind: str, message: str) -
         ('data: {"choices": 5}\n\n', "choices"),
     ],
 )
-def test_what_is_no_answer_is_malformed(body: str, message: str) -> None:
+def test_an_invalid_answer_is_malformed(body: str, message: str) -> None:
     with pytest.raises((EventError, msgspec.DecodeError), match=message):
         read(body, asked=5, done=False)
 
 
-def test_what_came_of_a_broken_answer_is_kept() -> None:
-    outcome = Outcome(Planned(0, 0.0, [0], 9, 5))
-    answer = Answer(outcome)
+def test_the_tokens_of_a_broken_answer_are_kept() -> None:
+    outcome = RequestOutcome(Planned(0, 0.0, [0], 9, 5))
+    answer = AnswerReader(outcome)
     answer.add(b'data: {"choices": [{"text": "a"}]}\n\n', 1.0)
     outcome.fail("timeout", "not complete")
     answer.settle()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_serving.load.arrivals import poisson, seed_of, synthetic
-from kvstore_serving.load.client import BadBody, Bodies, error_message
+from kvstore_serving.load.client import BadBody, RequestBodies, error_message
 from kvstore_serving.load.prompts import HASHED_TOKENS, WORDS, Prompts
 from kvstore_serving.load.trace import TraceError, replay
 from kvstore_serving.sse import EventError, EventReader
@@ -36,31 +36,31 @@ def prompt(prompts: Prompts, hash_ids: list[int], count: int) -> list[int]:
 # ---- arrivals ----------------------------------------------------------------------------------------------------
 
 
-def test_poisson_arrivals_have_the_rate_and_the_spread_of_a_poisson_process() -> None:
+def test_poisson_arrivals_have_a_poisson_processs_rate_and_spread() -> None:
     gaps = np.diff(poisson(20.0, 20_001, seed=1))
     assert gaps.mean() == pytest.approx(1 / 20, rel=0.03)
     assert gaps.std() == pytest.approx(1 / 20, rel=0.03)
-    # Counts in windows of a second have a variance of their mean.
+    # The numbers of arrivals in windows of one second have a variance equal to their mean.
     counts = np.bincount(np.cumsum(gaps).astype(int))[:-1]
     assert counts.var() / counts.mean() == pytest.approx(1.0, abs=0.2)
 
 
-def test_runs_of_sweeps_with_other_seeds_have_other_seeds() -> None:
+def test_sweeps_with_different_seeds_have_different_run_seeds() -> None:
     seeds = [seed_of(seed, number) for seed in range(20) for number in range(20)]
     assert len(set(seeds)) == len(seeds)
     assert [seed_of(seed, 0) for seed in range(3)] == [0, 1, 2]
 
 
-def test_arrivals_start_at_zero_and_follow_from_the_seed_alone() -> None:
+def test_arrivals_start_at_zero_and_depend_only_on_the_seed() -> None:
     assert poisson(5.0, 50, seed=3) == poisson(5.0, 50, seed=3)
     assert poisson(5.0, 50, seed=3) != poisson(5.0, 50, seed=4)
     assert poisson(5.0, 50, seed=3)[0] == 0.0
     assert poisson(5.0, 0, seed=3) == []
-    # Another rate scales the same times, so runs of a sweep differ in nothing else.
+    # Another rate scales the same arrival times, so the runs of a sweep differ only in their rate.
     assert poisson(10.0, 9, seed=3) == pytest.approx([at / 2 for at in poisson(5.0, 9, seed=3)])
 
 
-def test_synthetic_requests_share_nothing_and_warm_up_comes_on_top() -> None:
+def test_synthetic_requests_share_nothing_and_warm_up_is_extra() -> None:
     planned = list(synthetic(5.0, requests=3, warmup=2, input_tokens=1025, output_tokens=7, seed=0))
     assert [each.counted for each in planned] == [False, False, True, True, True]
     assert [len(each.hash_ids) for each in planned] == [3] * 5
@@ -82,7 +82,7 @@ def test_a_trace_keeps_its_times_lengths_and_prefixes(tmp_path: Path) -> None:
     assert one[:HASHED_TOKENS] == two[:HASHED_TOKENS] and one[HASHED_TOKENS] != two[HASHED_TOKENS]
 
 
-def test_a_compressed_trace_is_the_same_trace(tmp_path: Path) -> None:
+def test_a_compressed_trace_reads_like_the_plain_one(tmp_path: Path) -> None:
     file = trace_file(tmp_path, LINE, LINE)
     packed = tmp_path / "trace.jsonl.gz"
     packed.write_bytes(gzip.compress(file.read_bytes()))
@@ -107,21 +107,21 @@ def test_a_compressed_trace_is_the_same_trace(tmp_path: Path) -> None:
         ({name: value for name, value in LINE.items() if name != "output_length"}, "output_length"),
     ],
 )
-def test_a_bad_line_is_an_error_with_its_number(tmp_path: Path, line: dict[str, Any] | str, why: str) -> None:
+def test_an_invalid_line_is_an_error_with_its_number(tmp_path: Path, line: dict[str, Any] | str, why: str) -> None:
     file = trace_file(tmp_path, LINE, "", line)
     with pytest.raises(TraceError, match=rf"trace\.jsonl, line 3: .*({why})"):
         list(replay(file, speed=1.0, requests=None, warmup=0))
-    # Lines that are not sent are not read.
+    # Lines that are not needed are not read.
     assert len(list(replay(file, speed=1.0, requests=1, warmup=0))) == 1
 
 
 def test_a_trace_out_of_order_is_an_error(tmp_path: Path) -> None:
     file = trace_file(tmp_path, LINE | {"timestamp": 2000}, LINE | {"timestamp": 1000})
-    with pytest.raises(TraceError, match=r"line 2: timestamp 1000 is before .* 2000: sort"):
+    with pytest.raises(TraceError, match=r"line 2: timestamp 1000 is earlier than .* 2000: sort"):
         list(replay(file, speed=1.0, requests=None, warmup=0))
 
 
-def test_a_trace_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_trace_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"none\.jsonl: No such file"):
         list(replay(tmp_path / "none.jsonl", speed=1.0, requests=None, warmup=0))
 
@@ -136,7 +136,7 @@ def test_clipping_keeps_the_beginning_and_is_marked(tmp_path: Path) -> None:
     assert (clipped.output_tokens, clipped.input_tokens, clipped.clipped, short.clipped) == (4, 700, True, True)
 
 
-def test_requests_limit_what_is_sent_of_a_trace(tmp_path: Path) -> None:
+def test_the_number_of_requests_limits_a_trace(tmp_path: Path) -> None:
     file = trace_file(tmp_path, *[LINE] * 9)
     planned = list(replay(file, speed=1.0, requests=4, warmup=2))
     assert [each.counted for each in planned] == [False] * 2 + [True] * 4
@@ -145,7 +145,7 @@ def test_requests_limit_what_is_sent_of_a_trace(tmp_path: Path) -> None:
 # ---- prompts -----------------------------------------------------------------------------------------------------
 
 
-def test_hash_ids_stand_for_the_same_tokens_everywhere_and_differ_from_each_other() -> None:
+def test_hash_ids_always_stand_for_the_same_distinct_tokens() -> None:
     prompts, again, reseeded = Prompts(4096, seed=1), Prompts(4096, seed=1), Prompts(4096, seed=2)
     ids = [0, 1, 2, 511, 512, 182_789, 1 << 40]
     blocks = {hash_id: prompts.tokens(hash_id) for hash_id in ids}
@@ -156,19 +156,19 @@ def test_hash_ids_stand_for_the_same_tokens_everywhere_and_differ_from_each_othe
 
 
 @pytest.mark.parametrize("vocabulary", [16, 1024, 150_000])
-def test_tokens_are_of_the_vocabulary_and_not_its_special_ones(vocabulary: int) -> None:
+def test_tokens_come_from_the_vocabulary_without_special_ones(vocabulary: int) -> None:
     tokens = [token for hash_id in range(20) for token in Prompts(vocabulary, seed=0).tokens(hash_id)]
     assert min(100, vocabulary // 4) <= min(tokens) and max(tokens) < vocabulary
     assert len(set(tokens)) > vocabulary // 20
 
 
-def test_a_vocabulary_that_is_too_small_is_an_error() -> None:
-    with pytest.raises(ValueError, match="15 tokens: expected at least 16"):
+def test_a_too_small_vocabulary_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"15 tokens is too small: expected .* at least 16"):
         Prompts(15, seed=0)
 
 
 @pytest.mark.parametrize("count", [1, 511, 512, 513, 1500])
-def test_prompts_have_exactly_their_length_and_begin_with_each_other(count: int) -> None:
+def test_prompts_have_their_exact_length_and_share_prefixes(count: int) -> None:
     prompts = Prompts(1024, seed=0)
     ids = list(range(-(-count // HASHED_TOKENS)))
     tokens = prompt(prompts, ids, count)
@@ -185,8 +185,8 @@ def test_a_chat_prompt_has_a_word_for_each_token() -> None:
 # ---- bodies ------------------------------------------------------------------------------------------------------
 
 
-def test_bodies_are_what_the_api_takes() -> None:
-    before, after = Bodies("m", "completions", extra='{"top_k": 1, "temperature": 0.5}').around(9)
+def test_bodies_have_the_apis_form() -> None:
+    before, after = RequestBodies("m", "completions", extra='{"top_k": 1, "temperature": 0.5}').around(9)
     assert json.loads(before + b"[1,2]" + after) == {
         "prompt": [1, 2],
         "model": "m",
@@ -197,22 +197,22 @@ def test_bodies_are_what_the_api_takes() -> None:
         "stream_options": {"include_usage": True},
         "top_k": 1,
     }
-    before, after = Bodies("m", "chat", extensions=False).around(9)
+    before, after = RequestBodies("m", "chat", extensions=False).around(9)
     body = json.loads(before + b'"a b"' + after)
     assert body["messages"] == [{"role": "user", "content": "a b"}]
     assert "ignore_eos" not in body and "prompt" not in body
 
 
 @pytest.mark.parametrize("extra", ["[1]", "{", '{"stream": false}', '{"prompt": "x", "max_tokens": 1}'])
-def test_extra_fields_must_be_an_object_and_leave_the_measured_ones(extra: str) -> None:
+def test_extra_fields_must_be_an_object_without_measured_fields(extra: str) -> None:
     with pytest.raises(BadBody, match=r"expected a JSON object|cannot be replaced"):
-        Bodies("m", "completions", extra=extra)
+        RequestBodies("m", "completions", extra=extra)
 
 
-def test_outputs_need_their_whole_length_only_if_the_end_of_text_is_ignored() -> None:
-    assert Bodies("m", "completions").whole_output
-    assert not Bodies("m", "completions", extensions=False).whole_output
-    assert not Bodies("m", "completions", extra='{"ignore_eos": false}').whole_output
+def test_outputs_need_their_whole_length_only_if_end_of_text_is_ignored() -> None:
+    assert RequestBodies("m", "completions").whole_output
+    assert not RequestBodies("m", "completions", extensions=False).whole_output
+    assert not RequestBodies("m", "completions", extra='{"ignore_eos": false}').whole_output
 
 
 @pytest.mark.parametrize(
@@ -248,14 +248,14 @@ EVENTS = [b": a comment", b'{"a": 1}', b'{"text": "\xc3\xa4\\n"}', b"first\nseco
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
-def test_events_are_the_same_wherever_the_stream_is_cut(cuts: list[int]) -> None:
+def test_events_are_the_same_however_the_stream_is_split(cuts: list[int]) -> None:
     parser = EventReader(MAX_EVENT_BYTES)
     places = [0, *sorted(cuts), len(STREAM)]
     pieces = [STREAM[begin:end] for begin, end in pairwise(places)]
     assert [event for piece in pieces for event in parser.feed(piece)] == EVENTS
 
 
-def test_events_are_given_as_soon_as_they_end() -> None:
+def test_events_are_returned_as_soon_as_they_end() -> None:
     parser = EventReader(MAX_EVENT_BYTES)
     given_after = [len(parser.feed(bytes([byte]))) for byte in STREAM]
     assert [at for at, count in enumerate(given_after) if count] == [
@@ -265,7 +265,7 @@ def test_events_are_given_as_soon_as_they_end() -> None:
 
 
 @pytest.mark.parametrize("endless", [b"x" * 65536, b"data: " + b"x" * 65536 + b"\n"])
-def test_an_event_without_an_end_does_not_fill_the_memory(endless: bytes) -> None:
+def test_an_endless_event_does_not_fill_memory(endless: bytes) -> None:
     parser = EventReader(MAX_EVENT_BYTES)
     with pytest.raises(EventError, match=str(MAX_EVENT_BYTES)):
         for _ in range(MAX_EVENT_BYTES // 65536 + 1):

@@ -5,26 +5,29 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore_serving.load.records import Outcome, Planned
+from kvstore_cli.load_tables import print_sweep
+from kvstore_serving.load.records import Planned, RequestOutcome
 from kvstore_serving.load.report import LoadReport, Slo, attains, block_bootstrap, make_report, spread, wilson
-from kvstore_serving.load.run import Run
+from kvstore_serving.load.run import LoadRun
 from kvstore_serving.load.sweep import make_sweep, rate_at
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.05)
 
 
-def outcome(index: int, ttft_s: float = 0.1, tpot_s: float = 0.01, *, tokens: int = 5, **fields: object) -> Outcome:
-    """A request a second, each answered with evenly spaced tokens."""
+def outcome(
+    index: int, ttft_s: float = 0.1, tpot_s: float = 0.01, *, tokens: int = 5, **fields: object
+) -> RequestOutcome:
+    """Return the outcome of request `index`: one request per second, each answered with evenly spaced tokens."""
     planned = Planned(index, float(index), [index], 10, tokens)
     arrivals = [index + ttft_s + position * tpot_s for position in range(tokens)]
-    made = Outcome(planned, sent_s=float(index), ended_s=arrivals[-1], arrivals_s=arrivals, tokens=tokens)
+    made = RequestOutcome(planned, sent_s=float(index), ended_s=arrivals[-1], arrivals_s=arrivals, tokens=tokens)
     for name, value in fields.items():
         setattr(made, name, value)
     return made
 
 
-def report(outcomes: list[Outcome], **run: object) -> LoadReport:
-    made = Run(outcomes, **run)  # type: ignore[arg-type]
+def report(outcomes: list[RequestOutcome], **run: object) -> LoadReport:
+    made = LoadRun(outcomes, **run)  # type: ignore[arg-type]
     return make_report(made, SLO, rate_rps=1.0, source="test", url="http://nowhere", model="m", seed=0)
 
 
@@ -52,21 +55,21 @@ def test_percentiles_are_interpolated_between_samples() -> None:
     assert spread([]).mean is None and spread([]).p99 is None
 
 
-def test_times_of_a_request_follow_from_its_arrivals() -> None:
+def test_a_requests_times_follow_from_its_arrivals() -> None:
     made = outcome(3, sent_s=3.5, arrivals_s=[4.0, 4.25, 4.5, 5.5], tokens=7)
     assert made.lateness_s == 0.5
     assert made.ttft_s == 0.5
     assert made.itl_s == [0.25, 0.25, 1.0]
-    assert made.tpot_s == 0.25  # 1.5 s for the six tokens after the first, though they came in three chunks
+    assert made.tpot_s == 0.25  # 1.5 s for the six tokens after the first, which came in three chunks
 
 
-def test_a_request_with_one_token_has_no_tpot_to_miss() -> None:
+def test_a_request_with_one_token_cannot_miss_its_tpot() -> None:
     made = outcome(0, tokens=1)
     assert made.tpot_s is None and made.itl_s == []
     assert attains(made, SLO) == (True, True)
 
 
-def test_both_objectives_have_to_hold_for_the_same_request() -> None:
+def test_one_request_must_meet_both_objectives() -> None:
     slow_first = [outcome(index, ttft_s=0.6) for index in range(2)]
     slow_later = [outcome(index, tpot_s=0.06) for index in range(2, 5)]
     good = [outcome(index) for index in range(5, 9)]
@@ -78,13 +81,13 @@ def test_both_objectives_have_to_hold_for_the_same_request() -> None:
     assert [(error.kind, error.count) for error in made.errors] == [("timeout", 1)]
 
 
-def test_an_objective_holds_at_its_limit() -> None:
+def test_an_objective_is_met_exactly_at_its_limit() -> None:
     exact = outcome(0, arrivals_s=[0.5, 0.55], tokens=2)
     assert attains(exact, Slo(0.5, 0.05 + 1e-12)) == (True, True)
     assert attains(exact, Slo(0.499, 0.049)) == (False, False)
 
 
-def test_goodput_is_of_the_arrival_window_not_of_the_time_until_the_last_answer() -> None:
+def test_goodput_counts_the_arrival_window_not_the_last_answers_end() -> None:
     # Five arrivals, one a second; the last answer takes a minute.
     outcomes = [outcome(index) for index in range(4)] + [outcome(4, ttft_s=60.0)]
     made = report(outcomes)
@@ -95,13 +98,13 @@ def test_goodput_is_of_the_arrival_window_not_of_the_time_until_the_last_answer(
     assert low < made.goodput_rps < high <= 1.0
 
 
-def test_requests_that_come_at_once_have_the_time_until_their_end_as_window() -> None:
+def test_simultaneous_requests_use_the_time_until_their_end_as_window() -> None:
     outcomes = [outcome(0, planned=Planned(index, 0.0, [index], 10, 5)) for index in range(4)]
     made = report(outcomes)
     assert made.window_s == made.duration_s == pytest.approx(0.14)
 
 
-def test_warm_up_is_not_counted_anywhere() -> None:
+def test_warm_up_is_never_counted() -> None:
     warm = [
         outcome(index, ttft_s=9.0, planned=Planned(index, float(index), [index], 10, 5, counted=False))
         for index in range(3)
@@ -112,7 +115,7 @@ def test_warm_up_is_not_counted_anywhere() -> None:
     assert made.window_s == 3.0
 
 
-def test_the_overall_latency_is_of_whole_requests_that_completed() -> None:
+def test_the_overall_latency_covers_complete_requests_only() -> None:
     made = report([*(outcome(index, ended_s=index + 1.0 + index) for index in range(4)), outcome(9, error="cut")])
     assert (made.latency_s.mean, made.latency_s.p50, made.latency_s.max) == (2.5, 2.5, 4.0)
     assert made.latency_s.p90 == pytest.approx(3.7)
@@ -120,7 +123,7 @@ def test_the_overall_latency_is_of_whole_requests_that_completed() -> None:
     assert line["latency_s"] == 2.5
 
 
-def test_tokens_that_came_at_one_time_have_no_time_between_them() -> None:
+def test_simultaneous_tokens_have_no_time_between_them() -> None:
     made = outcome(0, arrivals_s=[0.5], tokens=5)
     assert made.tpot_s is None and attains(made, SLO) == (True, True)
 
@@ -132,7 +135,7 @@ def test_failed_requests_have_no_latencies_and_attain_nothing() -> None:
     assert made.goodput_rps == 0.0 and made.goodput_ci95[0] == 0.0
 
 
-def test_a_report_of_no_requests_is_empty_not_an_error() -> None:
+def test_a_report_without_requests_is_empty_and_no_error() -> None:
     made = report([], interrupted=True, unfinished=3)
     assert made.requests == 0 and made.attainment.joint is None and made.goodput_rps == 0.0
 
@@ -143,7 +146,7 @@ def test_a_late_generator_is_reported() -> None:
     assert late.generator_late and late.lateness_s.p50 == pytest.approx(0.06)
 
 
-def test_the_bootstrap_sees_that_neighbours_fail_together() -> None:
+def test_the_bootstrap_detects_that_neighbours_fail_together() -> None:
     scattered = [index % 2 == 0 for index in range(400)]
     together = [index < 200 for index in range(400)]
     independent = wilson(200, 400)
@@ -177,14 +180,36 @@ def test_the_rate_at_a_target_is_interpolated_at_the_first_crossing() -> None:
 def test_a_sweep_is_ordered_by_rate() -> None:
     def at(rate: float, attained: int) -> LoadReport:
         outcomes = [outcome(index, ttft_s=0.1 if index < attained else 0.9) for index in range(10)]
-        return make_report(Run(outcomes), SLO, rate_rps=rate, source="", url="", model="", seed=0)
+        return make_report(LoadRun(outcomes), SLO, rate_rps=rate, source="", url="", model="", seed=0)
 
     sweep = make_sweep([at(4.0, 8), at(2.0, 10)])
     assert [each.rate_rps for each in sweep.sweep] == [2.0, 4.0]
     assert sweep.goodput_at_90_rps == pytest.approx(3.0)
 
 
-def test_a_run_that_was_interrupted_says_nothing_of_its_rate() -> None:
-    whole = [make_report(Run([outcome(0)]), SLO, rate_rps=rate, source="", url="", model="", seed=0) for rate in (2, 4)]
-    cut = make_report(Run([], interrupted=True, unfinished=9), SLO, rate_rps=8, source="", url="", model="", seed=0)
+@pytest.mark.parametrize(
+    ("attained", "said"),
+    [
+        ([7, 9], "the lowest rate does not attain 90 % but a higher one does"),
+        ([7, 8], "no rate attains 90 %"),
+        ([10, 8, 9], "goodput at 90 % attainment"),
+    ],
+)
+def test_a_sweep_whose_attainment_rises_says_that_its_runs_are_too_short(
+    attained: list[int], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def at(rate: float, count: int) -> LoadReport:
+        outcomes = [outcome(index, ttft_s=0.1 if index < count else 0.9) for index in range(10)]
+        return make_report(LoadRun(outcomes), SLO, rate_rps=rate, source="", url="", model="", seed=0)
+
+    print_sweep(make_sweep([at(rate, count) for rate, count in zip((2.0, 4.0, 8.0), attained, strict=False)]))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert said in shown and "attainment does not fall as the rate rises" in shown
+
+
+def test_an_interrupted_run_reports_no_rate() -> None:
+    whole = [
+        make_report(LoadRun([outcome(0)]), SLO, rate_rps=rate, source="", url="", model="", seed=0) for rate in (2, 4)
+    ]
+    cut = make_report(LoadRun([], interrupted=True, unfinished=9), SLO, rate_rps=8, source="", url="", model="", seed=0)
     assert make_sweep([*whole, cut]).goodput_at_90_rps == 4

@@ -1,4 +1,4 @@
-"""Traces as others publish them: their fields, blocks, units of time and files."""
+"""Traces in the formats of their publishers: their fields, blocks, units of time and files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ REQUESTS = 60
 
 
 def bailian(block_tokens: int = 16, per_s: float = 6.0, unit: float = 1.0, **more: Any) -> list[dict[str, Any]]:
-    """Conversations as in Qwen-Bailian's traces: the next turn's prompt begins with the one before. unit: in a s."""
+    """Return conversations as in Qwen-Bailian's traces: the prompt of a turn begins with the prompt of the turn before.
+    unit: the number of time units in a second."""
     chooser = random.Random(1)
     rows: list[dict[str, Any]] = []
     at, fresh = 0.0, 0
@@ -50,7 +51,7 @@ def bailian(block_tokens: int = 16, per_s: float = 6.0, unit: float = 1.0, **mor
 
 
 def mooncake(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Only the fields that are used."""
+    """Return the rows with only the fields that our code uses."""
     return [{name: row[name] for name in ("timestamp", "input_length", "output_length", "hash_ids")} for row in rows]
 
 
@@ -67,7 +68,7 @@ def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
 # ---- fields, blocks ----------------------------------------------------------------------------------------------
 
 
-def test_a_bailian_trace_has_seconds_small_blocks_and_fields_that_are_left_out(tmp_path: Path) -> None:
+def test_bailian_traces_have_seconds_small_blocks_and_ignored_fields(tmp_path: Path) -> None:
     rows = bailian()
     trace = read_trace(written(tmp_path, rows))
     assert (trace.block_tokens, trace.time_unit, len(trace)) == (16, "s", REQUESTS)
@@ -76,7 +77,7 @@ def test_a_bailian_trace_has_seconds_small_blocks_and_fields_that_are_left_out(t
     assert list(trace.input_tokens) == [row["input_length"] for row in rows]
 
 
-def test_prompts_share_exactly_what_blocks_of_any_size_share(tmp_path: Path) -> None:
+def test_prompts_share_exactly_the_blocks_of_the_trace(tmp_path: Path) -> None:
     prompts = Prompts(4096, seed=0)
     for size in (16, 64, 512):
         rows = bailian(size)
@@ -95,19 +96,19 @@ def test_prompts_share_exactly_what_blocks_of_any_size_share(tmp_path: Path) -> 
             assert made[number][shared : shared + 4] != made[parent][shared : shared + 4]
 
 
-def test_clipping_cuts_at_the_blocks_of_the_trace(tmp_path: Path) -> None:
+def test_clipping_cuts_at_the_traces_blocks(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, bailian()))
     for each in planned_of(trace, speed=1.0, warmup=0, max_input_tokens=100):
         assert len(each.hash_ids) == -(-each.input_tokens // 16) <= 7 and each.input_tokens <= 100
 
 
-def test_a_block_size_is_found_named_and_refused_where_lines_do_not_fit_it(tmp_path: Path) -> None:
+def test_a_block_size_is_detected_or_given_and_checked_against_lines(tmp_path: Path) -> None:
     file = written(tmp_path, bailian(128))
     assert read_trace(file).block_tokens == 128
-    with pytest.raises(TraceError, match=r"line 1: .* expected \d+, one for each 512 tokens as named"):
+    with pytest.raises(TraceError, match=r"line 1: .* expected \d+, one for each 512 tokens, as given"):
         read_trace(file, block_tokens=512)
     odd = written(tmp_path, bailian(100))
-    with pytest.raises(TraceError, match=r"line \d+: .* name it with --block-tokens"):
+    with pytest.raises(TraceError, match=r"line \d+: .* give it with --block-tokens"):
         read_trace(odd)
     assert read_trace(odd, block_tokens=100).block_tokens == 100
     rows = bailian()
@@ -116,7 +117,7 @@ def test_a_block_size_is_found_named_and_refused_where_lines_do_not_fit_it(tmp_p
         read_trace(written(tmp_path, rows))
 
 
-def test_ids_of_full_blocks_only_leave_the_rest_of_a_prompt_to_itself(tmp_path: Path) -> None:
+def test_a_prompts_tail_without_a_hash_id_is_unique(tmp_path: Path) -> None:
     rows = mooncake(bailian())
     for row in rows:
         row["hash_ids"] = row["hash_ids"][: row["input_length"] // 16]
@@ -127,7 +128,7 @@ def test_ids_of_full_blocks_only_leave_the_rest_of_a_prompt_to_itself(tmp_path: 
     assert all(len(ids) == -(-row["input_length"] // 16) for ids, row in zip(trace.hash_ids, rows, strict=True))
 
 
-def test_the_store_of_a_plan_counts_in_the_blocks_of_the_trace(tmp_path: Path) -> None:
+def test_a_plans_store_counts_blocks_of_the_traces_size(tmp_path: Path) -> None:
     rows = bailian()
     file = written(tmp_path, rows)
     made = Replayed(str(file)).make(REQUESTS, 0)
@@ -141,21 +142,23 @@ def test_the_store_of_a_plan_counts_in_the_blocks_of_the_trace(tmp_path: Path) -
 # ---- units of time -----------------------------------------------------------------------------------------------
 
 
-def test_a_unit_that_gives_no_service_its_rate_is_refused_with_the_ones_that_do(tmp_path: Path) -> None:
-    seconds = written(tmp_path, mooncake(bailian()))  # nothing says that it is not Mooncake's
-    with pytest.raises(TraceError, match=r"taken as ms, it has \d+\.?\d*e?\+?\d* requests a second") as caught:
+def test_an_implausible_time_unit_is_refused_with_plausible_ones(tmp_path: Path) -> None:
+    seconds = written(tmp_path, mooncake(bailian()))  # nothing in this file shows that it is not Mooncake's
+    with pytest.raises(TraceError, match=r"in ms, the trace has \d+\.?\d*e?\+?\d* requests a second") as caught:
         read_trace(seconds)
     assert "requests a second with --time-unit s" in str(caught.value)
-    assert "--time-unit ms if this is right" in str(caught.value)
+    assert "If ms is right, give --time-unit ms" in str(caught.value)
     assert read_trace(seconds, time_unit="s").time_unit == "s"
     named = read_trace(seconds, time_unit="ms")
-    assert named.at_s[-1] < 0.1 and "taken as ms" in named.unusual, "whoever names it is believed, and told"
+    assert named.at_s[-1] < 0.1 and "timestamps in ms" in named.unusual, (
+        "a unit that the user names is used, and reported"
+    )
     assert not read_trace(seconds, time_unit="s").unusual
     thousandths = written(tmp_path, bailian(unit=1000.0))
-    with pytest.raises(TraceError, match=r"taken as s, it has one request in \d+ s.* with --time-unit ms"):
+    with pytest.raises(TraceError, match=r"in s, the trace has one request in \d+ s.* with --time-unit ms"):
         read_trace(thousandths)
     hourly = written(tmp_path, mooncake(bailian(per_s=1 / 3600, unit=1000.0)))
-    with pytest.raises(TraceError, match=r"taken as ms, it has one request in [\d.e+]+ s.*; or --time-unit ms"):
+    with pytest.raises(TraceError, match=r"in ms, the trace has one request in [\d.e+]+ s.*, give --time-unit ms"):
         read_trace(hourly)
     for unit, many in (("us", 1e6), ("ns", 1e9)):
         file = written(tmp_path, mooncake(bailian(unit=many)))
@@ -164,18 +167,18 @@ def test_a_unit_that_gives_no_service_its_rate_is_refused_with_the_ones_that_do(
 
 
 @pytest.mark.parametrize("per_s", [0.1, 3.4, 24.0, 100.0])
-def test_rates_that_services_have_are_not_refused(per_s: float, tmp_path: Path) -> None:
+def test_realistic_rates_are_not_refused(per_s: float, tmp_path: Path) -> None:
     read_trace(written(tmp_path, bailian(per_s=per_s)))
     read_trace(written(tmp_path, mooncake(bailian(per_s=per_s, unit=1000.0))))
 
 
-def test_a_few_requests_say_too_little_of_their_unit(tmp_path: Path) -> None:
+def test_a_few_requests_are_too_few_to_judge_the_unit(tmp_path: Path) -> None:
     row = {"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}
     for at_ms in ([0, 60_000], [0, 60_000, 120_000], [0, 1], [0, 2, 3], [0, 0, 0]):
         assert len(read_trace(written(tmp_path, [row | {"timestamp": at} for at in at_ms]))) == len(at_ms)
-    with pytest.raises(TraceError, match="taken as ms"):
+    with pytest.raises(TraceError, match="timestamps in ms"):
         read_trace(written(tmp_path, [row | {"timestamp": at} for at in (0.0, 0.5, 1.1, 1.9, 2.2)]))
-    with pytest.raises(TraceError, match="taken as ms"):
+    with pytest.raises(TraceError, match="timestamps in ms"):
         read_trace(written(tmp_path, [row | {"timestamp": at * 3_600_000} for at in range(4)]))
 
 
@@ -183,7 +186,7 @@ def test_a_few_requests_say_too_little_of_their_unit(tmp_path: Path) -> None:
 
 
 def skipped(data: bytes) -> bytes:
-    """As pzstd writes it: a frame to skip, then frames, one after another."""
+    """Compress the data in pzstd's form: each frame follows a skippable frame."""
     half = len(data) // 2
     packed = [zstandard.compress(part) for part in (data[:half], data[half:])]
     return b"".join(b"\x50\x2a\x4d\x18\x04\x00\x00\x00" + len(each).to_bytes(4, "little") + each for each in packed)
@@ -205,7 +208,7 @@ def skipped(data: bytes) -> bytes:
     ids=["mark", "empty lines", "no last end", "gzip", "members", "mark in gzip", "zstd", "no size", "zstd frames"],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz", "trace.jsonl.zst"])
-def test_a_file_is_read_whatever_its_name_is(name: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+def test_a_file_is_read_under_any_name(name: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
     plain = read_trace(written(tmp_path, bailian()))
     file = tmp_path / name
     file.write_bytes(pack(encoded(bailian())))
@@ -228,25 +231,25 @@ def test_a_file_is_read_whatever_its_name_is(name: str, pack: Callable[[bytes], 
         (b"timestamp,input_length\n0,5\n", "line 1: .*; expected a JSON object with timestamp, input_length"),
         (b'{"timestamp": 0, "input_length": 5, "output_length": 5}\n', "line 1: .*hash_ids"),
         (b"\xff\xfd\n", "line 1: "),
-        (b"", "no requests in it"),
-        (zstandard.compress(b"\n\n"), "no requests in it"),
+        (b"", "the trace has no requests"),
+        (zstandard.compress(b"\n\n"), "the trace has no requests"),
     ],
 )
-def test_a_file_that_is_something_else_is_told_with_what_to_do(data: bytes, why: str, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused_with_a_remedy(data: bytes, why: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_bytes(data)
     with pytest.raises(TraceError, match=rf"trace\.jsonl[:,] .*{why}"):
         read_trace(file)
 
 
-def test_a_folder_is_no_trace(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_trace(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="Is a directory"):
         read_trace(tmp_path)
 
 
-def test_without_its_library_a_zstd_file_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zstd_file_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "trace.jsonl.zst"
     file.write_bytes(zstandard.compress(encoded(bailian())))
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(TraceError, match=r'for which zstandard is not here: pip install "llm-kvstore\[serving\]"'):
+    with pytest.raises(TraceError, match=r'but zstandard is not installed: pip install "llm-kvstore\[serving\]"'):
         read_trace(file)

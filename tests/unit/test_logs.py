@@ -1,5 +1,5 @@
-"""Log lines: whoever can cause a line can cause a million, so lines of a kind are bounded; nobody waits for who reads
-them."""
+"""A client that can cause one log line can cause a million, so the lines of each kind are bounded. A reader that does
+not read them delays nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log.info("a line, number %d", 1000)
 """
 
 
-def test_lines_of_a_kind_are_bounded_and_those_left_out_are_counted() -> None:
+def test_lines_of_each_kind_are_bounded_and_omitted_ones_are_counted() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment(), capture_output=True, text=True, timeout=60, check=True
     )
@@ -42,9 +42,7 @@ def test_lines_of_a_kind_are_bounded_and_those_left_out_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("form", "first"), [("text", "20"), ("json", "{")])
-def test_lines_have_their_priority_where_standard_error_is_the_journal_and_only_there(
-    tmp_path: Path, form: str, first: str
-) -> None:
+def test_lines_have_priorities_only_where_standard_error_is_the_journal(tmp_path: Path, form: str, first: str) -> None:
     program = (
         "import logging; from kvstore import logs\n"
         f"logs.configure('info', 'here', '{form}')\n"
@@ -80,7 +78,7 @@ log.debug("the end")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "pipe of another user", "socket"])
-def test_nobody_waits_for_who_does_not_read_standard_error(kind: str) -> None:
+def test_an_unread_standard_error_does_not_block_the_server(kind: str) -> None:
     if kind == "socket":
         near, far = socket.socketpair()
         reader, writer = near.detach(), far.detach()
@@ -88,7 +86,7 @@ def test_nobody_waits_for_who_does_not_read_standard_error(kind: str) -> None:
         reader, writer = os.pipe()
         fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 16)
     program = UNREAD
-    if kind == "pipe of another user":  # which cannot be opened anew
+    if kind == "pipe of another user":  # this pipe cannot be opened again
         program = (
             "import os; real = os.open\n"
             + (
@@ -122,7 +120,7 @@ def test_nobody_waits_for_who_does_not_read_standard_error(kind: str) -> None:
     lines = read.decode().splitlines()
     messages = [json.loads(line)["message"] for line in lines if line.endswith("}")]
     assert messages[-1] == "the end"
-    assert messages[-2].endswith("lines were left out here: nobody read standard error")
+    assert messages[-2].endswith("lines were left out here: standard error was not read")
     written = sum(message.startswith("a line") for message in messages)
     left_out = int(messages[-2].split()[0])
     assert written > 50 and 2000 <= written + left_out <= 2001

@@ -1,4 +1,4 @@
-"""What a node gives to whom when another joins or itself leaves, and in which order."""
+"""Which blocks a node sends to which member, and in which order, when another node joins or this node leaves."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvstore.cluster.placement import Placement
 from kvstore.moving.carrier import Listed
 from kvstore.moving.filling import Filling, _Task
 from kvstore.moving.mover import TURN_BYTES, turns
-from kvstore.moving.planning import NOBODY, Gains, Plan, plan_joining, plan_leaving
+from kvstore.moving.planning import NO_SHARD, Gains, MovePlan, plan_joining, plan_leaving
 from kvstore.moving.settled import Settled
 from kvstore.wire import PROTOCOL_VERSION, Hello, ShardAddress
 from kvstore_client._links.link import Link
-from kvstore_client._links.view import Place, View
+from kvstore_client._links.view import ShardEntry, View
 from tests.support.properties import examples
 
 
@@ -32,7 +32,7 @@ Nodes = st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["", "x", "y", "no
 
 
 def holders(members: Sequence[Member], copies: int) -> list[set[str]]:
-    """The shards that hold each key when these are the members."""
+    """Return, for each key, the shards that hold its block with these members."""
     shards = [(shard, node) for node in members for shard in node.shards]
     placement = Placement(
         [shard.name for shard, _ in shards],
@@ -43,25 +43,25 @@ def holders(members: Sequence[Member], copies: int) -> list[set[str]]:
     return [{shards[number][0].name for number in row} for row in placement.replicas(KEYS, copies).tolist()]
 
 
-def gaining(node: Member, plan: Plan, copies: int) -> tuple[list[set[str]], list[int]]:
-    """For each key: who gains it from this node, and when the node is to send it."""
+def gaining(node: Member, plan: MovePlan, copies: int) -> tuple[list[set[str]], list[int]]:
+    """Return, for each key, the shards that get it from this node, and its rank in the order of sending."""
     gains = Gains(node.node, plan)
     targets, ranks = gains.of(KEYS, copies)
-    return [{gains.targets[target].name for target in row if target != NOBODY} for row in targets.tolist()], list(ranks)
+    return [{gains.targets[target].name for target in row if target != NO_SHARD} for row in targets.tolist()], list(
+        ranks
+    )
 
 
 @settings(max_examples=examples(0.3))
 @given(Nodes, st.integers(1, 3))
-def test_who_leaves_gives_what_it_has_to_all_who_own_it_then_as_clients_place(
-    nodes: list[tuple[int, str]], copies: int
-) -> None:
+def test_a_leaving_node_sends_its_blocks_to_their_next_owners(nodes: list[tuple[int, str]], copies: int) -> None:
     members = [member(f"node-{number}", *node) for number, node in enumerate(nodes)]
     plan = plan_leaving("node-0", members)
     assert not plan.gentle
     gained, ranks = gaining(members[0], plan, copies)
     view = View(
         [
-            Place(
+            ShardEntry(
                 Link(shard.name, shard.host, shard.port, lambda: Hello(0, PROTOCOL_VERSION), lambda: None),
                 node.node,
                 node.zone or node.node,
@@ -76,7 +76,7 @@ def test_who_leaves_gives_what_it_has_to_all_who_own_it_then_as_clients_place(
 
 @settings(max_examples=examples(0.3))
 @given(Nodes, st.integers(1, 3), st.data())
-def test_who_joins_is_given_its_share_by_each_that_had_it_and_by_one_of_them_first(
+def test_each_holder_sends_a_joining_node_its_share_and_one_goes_first(
     nodes: list[tuple[int, str]], copies: int, data: st.DataObject
 ) -> None:
     members = [member(f"node-{number}", *node) for number, node in enumerate(nodes)]
@@ -98,7 +98,7 @@ def test_who_joins_is_given_its_share_by_each_that_had_it_and_by_one_of_them_fir
         assert not any(gaining(node, plan, copies)[0]), "who joined had nothing before"
 
 
-def test_who_leaves_counts_on_nothing_at_those_that_join_or_drain() -> None:
+def test_a_leaving_node_relies_on_no_joining_or_draining_node() -> None:
     states: list[State] = ["draining", "serving", "joining", "draining", "serving"]
     members = [
         msgspec.structs.replace(member(f"node-{number}", 1, ""), state=state) for number, state in enumerate(states)
@@ -107,7 +107,7 @@ def test_who_leaves_counts_on_nothing_at_those_that_join_or_drain() -> None:
     assert gained == holders([members[1], members[2], members[4]], 2)
 
 
-def test_settled_copies_are_told_from_others() -> None:
+def test_settled_copies_are_distinguished_from_others() -> None:
     settled = Settled()
     holder, other = ("run", "a/0", b"namespace"), ("new run", "a/0", b"namespace")
     assert not settled.among(holder, KEYS).any()
@@ -117,7 +117,7 @@ def test_settled_copies_are_told_from_others() -> None:
     assert not settled.among(other, KEYS).any() and not settled.among(holder, KEYS[:, :8].copy()).any()
 
 
-def test_those_that_drain_own_nothing_and_those_that_join_do() -> None:
+def test_draining_nodes_own_nothing_and_joining_nodes_do() -> None:
     states: list[State] = ["serving", "joining", "joining", "draining"]
     members = [
         msgspec.structs.replace(member(f"node-{number}", 1, ""), state=state) for number, state in enumerate(states)
@@ -131,7 +131,7 @@ def listed(canonical: bytes, block_bytes: int, count: int) -> Listed:
     return Listed(canonical, 1, block_bytes, keys, np.zeros((count, 1), dtype=np.intp), keys[:, np.newaxis])
 
 
-def test_namespaces_take_turns_and_every_block_has_one() -> None:
+def test_namespaces_take_turns_until_every_block_had_one() -> None:
     small, large, none = listed(b"small", 4096, 20_000), listed(b"large", TURN_BYTES // 8, 20), listed(b"none", 1, 0)
     parts = list(turns([small, large, none]))
     assert [some.canonical for some, _ in parts] == [b"small", b"large"] * 3
@@ -145,14 +145,14 @@ def test_namespaces_take_turns_and_every_block_has_one() -> None:
 
 
 class Views:
-    """A filling thread that was not started, and what it is told of the members: `a=serving` ... It is node a."""
+    """The filling thread of node a, which is not started. The test gives it the members: `a=serving` ..."""
 
     def __init__(self, grace_s: float = 300.0) -> None:
         self.filling = Filling(member("a", 1, ""), [], grace_s)
         self._epoch = 0
 
     def take(self, **states: str) -> tuple[set[str], set[str]]:
-        """-> who is to be filled then, among which owners."""
+        """Return the nodes that are filled with these members, and the owners among which blocks are placed."""
         self._epoch += 1
         members = [
             msgspec.structs.replace(member(name[0], 1, ""), state=state, instance=name[1:])
@@ -170,7 +170,7 @@ class Views:
         self.filling._done = self.filling._task
 
 
-def test_it_fills_who_joins_until_that_serves_or_leaves() -> None:
+def test_a_node_fills_joining_nodes_until_they_serve_or_leave() -> None:
     views = Views()
     assert views.take(a="serving", b="serving") == (set(), set())
     assert views.take(a="serving", b="serving", c="joining") == ({"c"}, {"a", "b", "c"})
@@ -180,7 +180,7 @@ def test_it_fills_who_joins_until_that_serves_or_leaves() -> None:
     assert views.take(a="joining", b="joining", c="serving") == ({"b"}, {"a", "b", "c"}), "not itself, though it joins"
 
 
-def test_it_fills_nobody_unless_it_owns_blocks_itself() -> None:
+def test_a_node_fills_others_only_while_it_owns_blocks() -> None:
     views = Views()
     assert views.take(b="serving", c="joining") == (set(), set()), "it is not in yet"
     assert views.take(b="serving", c="joining", a="joining") == ({"c"}, {"a", "b", "c"})
@@ -191,7 +191,7 @@ def test_it_fills_nobody_unless_it_owns_blocks_itself() -> None:
     assert Views(0.0).take(a="serving", b="joining") == (set(), set()), "there is no time for it"
 
 
-def test_it_fills_others_while_it_joins_anew_itself() -> None:
+def test_a_rejoining_node_still_fills_others() -> None:
     views = Views()
     again = msgspec.structs.replace(member("a", 1, ""), instance="X")
     assert views.take(a="serving", b="serving", c="joining") == ({"c"}, {"a", "b", "c"})
@@ -200,7 +200,7 @@ def test_it_fills_others_while_it_joins_anew_itself() -> None:
     assert views.take(aX="joining", b="serving", c="joining") == ({"c"}, {"a", "b", "c"})
 
 
-def test_it_starts_anew_only_when_that_changes_what_is_to_be_copied() -> None:
+def test_filling_restarts_only_if_the_blocks_to_copy_change() -> None:
     views = Views()
     views.take(a="serving", b="serving", c="joining")
     first = views.task

@@ -1,4 +1,4 @@
-"""The parts of a GET's reply, made for a group of blocks and sent one after the other."""
+"""The PARTs of a GET's reply, each made for a group of blocks and sent one after another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEMORY = RNG.integers(0, 256, 1 << 20, dtype=np.uint8)
 
 
 def sent(parts: Parts, count: int) -> list[bytes]:
-    """What each of `count` parts is on the wire, through a socket that takes little at a time."""
+    """Send `count` parts through a socket that accepts little at a time. Returns the bytes of each part."""
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     ours.setblocking(False)
@@ -49,7 +49,7 @@ def sent(parts: Parts, count: int) -> list[bytes]:
 @pytest.mark.parametrize(("count", "per_part", "block_bytes"), [(1, 1, 1), (5, 2, 3), (7, 1, 5000), (300, 64, 100)])
 @pytest.mark.parametrize("attribute_bytes", [0, 22])
 @pytest.mark.parametrize(("request_id", "hit", "miss", "last"), [(1, 0, 0, True), (2**62, 70_000, 2**33, False)])
-def test_parts_are_what_the_protocol_says(
+def test_parts_follow_the_protocol(
     count: int, per_part: int, block_bytes: int, attribute_bytes: int, request_id: int, hit: int, miss: int, last: bool
 ) -> None:
     positions = RNG.integers(0, 2**32, count, dtype=np.uint32)
@@ -76,7 +76,7 @@ def test_parts_are_what_the_protocol_says(
     assert sent(parts, len(expected)) == expected
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_blocks_of_the_wrong_size_are_refused() -> None:
     one = np.zeros(1, dtype=np.uint32), np.zeros(1, dtype=np.uint64)
     for offset in (-1, len(MEMORY) - 9, 2**62):
         with pytest.raises(IndexError, match="a block of 10 bytes"):
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused() -> None:
         )
 
 
-def test_a_connection_that_is_gone_is_an_error() -> None:
+def test_a_closed_connection_is_an_error() -> None:
     parts = Parts(1, np.zeros(1, np.uint32), np.zeros(1, np.uint64), MEMORY, np.zeros(1, np.int64), 1000, 1, True, 0, 0)
     ours, theirs = socket.socketpair()
     theirs.close()

@@ -1,4 +1,4 @@
-"""The payload of SETs received where it belongs: in whatever pieces it comes, and never beside its place."""
+"""The payload of SETs is received directly into its place, in pieces of any size, and never outside that place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ROOM = 64
 
 
 class Sink:
-    """Of a message, the frame after the first is a payload of `count` blocks, `per_frame` to a frame."""
+    """Receives messages that have, after their first frame, a payload of `count` blocks with `per_frame` blocks in each
+    frame."""
 
     def __init__(self, count: int, per_frame: int) -> None:
         self.memory = np.full(ROOM * BLOCK, GUARD, dtype=np.uint8)
@@ -101,9 +102,7 @@ def feed(theirs: socket.socket, receiver: Receiver, data: bytes, cuts: list[int]
     ping=st.booleans(),
     cuts=st.lists(st.integers(0, 5000), max_size=8),
 )
-def test_a_payload_arrives_in_its_places_in_whatever_pieces(
-    count: int, per_frame: int, ping: bool, cuts: list[int]
-) -> None:
+def test_a_payload_arrives_in_its_places_in_any_pieces(count: int, per_frame: int, ping: bool, cuts: list[int]) -> None:
     between = zmtp.command(b"PING", bytes(2)) if ping else b""
     with connection(count, per_frame) as (theirs, receiver, sink):
         sums = zmtp.frame(bytes(8 * count), False)
@@ -124,8 +123,8 @@ def test_a_payload_arrives_in_its_places_in_whatever_pieces(
 
 
 @pytest.mark.parametrize("blocks", [2, 6, 7])
-def test_a_message_that_ends_with_its_payload_is_told_of(blocks: int) -> None:
-    """Too early, or with the last payload frame: in both cases the checksums are missing."""
+def test_a_message_that_ends_with_its_payload_is_reported(blocks: int) -> None:
+    """The message ends within its payload or with the last payload frame, so the checksums are missing."""
     with connection(7, 2) as (theirs, receiver, sink):
         frames = zmtp.frame(b"keys", True) + payload_frames(blocks, 2)
         last = len(frames) - (blocks - 1) % 2 * BLOCK - BLOCK
@@ -140,7 +139,7 @@ def test_a_message_that_ends_with_its_payload_is_told_of(blocks: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK + 1, 3 * BLOCK])
-def test_a_frame_of_another_size_is_the_sinks(size: int) -> None:
+def test_a_frame_of_another_size_is_passed_to_the_sink(size: int) -> None:
     with connection(7, 2) as (theirs, receiver, sink):
         feed(theirs, receiver, zmtp.frame(b"keys", True) + payload_frames(4, 2) + zmtp.frame(bytes(size), True), [])
         assert sink.events[-2:] == [("frame", size, True), ("end", size, True)]
@@ -148,7 +147,7 @@ def test_a_frame_of_another_size_is_the_sinks(size: int) -> None:
         check_memory(sink, 4)
 
 
-def test_between_frames_the_slice_of_time_ends() -> None:
+def test_the_time_slice_ends_between_frames() -> None:
     with connection(8, 1) as (theirs, receiver, sink):
         receiver.slice_end = time.monotonic()  # it is over
         theirs.sendall(zmtp.frame(b"keys", True) + payload_frames(8, 1) + zmtp.frame(bytes(64), False))

@@ -1,4 +1,4 @@
-"""What the benchmark of placements claims to compare: each candidate keeps blocks, evicts them, and finds the rest."""
+"""The benchmark of placements on disk is valid: each candidate keeps blocks, evicts some, and finds the rest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shape() -> Shape:
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_what_is_left_after_churn_and_reopening_has_the_right_bytes(
+def test_blocks_left_after_churn_and_reopening_have_the_right_bytes(
     name: str, threads: int, shape: Shape, tmp_path: Path
 ) -> None:
     missing = unavailable([name], BLOCK_BYTES, tmp_path)
@@ -43,8 +43,8 @@ def test_what_is_left_after_churn_and_reopening_has_the_right_bytes(
     store.close()
 
 
-def test_a_block_in_the_place_of_another_is_noticed(shape: Shape) -> None:
+def test_a_block_in_another_ones_place_is_noticed(shape: Shape) -> None:
     shape.out[:] = shape.source
     shape.verify("all right", range(BLOCKS))
-    with pytest.raises(AssertionError, match="block 2 was read with other bytes"):
+    with pytest.raises(AssertionError, match="block 2: the bytes read differ"):
         shape.verify("two exchanged", [0, 2, 1, *range(3, BLOCKS)])

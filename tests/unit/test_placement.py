@@ -1,4 +1,4 @@
-"""Rendezvous hashing: fair shares, weights, how little moves, and where replicas go."""
+"""Rendezvous hashing: fair shares, weights, how few keys move after a change, and the places of replicas."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_the_unit_of_weights_does_not_matter() -> None:
     assert (Placement(names(3), weights).owners(KEYS) == Placement(names(3), weights * 2.0**40).owners(KEYS)).all()
 
 
-def test_a_shard_that_joins_takes_its_share_and_moves_nothing_else() -> None:
+def test_a_joining_shard_takes_its_share_and_moves_nothing_else() -> None:
     before, after = equal(4).owners(KEYS), equal(5).owners(KEYS)
     moved = before != after
     assert abs(moved.mean() - 1 / 5) < 0.02
     assert (after[moved] == 4).all(), "a key moved between shards that were there before"
 
 
-def test_a_shard_that_leaves_gives_its_keys_to_all_others() -> None:
+def test_a_leaving_shards_keys_go_to_all_others() -> None:
     before, after = equal(5).owners(KEYS), equal(4).owners(KEYS)
     kept = before != 4
     assert (after[kept] == before[kept]).all()
@@ -61,7 +61,7 @@ def test_a_shard_that_leaves_gives_its_keys_to_all_others() -> None:
     assert np.abs(inherited - 1 / 4).max() < 0.03
 
 
-def test_a_growing_weight_only_attracts() -> None:
+def test_a_growing_weight_only_gains_keys() -> None:
     before = Placement(names(3), [1.0, 1.0, 1.0]).owners(KEYS)
     after = Placement(names(3), [1.0, 1.0, 2.0]).owners(KEYS)
     assert (after[before != after] == 2).all()
@@ -86,7 +86,7 @@ def mix(value: int) -> int:
 
 
 def score(key: bytes, name: str, weight: float) -> float:
-    """The rule of docs/protocol.md, one key at a time in whole numbers."""
+    """Return a key's score by the rule of docs/protocol.md, computed with whole numbers."""
     drawn = mix(mix(int.from_bytes(key[:8], "little")) ^ xxhash.xxh3_64_intdigest(name.encode()))
     return weight / -math.log(((drawn >> 11) + 0.5) * 2.0**-53)
 
@@ -104,7 +104,7 @@ def placed(shards: Sequence[Shard]) -> Placement:
 
 
 def replicas_by_the_rule(key: bytes, shards: Sequence[Shard], count: int) -> list[str]:
-    """The names of the replicas, as docs/protocol.md says it."""
+    """Return the names of the replicas by the rule of docs/protocol.md."""
     best_first = sorted(shards, key=lambda s: (-score(key, s.name, s.weight), s.name))
     chosen: list[Shard] = []
     while len(chosen) < count:
@@ -117,7 +117,7 @@ def replicas_by_the_rule(key: bytes, shards: Sequence[Shard], count: int) -> lis
 
 
 @pytest.mark.parametrize("key_bytes", [8, 13, 16, 64])
-def test_a_key_goes_where_its_first_eight_bytes_say(key_bytes: int) -> None:
+def test_a_keys_first_eight_bytes_decide_its_place(key_bytes: int) -> None:
     shards, weights = names(5), [1.0, 2.0, 3.0, 4.0, 5.0]
     keys = np.ascontiguousarray(np.tile(KEYS[:300], 4)[:, :key_bytes])
     expected = [
@@ -127,8 +127,9 @@ def test_a_key_goes_where_its_first_eight_bytes_say(key_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("spread", [0, 3, 30, 300])
-def test_no_shard_that_could_win_is_passed_over(spread: int) -> None:
-    """Against every score by the rule, with weights from equal to ones that are 600 orders of magnitude apart."""
+def test_no_shard_that_could_win_is_skipped(spread: int) -> None:
+    """The owner is compared with the shard of the highest score by the rule. Weights are equal, or up to 600 orders of
+    magnitude apart."""
     chance = random.Random(spread)
     for count in (2, 5, 64, 257):
         weights = [10.0 ** chance.uniform(-spread, spread) for _ in range(count)]
@@ -139,13 +140,13 @@ def test_no_shard_that_could_win_is_passed_over(spread: int) -> None:
         assert Placement(names(count), weights).owners(KEYS[: 4000 // count]).tolist() == expected
 
 
-def test_rows_need_not_lie_side_by_side() -> None:
+def test_rows_need_not_be_contiguous() -> None:
     assert (equal(7).owners(KEYS[::3, 1:]) == equal(7).owners(np.ascontiguousarray(KEYS[::3, 1:]))).all()
     assert (equal(7).owners(KEYS[:, ::2]) == equal(7).owners(np.ascontiguousarray(KEYS[:, ::2]))).all()
 
 
-def test_equal_scores_go_to_the_name_that_comes_first() -> None:
-    """With equal seeds all scores are equal: ranks decide, and ranks are those of names."""
+def test_equal_scores_go_to_the_first_name() -> None:
+    """With equal seeds all scores are equal, so the ranks decide, which follow the order of names."""
     same, ones = np.full(4, 77, dtype=np.uint64), np.ones(4)
     numbers, zones = np.arange(4), np.zeros(4, dtype=np.int64)
     for best in range(4):
@@ -159,7 +160,7 @@ def test_a_million_keys_over_64_equal_shards_are_even() -> None:
     assert shares.max() / shares.mean() <= 1.05
 
 
-def test_weights_of_64_shards_are_honoured_within_a_twentieth() -> None:
+def test_weights_of_64_shards_are_met_within_a_twentieth() -> None:
     keys = np.random.Generator(np.random.SFC64(3)).integers(0, 256, (1_000_000, 8), dtype=np.uint8)
     weights = np.array([1.0, 2.0, 3.0, 4.0] * 16)
     shares = np.bincount(Placement(names(64), weights).owners(keys), minlength=64) / len(keys)
@@ -188,7 +189,7 @@ def test_a_shard_without_a_weight_is_refused(shards: list[str], weights: list[fl
         Placement(shards, weights)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="2 names and 1 nodes"):
         Placement(["a", "b"], [1.0, 1.0], ["a"])
     with pytest.raises(ValueError, match="2 names and 3 zones"):
@@ -211,7 +212,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> list[Shard]:
-    """1 to 8 nodes with 1 to 3 shards each, in up to 4 zones, of unlike weights."""
+    """Return 1 to 8 nodes with 1 to 3 shards each, in up to 4 zones, of unequal weights."""
     shards = []
     for number in range(draw(st.integers(1, 8))):
         zone, weight = f"zone-{draw(st.integers(0, 3))}", draw(st.sampled_from([1.0, 1.5, 4.0]))
@@ -225,14 +226,14 @@ def chosen_names(shards: Sequence[Shard], keys: npt.NDArray[np.uint8], count: in
 
 
 @given(clusters(), st.integers(1, 5), st.integers(0, 1000))
-def test_replicas_are_those_of_the_rule(shards: list[Shard], count: int, start: int) -> None:
+def test_replicas_follow_the_rule(shards: list[Shard], count: int, start: int) -> None:
     keys = KEYS[start : start + 20]
     expected = [replicas_by_the_rule(key.tobytes(), shards, count) for key in keys]
     assert chosen_names(shards, keys, count) == expected
 
 
 @given(clusters(), st.integers(1, 5))
-def test_replicas_fail_apart(shards: list[Shard], count: int) -> None:
+def test_replicas_are_on_different_nodes_and_zones(shards: list[Shard], count: int) -> None:
     by_name = {shard.name: shard for shard in shards}
     keys = KEYS[:200]
     replicas = placed(shards).replicas(keys, count)
@@ -246,14 +247,14 @@ def test_replicas_fail_apart(shards: list[Shard], count: int) -> None:
 
 
 @given(clusters(), st.integers(1, 4), st.data())
-def test_a_node_that_joins_or_leaves_concerns_only_its_own_replicas(
+def test_a_joining_or_leaving_node_changes_only_its_own_replicas(
     shards: list[Shard], count: int, data: st.DataObject
 ) -> None:
     gone = data.draw(st.sampled_from(sorted({shard.node for shard in shards})))
     rest = [shard for shard in shards if shard.node != gone]
     if not rest:
         return
-    columns = min(count, len({shard.node for shard in rest}))  # with fewer nodes than count a column is new for all
+    columns = min(count, len({shard.node for shard in rest}))  # with fewer nodes, one column is new for all keys
     keys = KEYS[:300]
     for with_it, without in zip(chosen_names(shards, keys, columns), chosen_names(rest, keys, columns), strict=True):
         others = [name for name in with_it if not name.startswith(f"{gone}/")]
@@ -263,7 +264,7 @@ def test_a_node_that_joins_or_leaves_concerns_only_its_own_replicas(
             assert set(others) <= set(without), "a replica moved between nodes that were there all along"
 
 
-def test_without_nodes_every_shard_is_one() -> None:
+def test_without_nodes_every_shard_counts_as_one() -> None:
     rows = equal(3).replicas(KEYS[:100], 3)
     assert (np.sort(rows, axis=1) == np.arange(3)).all()
     assert equal(3).replicas(KEYS[:100], 5).shape == (100, 3)
@@ -271,7 +272,7 @@ def test_without_nodes_every_shard_is_one() -> None:
     assert equal(3).replicas(KEYS[:0], 2).shape == (0, 2)
 
 
-def test_threads_place_at_once_and_agree() -> None:
+def test_threads_place_concurrently_and_agree() -> None:
     placement = equal(64)
     found: list[npt.NDArray[np.intp]] = []
     threads = [threading.Thread(target=lambda: found.append(placement.replicas(KEYS, 3))) for _ in range(4)]
@@ -287,7 +288,7 @@ def test_threads_place_at_once_and_agree() -> None:
 
 
 @given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n - 1), max_size=600))))
-def test_positions_by_owner_are_those_of_a_stable_sort(drawn: tuple[int, list[int]]) -> None:
+def test_positions_by_owner_equal_a_stable_sort(drawn: tuple[int, list[int]]) -> None:
     count, owners = drawn[0], np.array(drawn[1], dtype=np.intp)
     order, bounds = group_by_owner(owners, count)
     expected = np.argsort(owners, kind="stable")
@@ -296,7 +297,7 @@ def test_positions_by_owner_are_those_of_a_stable_sort(drawn: tuple[int, list[in
 
 
 @pytest.mark.parametrize(("owners", "wrong"), [([0, 3], 3), ([0, -1], -1)])
-def test_an_owner_that_cannot_be_is_refused(owners: list[int], wrong: int) -> None:
+def test_an_invalid_owner_is_refused(owners: list[int], wrong: int) -> None:
     with pytest.raises(IndexError, match=rf"owners\[1\] is {wrong}: expected 0 to 2"):
         group_by_owner(np.array(owners, dtype=np.intp), 3)
     with pytest.raises(ValueError, match=r"owners (must be|has)"):

@@ -1,4 +1,4 @@
-"""The closed forms: against the formulas they come from, against tables, and against the queue itself."""
+"""The closed forms, compared with the formulas that they come from, with tables, and with a simulated queue."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from kvstore_serving.planning.queueing import (
 
 
 def lindley(load: float, arrivals: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """The waits at an M/D/1 of service 1: each is what is left of the work before it, from Lindley's recursion."""
+    """Return the waits at an M/D/1 queue with service time 1, from Lindley's recursion: each wait is the remaining
+    earlier work."""
     gaps = np.random.default_rng(seed).exponential(1 / load, arrivals)
     steps = np.concatenate([[0.0], np.cumsum(1.0 - gaps[1:])])
     return steps - np.minimum.accumulate(np.minimum(steps, 0.0))
 
 
 @pytest.mark.parametrize("load", [0.1, 0.5, 0.9])
-def test_the_means_are_those_of_the_formulas(load: float) -> None:
+def test_the_means_follow_the_formulas(load: float) -> None:
     service = 0.2
     rate = load / service
     assert one_device(service, rate).ttft_s.mean == pytest.approx(service + rate * service**2 / (2 * (1 - load)))
@@ -42,13 +43,13 @@ def test_the_means_are_those_of_the_formulas(load: float) -> None:
     assert shared.utilisation == pytest.approx(load / speedup)
 
 
-def test_services_that_vary_make_arrivals_wait_longer() -> None:
+def test_variable_service_times_make_arrivals_wait_longer() -> None:
     assert mean_wait(0.5, 1.0, 1.0) == pytest.approx(1.0), "M/M/1: rho / (1 - rho) services"
     assert mean_wait(0.5, 1.0, 1.0) == pytest.approx(2 * mean_wait(0.5, 1.0))
 
 
 @pytest.mark.parametrize("load", [0.1, 0.4, 0.7])
-def test_the_distribution_is_crommelins_where_his_sum_has_digits(load: float) -> None:
+def test_the_distribution_equals_crommelins_where_his_sum_is_precise(load: float) -> None:
     for wait in (0.0, 0.3, 0.999, 1.0, 1.7, 4.25, 8.5):
         terms = (
             (-load * (wait - k)) ** k / math.factorial(k) * math.exp(load * (wait - k)) for k in range(int(wait) + 1)
@@ -57,21 +58,21 @@ def test_the_distribution_is_crommelins_where_his_sum_has_digits(load: float) ->
 
 
 @pytest.mark.parametrize("load", [0.3, 0.8])
-def test_percentiles_are_those_of_the_queue(load: float) -> None:
+def test_percentiles_equal_those_of_the_queue(load: float) -> None:
     waits = lindley(load, 400_000, seed=1)
     for percentile in (90, 99):
         found = wait_percentile(load, 1.0, percentile)
         assert found == pytest.approx(float(np.percentile(waits, percentile)), rel=0.05)
 
 
-def test_the_tail_goes_on_where_the_sum_ends() -> None:
+def test_the_tail_continues_where_the_sum_ends() -> None:
     load = 0.995
     waits = [wait_within(load, 1.0, wait) for wait in (398.0, 399.4, 400.0, 401.0, 800.0, 1e6)]
     assert waits == sorted(waits) and waits[-1] == 1.0
     assert wait_percentile(load, 1.0, 99.9) == pytest.approx(math.log(1000) / 2 / (1 - load), rel=0.02), "heavy traffic"
 
 
-def test_a_percentile_is_nothing_where_so_many_do_not_wait() -> None:
+def test_a_percentile_of_requests_that_do_not_wait_is_zero() -> None:
     assert wait_percentile(0.05, 1.0, 90) == 0.0
     assert wait_percentile(0.15, 1.0, 90) > 0.0
 
@@ -85,18 +86,18 @@ def test_intra_op_is_faster_below_the_crossover_and_inter_op_above() -> None:
             assert (intra.ttft_s.mean < inter.ttft_s.mean) is intra_is_faster
 
 
-def test_means_do_not_bound_the_p90() -> None:
+def test_means_do_not_bound_the_90th_percentile() -> None:
     for services, load in ((1.5, 0.18), (2, 0.39), (3, 0.59), (5, 0.76)):
         assert highest_load(services, 90) == pytest.approx(load, abs=0.01)
 
 
 @pytest.mark.parametrize("rate", [5.0, 6.0])
-def test_a_queue_that_grows_without_end_is_an_error(rate: float) -> None:
+def test_an_unstable_queue_is_an_error(rate: float) -> None:
     with pytest.raises(Unstable, match="expected less than 5 requests/s"):
         one_device(0.2, rate)
 
 
 @pytest.mark.parametrize("speedup", [1.0, 2.0, 0.5])
-def test_there_is_no_crossover_without_a_real_speedup(speedup: float) -> None:
+def test_without_a_real_speedup_there_is_no_crossover(speedup: float) -> None:
     with pytest.raises(ValueError, match="expected more than 1 and less than 2"):
         crossover(speedup)

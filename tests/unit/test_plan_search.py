@@ -1,4 +1,4 @@
-"""Workloads, the search and the plan, without the command line."""
+"""The planner's workloads, search and plan, without the command line."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 
 from kvstore_serving.load.report import Slo
 from kvstore_serving.planning import goodput as goodputs
-from kvstore_serving.planning.fleet import Links, Pool, Via
+from kvstore_serving.planning.fleet import NetworkLinks, NodePool, Via
 from kvstore_serving.planning.goodput import Crew, Goal, goodput, mean_goodput
 from kvstore_serving.planning.hit_curve import CurveError, HitCurve, read_curve
-from kvstore_serving.planning.jobs import Link, transfer
-from kvstore_serving.planning.placement import Engines, Placement, Shape, nodes_of
+from kvstore_serving.planning.jobs import NetworkLink, transfer
+from kvstore_serving.planning.placement import EnginePlacement, Engines, Shape, nodes_of
 from kvstore_serving.planning.plan import make_plan
 from kvstore_serving.planning.profile import DecodeTimes, Degree, PrefillTimes, Profile
 from kvstore_serving.planning.search import NothingFits, Question, best, best_colocated, measured, rate_phases
 from kvstore_serving.planning.simulator import Fleet
-from kvstore_serving.planning.watching import Load, Watched, drift, propose
+from kvstore_serving.planning.watching import OfferedLoad, Watched, drift, propose
 from kvstore_serving.planning.workload import Lengths, Replayed, Synthetic, rate_of
 
 
@@ -34,28 +34,30 @@ def crew() -> Iterator[Crew]:
 
 @pytest.fixture(autouse=True)
 def roughly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are short: what is asked of a plan is not how near its numbers are to those of a long one."""
-    monkeypatch.setattr(goodputs, "REQUESTS", 100)
+    """Simulate short runs, because most of these tests do not need precise numbers."""
+    monkeypatch.setattr(goodputs, "RUN_REQUESTS", 100)
     monkeypatch.setattr(goodputs, "REQUESTS_EACH", 25)
     monkeypatch.setattr(goodputs, "MISSES", 10)
+    monkeypatch.setattr(goodputs, "AT_ONCE", 25)
 
 
 @pytest.fixture
 def less_roughly(roughly: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are twice as long: where two placements are compared that differ little."""
-    monkeypatch.setattr(goodputs, "REQUESTS", 200)
+    """Simulate runs twice as long as in the other tests, to compare placements that differ little."""
+    monkeypatch.setattr(goodputs, "RUN_REQUESTS", 200)
     monkeypatch.setattr(goodputs, "REQUESTS_EACH", 50)
     monkeypatch.setattr(goodputs, "MISSES", 20)
 
 
 @pytest.fixture
 def precisely(roughly: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are as long as those of users."""
+    """Simulate runs as long as those of users."""
     monkeypatch.undo()
 
 
 def small_profile(kv_tokens: int = 20_000, name: str = "small") -> Profile:
-    """A prefill of 500 tokens takes 0.1 s on one GPU and 0.06 s on two; a step of ten requests takes 20 ms."""
+    """Return a profile in which a prefill of 500 tokens takes 0.1 s on one GPU and 0.06 s on two, and a step of ten
+    requests 20 ms."""
     degrees = [
         Degree(1, PrefillTimes(0.01, 0.00018, 0.0), [DecodeTimes(0.01, 1e-7, 0.001)], {1: kv_tokens, 2: 2 * kv_tokens}),
         Degree(2, PrefillTimes(0.01, 0.0001, 0.0), [DecodeTimes(0.008, 1e-7, 0.0006)], {1: 2 * kv_tokens}),
@@ -65,8 +67,8 @@ def small_profile(kv_tokens: int = 20_000, name: str = "small") -> Profile:
 
 def question(rate_rps: float | None = 5.0, nodes: int = 2, gpus: int = 4, **changes: object) -> Question:
     given = {
-        "pools": [Pool(small_profile(), nodes, gpus)],
-        "links": Links(),
+        "pools": [NodePool(small_profile(), nodes, gpus)],
+        "links": NetworkLinks(),
         "recipe": Synthetic(Lengths(500), Lengths(10)),
         "goal": Goal(Slo(0.3, 0.05), 90),
         "rate_rps": rate_rps,
@@ -78,7 +80,7 @@ def question(rate_rps: float | None = 5.0, nodes: int = 2, gpus: int = 4, **chan
 # ---- workloads ---------------------------------------------------------------------------------------------------
 
 
-def test_lengths_have_the_mean_and_the_variation_that_were_asked_for() -> None:
+def test_lengths_have_the_requested_mean_and_variation() -> None:
     made = Synthetic(Lengths(500, 1.0), Lengths(50, 0.5), arrival_cv=2.0, hit_rate=0.25).make(40_000, 1)
     assert made.inputs.mean() == pytest.approx(500, rel=0.03)
     assert made.inputs.std() / made.inputs.mean() == pytest.approx(1.0, rel=0.1)
@@ -99,7 +101,7 @@ def trace(path: Path, prompts: list[list[int]]) -> Path:
     return path
 
 
-def test_prompts_of_a_trace_find_what_they_share_in_the_store(tmp_path: Path) -> None:
+def test_a_traces_prompts_find_their_shared_blocks_in_the_store(tmp_path: Path) -> None:
     file = trace(tmp_path / "t.jsonl", [[1, 2, 3], [1, 2, 4], [9, 2], [1, 2, 3]])
     whole = Replayed(str(file)).make(4, 0)
     assert whole.hits.tolist() == [0, 1024, 0, 1535], "leading blocks only, and one token is always computed"
@@ -114,7 +116,7 @@ def test_prompts_of_a_trace_find_what_they_share_in_the_store(tmp_path: Path) ->
     assert np.diff(whole.at) == pytest.approx(1.0), "one a second in the mean"
 
 
-def test_parts_of_a_trace_are_as_busy_as_they_are(tmp_path: Path) -> None:
+def test_parts_of_a_trace_keep_their_own_rates(tmp_path: Path) -> None:
     lines = [(0, 1), (1000, 2), (1100, 3), (1200, 4)]
     file = tmp_path / "t.jsonl"
     file.write_text(
@@ -123,11 +125,11 @@ def test_parts_of_a_trace_are_as_busy_as_they_are(tmp_path: Path) -> None:
             for at, block in lines
         )
     )
-    busy, calm = (Replayed(str(file), parts=2).make(2, seed) for seed in (0, 1))  # 0: the one in the middle
+    busy, calm = (Replayed(str(file), parts=2).make(2, seed) for seed in (0, 1))  # 0: the middle one
     assert calm.at[1] == pytest.approx(10 * busy.at[1])
 
 
-def test_a_hit_curve_is_read_from_a_result_of_the_eviction_benchmark(tmp_path: Path) -> None:
+def test_a_hit_curve_is_read_from_the_eviction_benchmarks_result(tmp_path: Path) -> None:
     file = tmp_path / "eviction.json"
     parameters = {"group": "trace", "blocks": [10, 20], "hit_rate": {"default": [0.2, 0.4]}}
     file.write_text(json.dumps({"cases": [{"parameters": parameters}]}))
@@ -148,8 +150,9 @@ def test_a_hit_curve_is_read_from_a_result_of_the_eviction_benchmark(tmp_path: P
 
 
 @pytest.mark.usefixtures("precisely")
-def test_the_goodput_is_the_highest_rate_that_holds() -> None:
-    """One prefill takes 0.1 s: with a TTFT of 0.2 s for 90 % the utilisation may be 0.39, says the exact tail."""
+def test_the_goodput_is_the_highest_sustainable_rate() -> None:
+    """One prefill takes 0.1 s. For a TTFT of 0.2 s for 90 % of requests, the exact distribution allows a utilisation of
+    0.39."""
     made = Profile(
         "p",
         "m",
@@ -160,7 +163,9 @@ def test_the_goodput_is_the_highest_rate_that_holds() -> None:
         [Degree(1, PrefillTimes(0, 1e-3, 0), [DecodeTimes(1e-9, 0, 0)], {1: 10**9})],
         0.0,
     )
-    fleet = Fleet([Pool(made, 1, 1)], Links(), Placement(prefill=Engines(Shape(1, 1), 1)), batch_tokens=1)
+    fleet = Fleet(
+        [NodePool(made, 1, 1)], NetworkLinks(), EnginePlacement(prefill=Engines(Shape(1, 1), 1)), batch_tokens=1
+    )
     goal = Goal(Slo(0.2, 1.0), 90)
     values = [goodput(fleet, Synthetic(Lengths(100), Lengths(1)), goal, 1.0, seed) for seed in range(6)]
     assert np.mean(values) == pytest.approx(3.92, rel=0.1)
@@ -170,7 +175,7 @@ def test_the_goodput_is_the_highest_rate_that_holds() -> None:
     assert goodput(fleet, Synthetic(Lengths(100), Lengths(1)), never, 1.0, 0) == 0.0
 
 
-def test_the_placement_serves_the_rate_fits_the_nodes_and_no_engine_is_idle(crew: Crew) -> None:
+def test_the_placement_serves_the_rate_and_uses_every_engine(crew: Crew) -> None:
     asked = question(seeds=(0, 1))
     answer = best(asked, rate_phases(asked, crew), crew)
     assert answer.enough and answer.goodput.value >= 5.0
@@ -183,13 +188,14 @@ def test_the_placement_serves_the_rate_fits_the_nodes_and_no_engine_is_idle(crew
         assert goodput(asked.fleet(placement), asked.recipe, asked.goal, 5.0, 0) < 5.0, "one less would not do"
 
 
-def test_no_other_placement_serves_much_more_for_its_price(crew: Crew) -> None:
-    """Against all there are, each simulated whole; links are slow, and the store has half of each prompt."""
+def test_no_other_placement_serves_much_more_for_the_price(crew: Crew) -> None:
+    """The answer is compared with all placements, each simulated completely. Links are slow, and the store has half of
+    each prompt."""
     recipe = Synthetic(Lengths(500), Lengths(10), hit_rate=0.5)
-    asked = question(None, nodes=2, gpus=2, links=Links(node_bytes_per_s=2e6), recipe=recipe)
+    asked = question(None, nodes=2, gpus=2, links=NetworkLinks(node_bytes_per_s=2e6), recipe=recipe)
     shapes = (Shape(1, 1), Shape(2, 1))
     every = [
-        Placement(Engines(prefill, prefills), Engines(decode, decodes))
+        EnginePlacement(Engines(prefill, prefills), Engines(decode, decodes))
         for prefill in shapes
         for decode in shapes
         for prefills in (1, 2)
@@ -199,16 +205,17 @@ def test_no_other_placement_serves_much_more_for_its_price(crew: Crew) -> None:
     assert len(fitting) >= 7
     values = [measured(asked, each, crew).value / each.gpus for each in fitting]
     answer = best(asked, rate_phases(asked, crew), crew)
-    # The highest of many simulated goodputs is so much too high, by chance.
+    # By chance, the highest of many simulated goodputs may be too high by a fifth.
     assert answer.goodput.value / answer.placement.gpus >= 0.8 * max(values)
 
 
 @pytest.mark.usefixtures("less_roughly")
 @pytest.mark.parametrize(("via", "hit_rate"), [("store", 0.5), ("direct", 0.0)])
-def test_no_engine_more_or_less_serves_more_for_its_price(crew: Crew, via: Via, hit_rate: float) -> None:
-    """With the seed that the search itself has, so it holds whatever chance does to goodputs."""
-    recipe = Synthetic(Lengths(500, 1.0), Lengths(60, 1.0), hit_rate=hit_rate)
-    asked = question(None, nodes=1, gpus=4, links=Links(via), recipe=recipe, seeds=(0,))
+def test_adding_or_removing_an_engine_serves_no_more_for_the_price(crew: Crew, via: Via, hit_rate: float) -> None:
+    """The comparison uses the search's own seed, so it does not depend on chance. With this seed, the answer has an
+    engine more or less than the best candidate."""
+    recipe = Synthetic(Lengths(500, 1.0), Lengths(20, 1.0), hit_rate=hit_rate)
+    asked = question(None, nodes=1, gpus=4, links=NetworkLinks(via), recipe=recipe, seeds=(3,))
     answer = best(asked, rate_phases(asked, crew), crew)
     found = answer.goodput.value / answer.placement.gpus
     others = [
@@ -223,7 +230,7 @@ def test_no_engine_more_or_less_serves_more_for_its_price(crew: Crew, via: Via, 
         assert measured(asked, each, crew).value / each.gpus <= found, f"{each} serves more than {answer.placement}"
 
 
-def test_more_than_all_gpus_can_serve_is_said(crew: Crew) -> None:
+def test_a_rate_beyond_all_gpus_is_reported(crew: Crew) -> None:
     asked = question(rate_rps=1000.0, nodes=1, gpus=2)
     answer = best(asked, rate_phases(asked, crew), crew)
     assert not answer.enough and answer.goodput.value < 1000
@@ -231,11 +238,11 @@ def test_more_than_all_gpus_can_serve_is_said(crew: Crew) -> None:
 
 
 def test_slower_links_and_shorter_slos_serve_less(crew: Crew) -> None:
-    placement = Placement(Engines(Shape(1, 1), 2), Engines(Shape(1, 1), 2))
+    placement = EnginePlacement(Engines(Shape(1, 1), 2), Engines(Shape(1, 1), 2))
     values = {}
     for name, changes in {
         "base": {},
-        "slow": {"links": Links(node_bytes_per_s=1e6)},
+        "slow": {"links": NetworkLinks(node_bytes_per_s=1e6)},
         "strict": {"goal": Goal(Slo(0.15, 0.05), 90)},
         "cached": {"recipe": Synthetic(Lengths(500), Lengths(10), hit_rate=0.8)},
     }.items():
@@ -244,7 +251,7 @@ def test_slower_links_and_shorter_slos_serve_less(crew: Crew) -> None:
     assert values["slow"] < values["base"] and values["strict"] < values["base"] < values["cached"]
 
 
-def test_a_slo_that_no_engine_holds_is_named(crew: Crew) -> None:
+def test_an_slo_that_no_engine_meets_is_named(crew: Crew) -> None:
     for slo, message in ((Slo(0.01, 0.05), "TTFT of 0.01 s"), (Slo(0.3, 0.001), "TPOT of 0.001 s")):
         asked = question(goal=Goal(slo, 90), nodes=1, gpus=2)
         phases = rate_phases(asked, crew)
@@ -253,31 +260,31 @@ def test_a_slo_that_no_engine_holds_is_named(crew: Crew) -> None:
         assert best_colocated(asked, phases, crew) is None
 
 
-def test_direct_hand_overs_have_both_phases_on_one_node(crew: Crew) -> None:
-    asked = question(links=Links("direct", node_bytes_per_s=1e3, inside_bytes_per_s=1e12))
+def test_direct_hand_overs_keep_both_phases_on_one_node(crew: Crew) -> None:
+    asked = question(links=NetworkLinks("direct", node_bytes_per_s=1e3, inside_bytes_per_s=1e12))
     answer = best(asked, rate_phases(asked, crew), crew)
     assert answer.enough
     prefill, decode = answer.placement.prefill, answer.placement.decode
     assert prefill is not None and decode is not None and prefill.shape.pp == decode.shape.pp
-    with pytest.raises(NothingFits, match="take --via store"):
-        alone = question(gpus=1, links=Links("direct"))
+    with pytest.raises(NothingFits, match="use --via store"):
+        alone = question(gpus=1, links=NetworkLinks("direct"))
         best(alone, rate_phases(alone, crew), crew)
 
 
-def test_the_cheaper_gpus_are_taken(crew: Crew) -> None:
-    dear, cheap = (Pool(small_profile(name=name), 2, 2, price) for name, price in (("dear", 5.0), ("cheap", 1.0)))
+def test_cheaper_gpus_are_preferred(crew: Crew) -> None:
+    dear, cheap = (NodePool(small_profile(name=name), 2, 2, price) for name, price in (("dear", 5.0), ("cheap", 1.0)))
     asked = question(pools=[dear, cheap])
     answer = best(asked, rate_phases(asked, crew), crew)
     assert {engines.pool for engines in answer.placement.phases} == {1}
 
 
-def test_a_plan_says_where_each_engine_is_and_what_it_costs(crew: Crew) -> None:
-    """One kind of GPU prefills in half the time, the other costs a third."""
+def test_a_plan_says_where_each_engine_runs_and_its_price(crew: Crew) -> None:
+    """One kind of GPU prefills in half of the time; the other kind costs a third."""
     fast, slow = (
         msgspec.structs.replace(small_profile(name=name), gpu=name, degrees=[degree])
         for name, degree in zip(("fast", "slow"), reversed(small_profile().degrees), strict=True)
     )
-    asked = question(rate_rps=12.0, pools=[Pool(fast, 1, 4, 3.0), Pool(slow, 3, 2, 1.0)])
+    asked = question(rate_rps=12.0, pools=[NodePool(fast, 1, 4, 3.0), NodePool(slow, 3, 2, 1.0)])
     plan = make_plan(asked, crew, sensitivity=False)
     used: list[tuple[int, int]] = []
     for placed in (plan.placement.prefill, plan.placement.decode):
@@ -315,8 +322,8 @@ def test_a_plan_says_what_the_store_must_deliver(crew: Crew) -> None:
     assert rates == sorted(rates) and plan.curve[0].attainment > 0.9 > plan.curve[-1].attainment
 
 
-def test_a_plan_says_what_other_sizes_of_the_store_would_serve(crew: Crew) -> None:
-    """Of four measured sizes, the plan assumes one between the second and the third."""
+def test_a_plan_reports_the_goodput_for_other_store_sizes(crew: Crew) -> None:
+    """The plan assumes a size between the second and the third of the four measured ones."""
     curve = HitCurve([100e3, 200e3, 400e3, 800e3], [0.1, 0.3, 0.6, 0.7])
     recipe = Synthetic(Lengths(500), Lengths(10), hit_rate=curve.at(300e3))
     plan = make_plan(question(recipe=recipe, kept_bytes=300_000_000, hit_curve=curve), crew)
@@ -329,7 +336,7 @@ def test_a_plan_says_what_other_sizes_of_the_store_would_serve(crew: Crew) -> No
     assert [each.ratio for each in plan.capacities] == pytest.approx([each / served[2] for each in served])
 
 
-def test_a_plan_for_a_trace_says_what_a_smaller_store_would_find(crew: Crew, tmp_path: Path) -> None:
+def test_a_traces_plan_reports_the_hits_of_smaller_stores(crew: Crew, tmp_path: Path) -> None:
     prompts = [[number % 4, 100 + number] for number in range(400)]
     recipe = Replayed(str(trace(tmp_path / "t.jsonl", prompts)), kept_tokens=16 * 512)
     plan = make_plan(question(rate_rps=None, nodes=1, gpus=2, recipe=recipe), crew)
@@ -346,17 +353,17 @@ def test_a_plan_for_a_trace_says_what_a_smaller_store_would_find(crew: Crew, tmp
         ({}, "prefill compute"),
         (
             {
-                "pools": [Pool(small_profile(kv_tokens=1100), 1, 2)],
+                "pools": [NodePool(small_profile(kv_tokens=1100), 1, 2)],
                 "recipe": Synthetic(Lengths(500), Lengths(20)),
-                "goal": Goal(Slo(5.0, 0.05), 90),
+                "goal": Goal(Slo(2.0, 0.05), 90),
             },
             "decode memory",
         ),
-        ({"links": Links(store_bytes_per_s=3e6), "fixed_store": True}, "store bandwidth"),
-        ({"recipe": Synthetic(Lengths(50), Lengths(50)), "goal": Goal(Slo(0.3, 0.025), 90)}, "decode compute"),
+        ({"links": NetworkLinks(store_bytes_per_s=3e6), "fixed_store": True}, "store bandwidth"),
+        ({"recipe": Synthetic(Lengths(50), Lengths(20)), "goal": Goal(Slo(0.3, 0.025), 90)}, "decode compute"),
     ],
 )
-def test_a_plan_names_what_is_short_first(crew: Crew, changes: dict[str, object], short: str) -> None:
+def test_a_plan_names_the_first_bottleneck(crew: Crew, changes: dict[str, object], short: str) -> None:
     asked = question(rate_rps=None, nodes=1, gpus=2, **changes)
     plan = make_plan(asked, crew, sensitivity=False)
     assert plan.binding == short
@@ -365,13 +372,14 @@ def test_a_plan_names_what_is_short_first(crew: Crew, changes: dict[str, object]
 # ---- what a review found -----------------------------------------------------------------------------------------
 
 
-def test_engines_that_share_a_load_are_no_more_than_it_takes(crew: Crew) -> None:
-    """One engine alone may be 29 % busy for a TTFT of twice its prefill; several that share the load, far more."""
+def test_engines_that_share_a_load_are_as_few_as_possible(crew: Crew) -> None:
+    """If the TTFT may be twice the prefill's time, a single engine may be only 29 % busy. Several engines that share
+    the load may be much busier."""
     degree = Degree(1, PrefillTimes(0.1, 0, 0), [DecodeTimes(1e-6, 0, 0)], {1: 10**9})
     made = Profile("p", "m", "g", "test", False, 1, [degree], 0.0)
     asked = question(
         rate_rps=20.0,
-        pools=[Pool(made, 12, 1)],
+        pools=[NodePool(made, 12, 1)],
         recipe=Synthetic(Lengths(100), Lengths(2)),
         goal=Goal(Slo(0.2, 1.0), 90),
     )
@@ -381,33 +389,38 @@ def test_engines_that_share_a_load_are_no_more_than_it_takes(crew: Crew) -> None
 
 
 def test_a_loose_slo_does_not_make_an_engine_faster(crew: Crew) -> None:
-    """A backlog that grows for a few minutes is within a SLO of minutes; the engine cannot serve it all the same."""
+    """With an SLO of minutes, a backlog may grow for a few minutes without a miss, but the engine cannot sustain that
+    load."""
     degree = Degree(1, PrefillTimes(0.1, 0, 0), [DecodeTimes(1e-6, 0, 0)], {1: 10**9})
     made = Profile("p", "m", "g", "test", False, 1, [degree], 0.0)
-    fleet = Fleet([Pool(made, 1, 1)], Links(), Placement(prefill=Engines(Shape(1, 1), 1)), batch_tokens=1)
+    fleet = Fleet(
+        [NodePool(made, 1, 1)], NetworkLinks(), EnginePlacement(prefill=Engines(Shape(1, 1), 1)), batch_tokens=1
+    )
     for ttft in (5.0, 60.0, 600.0):
         value = goodput(fleet, Synthetic(Lengths(100), Lengths(1)), Goal(Slo(ttft, 1.0), 90), 1.0, 0)
         assert 8.0 < value < 12.0, f"TTFT {ttft}: 10 prompts a second is all it can compute"
 
 
-def test_a_thousand_requests_in_flight_are_not_taken_for_a_backlog() -> None:
-    """1500 of 10 s each are decoded at a time, and no longer run: 150 a second."""
+def test_many_requests_in_flight_are_not_mistaken_for_a_backlog() -> None:
+    """At most 1500 requests of 10 s each are decoded at the same time: 150 per second."""
     degree = Degree(1, PrefillTimes(0, 0, 0), [DecodeTimes(0.1, 0, 0)], {1: 10**9})
     made = Profile("p", "m", "g", "test", False, 1, [degree], 0.0)
-    fleet = Fleet([Pool(made, 1, 1)], Links(), Placement(decode=Engines(Shape(1, 1), 1)), max_batch=1500)
+    fleet = Fleet(
+        [NodePool(made, 1, 1)], NetworkLinks(), EnginePlacement(decode=Engines(Shape(1, 1), 1)), max_batch=1500
+    )
     value = goodput(fleet, Synthetic(Lengths(10), Lengths(101)), Goal(Slo(1.0, 0.2), 90), 100.0, 0)
     assert 135 < value < 160
 
 
-def test_a_link_that_is_behind_does_not_idle_the_others() -> None:
-    slow, fast = Link(1.0), Link(100.0)
+def test_a_slow_link_does_not_idle_the_others() -> None:
+    slow, fast = NetworkLink(1.0), NetworkLink(100.0)
     assert transfer(0.0, 10.0, [(slow, 1.0), (fast, 1.0)]) == pytest.approx(10.0)
     assert transfer(0.0, 10.0, [(fast, 1.0)]) == pytest.approx(0.2)
 
 
-def test_roles_that_are_shared_are_compared_too(crew: Crew) -> None:
-    watched = Watched(small_profile(), Shape(1, 1), Links(), Goal(Slo(0.3, 0.05), 90), seeds=(0,))
-    load = Load(4.0, 500.0, 20.0, 0.0)
+def test_shared_roles_are_compared_too(crew: Crew) -> None:
+    watched = Watched(small_profile(), Shape(1, 1), NetworkLinks(), Goal(Slo(0.3, 0.05), 90), seeds=(0,))
+    load = OfferedLoad(4.0, 500.0, 20.0, 0.0)
     proposal = propose(watched, load, 2, None, [], crew)
     assert proposal.now is not None and proposal.best is not None
     assert (proposal.now.prefill, proposal.now.decode) == (2, 2)
@@ -417,13 +430,13 @@ def test_roles_that_are_shared_are_compared_too(crew: Crew) -> None:
 @pytest.mark.parametrize(
     ("now", "says"),
     [
-        (Load(10.9, 1000, 100, 0.5), []),
-        (Load(13.0, 1000, 100, 0.5), ["10 -> 13 req/s"]),
-        (Load(7.0, 1000, 100, 0.5), ["10 -> 7 req/s"]),
-        (Load(10.0, 1300, 60, 0.5), ["1e+03 -> 1.3e+03 tokens a prompt", "100 -> 60 tokens an answer"]),
-        (Load(10.0, 1000, 100, 0.8), ["hit rate 50% -> 80%"]),
-        (Load(10.0, 1000, 100, 0.31), []),
+        (OfferedLoad(10.9, 1000, 100, 0.5), []),
+        (OfferedLoad(13.0, 1000, 100, 0.5), ["10 -> 13 req/s"]),
+        (OfferedLoad(7.0, 1000, 100, 0.5), ["10 -> 7 req/s"]),
+        (OfferedLoad(10.0, 1300, 60, 0.5), ["1e+03 -> 1.3e+03 tokens a prompt", "100 -> 60 tokens an answer"]),
+        (OfferedLoad(10.0, 1000, 100, 0.8), ["hit rate 50% -> 80%"]),
+        (OfferedLoad(10.0, 1000, 100, 0.31), []),
     ],
 )
-def test_drift_is_what_differs_by_more_than_the_share(now: Load, says: list[str]) -> None:
-    assert drift(Load(10.0, 1000, 100, 0.5), now, 0.2) == says
+def test_drift_is_reported_above_the_given_share(now: OfferedLoad, says: list[str]) -> None:
+    assert drift(OfferedLoad(10.0, 1000, 100, 0.5), now, 0.2) == says

@@ -1,4 +1,4 @@
-"""The requests of `kvstore plan verify`: what is sent is what is simulated, and what the plan was made for."""
+"""`kvstore plan verify` sends the requests that are simulated and that the plan was made for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore_serving.planning.verify import planned_load, workload_of
 from kvstore_serving.planning.workload import Lengths, Replayed, Synthetic
 
 
-def test_a_synthetic_load_has_the_lengths_gaps_and_hits_of_its_recipe() -> None:
+def test_a_synthetic_load_has_the_recipes_lengths_gaps_and_hits() -> None:
     recipe = Synthetic(Lengths(2000, 0.5), Lengths(50, 0.5), arrival_cv=2.0, hit_rate=0.5)
     planned = planned_load(recipe, 4.0, 3000, 1000, seed=3)
     assert len(planned) == 4000 and [each.counted for each in planned].index(True) == 1000
@@ -40,7 +40,7 @@ def test_prompts_without_hits_share_nothing() -> None:
     assert len(set(ids)) == len(ids) == 60
 
 
-def test_a_trace_is_sent_at_the_rate_and_finds_what_its_store_keeps(tmp_path: Path) -> None:
+def test_a_trace_is_sent_at_the_rate_and_hits_as_planned(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     lines = [
         {"timestamp": 100 * number, "input_length": 1024, "output_length": 5, "hash_ids": [number % 2, 10 + number]}
@@ -59,7 +59,7 @@ def test_a_trace_is_sent_at_the_rate_and_finds_what_its_store_keeps(tmp_path: Pa
     assert len(planned_load(recipe, 2.0, 5, 2, seed=0)) == 7
 
 
-def test_the_interval_of_requests_that_hang_together_is_the_wider_one() -> None:
+def test_the_interval_of_correlated_requests_is_wider() -> None:
     alternating = [number % 2 == 0 for number in range(100)]
     assert widest_interval(alternating) == pytest.approx(wilson(50, 100)), "nothing says that they are not independent"
     blocks = [number < 50 for number in range(100)]

@@ -1,7 +1,7 @@
-"""The eviction policies: what all of them promise, whichever is chosen, and what each is for.
+"""The eviction policies: what all of them promise, and the purpose of each.
 
-`test_index.py` holds least recently used to its exact order; here a model knows which blocks may go and which may not,
-and leaves the order among them to the policy.
+`test_index.py` checks the exact order of the policy `lru`. Here, a model knows which blocks may be evicted, and leaves
+their order to the policy.
 """
 
 import runpy
@@ -28,12 +28,12 @@ READY = BlockIndex.READY
 every_policy = pytest.mark.parametrize("policy", BlockIndex.POLICIES)
 
 
-def test_the_settings_name_the_policies_there_are() -> None:
+def test_the_settings_list_the_existing_policies() -> None:
     assert POLICIES == BlockIndex.POLICIES
 
 
 def test_a_new_policy_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The build lists it for the extension and for the settings."""
+    """The build adds a new policy's file to the lists for the extension and for the settings."""
     shutil.copytree(ROOT / "cext" / "policies", tmp_path / "cext" / "policies")
     (tmp_path / "kvstore").mkdir()
     (tmp_path / "cext" / "policies" / "fifo.pxi").write_text("cdef class FirstIn(Policy):\n    pass\n")
@@ -51,7 +51,7 @@ def keys_of(names: Sequence[int]) -> bytes:
 
 
 class Cache:
-    """An index used as a shard uses it: what is asked for and not there is set, after eviction if need be."""
+    """An index, used as in a shard: missing blocks are set, after evictions if needed."""
 
     def __init__(self, policy: str, slots: int) -> None:
         self.index = BlockIndex(16, slots, policy)
@@ -80,7 +80,7 @@ class Cache:
         self.index.contains(keys_of(names), 0.0, True, self.ticks(len(names)), pin_until)
 
     def request(self, *names: int) -> int:
-        """Reads the leading run that is there and sets the rest. -> blocks hit"""
+        """Read the leading blocks that are present and set the rest. Return the number of hits."""
         hits = self.index.match_prefix(keys_of(names), 0.0, True, self.ticks(len(names)))
         if hits < len(names):
             self.set(*names[hits:], parent=names[hits - 1] if hits else None, ends_chain=True)
@@ -90,7 +90,7 @@ class Cache:
         return [name for name in names if self.index.state_of(keys_of([name])) == READY]
 
     def order(self, *names: int) -> list[int]:
-        """The names, in the order they are evicted one by one."""
+        """Return the names in the order in which they are evicted one by one."""
         gone: list[int] = []
         while left := self.left(*names):
             assert self.index.evict(1, 0.0) == 1
@@ -109,7 +109,7 @@ def test_a_chains_tail_goes_before_its_head(policy: str) -> None:
 
 
 @every_policy
-def test_a_chain_used_as_a_whole_still_goes_tail_first(policy: str) -> None:
+def test_a_chain_used_whole_still_goes_tail_first(policy: str) -> None:
     cache = Cache(policy, 64)
     cache.set(*range(40))
     for _ in range(5):
@@ -118,7 +118,7 @@ def test_a_chain_used_as_a_whole_still_goes_tail_first(policy: str) -> None:
 
 
 @every_policy
-def test_pinned_and_referenced_blocks_stay_and_everything_else_can_go(policy: str) -> None:
+def test_pinned_and_referenced_blocks_stay_and_all_others_can_go(policy: str) -> None:
     cache = Cache(policy, 100)
     for first in range(0, 100, 10):
         cache.set(*range(first, first + 10))
@@ -135,7 +135,7 @@ def test_pinned_and_referenced_blocks_stay_and_everything_else_can_go(policy: st
 
 
 @every_policy
-def test_a_higher_priority_goes_only_when_nothing_lower_can(policy: str) -> None:
+def test_higher_priorities_go_only_after_all_lower_ones(policy: str) -> None:
     cache = Cache(policy, 40)
     for priority in (3, 1, 0, 2):
         cache.set(*range(10 * priority, 10 * priority + 10), priority=priority)
@@ -146,7 +146,7 @@ def test_a_higher_priority_goes_only_when_nothing_lower_can(policy: str) -> None
 
 
 @every_policy
-def test_an_expired_block_is_no_victim_but_its_slot_is_had(policy: str) -> None:
+def test_expired_blocks_free_their_slots_without_being_victims(policy: str) -> None:
     cache = Cache(policy, 20)
     cache.set(*range(10), expires=5.0)
     cache.set(*range(10, 20))
@@ -156,7 +156,7 @@ def test_an_expired_block_is_no_victim_but_its_slot_is_had(policy: str) -> None:
 
 
 @every_policy
-def test_victims_are_what_is_then_evicted(policy: str) -> None:
+def test_victims_are_the_blocks_evicted_next(policy: str) -> None:
     cache = Cache(policy, 200)
     rng = np.random.default_rng(3)
     for _ in range(300):
@@ -176,21 +176,21 @@ def test_victims_are_what_is_then_evicted(policy: str) -> None:
 
 @pytest.mark.exclusive
 @every_policy
-def test_pinned_blocks_at_the_old_end_do_not_slow_every_eviction_down(policy: str) -> None:
+def test_old_pinned_blocks_do_not_slow_down_evictions(policy: str) -> None:
     cache = Cache(policy, 300_000)
     for first in range(0, 300_000, 1000):
         cache.set(*range(first, first + 1000))
     cache.use(*range(299_000), pin_until=1000.0)
     cache.use(*range(299_000, 300_000))
     started = time.monotonic()
-    for name in range(10_000):  # passing 299 000 blocks each time would take minutes
+    for name in range(10_000):  # skipping 299 000 blocks each time would take minutes
         cache.set(1_000_000 + name)
     assert time.monotonic() - started < 10
     assert len(cache.left(*range(299_000))) == 299_000
 
 
 @pytest.mark.parametrize(("policy", "most"), [("lru", 141), ("default", 166)])
-def test_an_index_takes_a_bounded_number_of_bytes_a_block(policy: str, most: int) -> None:
+def test_an_index_takes_bounded_memory_per_block(policy: str, most: int) -> None:
     index = BlockIndex(16, 10_000, policy)
     for segment in range(150):
         index.attach()
@@ -202,7 +202,7 @@ def test_an_index_takes_a_bounded_number_of_bytes_a_block(policy: str, most: int
 
 
 @every_policy
-def test_blocks_left_after_a_segment_was_detached_are_evicted_as_before(policy: str) -> None:
+def test_blocks_left_after_detaching_a_segment_are_evicted_as_before(policy: str) -> None:
     index = BlockIndex(16, 10, policy)
     for _ in range(3):
         index.attach()
@@ -215,7 +215,7 @@ def test_blocks_left_after_a_segment_was_detached_are_evicted_as_before(policy: 
     assert gone == sorted(set(range(30)) - {i for i, s in enumerate(slots.tolist()) if 10 <= s < 20}, reverse=True)
 
 
-def test_an_unknown_policy_is_refused_by_name() -> None:
+def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="policy is 'fifo', expected one of default, lru"):
         BlockIndex(16, 8, "fifo")
 
@@ -235,7 +235,8 @@ BATCH = st.lists(NAMES, min_size=1, max_size=8, unique=True)
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Blocks by name, those that have expired dropped as soon as time says so; slots of deleted ones still read."""
+    """The model has blocks by name. Expired blocks are dropped as soon as their time is over. The slots of deleted
+    blocks may still be read."""
 
     @initialize(policy=st.sampled_from(BlockIndex.POLICIES), slots_per_segment=st.integers(1, 12))
     def create(self, policy: str, slots_per_segment: int) -> None:
@@ -368,7 +369,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.read)
     @rule()
     def restart(self) -> None:
-        """Everything there is goes through restore() into an index of the same segments."""
+        """Restore all present blocks with restore() into a new index with the same segments."""
         index, slots = self.index, self.index.ready_slots()
         slots = slots[np.argsort(index.ticks_of(slots), kind="stable")]
         fresh = BlockIndex(16, self.per_segment, self.policy)
@@ -416,7 +417,8 @@ TestPolicyMachine = PolicyMachine.TestCase
 
 
 def flooded(policy: str, rounds: int) -> tuple[Cache, list[int]]:
-    """300 slots; a hundred blocks that are used once between two floods of 600 others. -> of the rounds, the hits"""
+    """Use a hundred blocks with 300 slots, each block once between two floods of 600 other blocks. Return the hits of
+    each round."""
     cache, name, hits = Cache(policy, 300), 10_000, []
     for _ in range(rounds):
         hits.append(sum(cache.request(*range(first, first + 10)) for first in range(0, 100, 10)))
@@ -426,14 +428,14 @@ def flooded(policy: str, rounds: int) -> tuple[Cache, list[int]]:
     return cache, hits
 
 
-def test_blocks_that_return_after_each_flood_are_kept_through_it() -> None:
+def test_blocks_that_return_after_each_flood_survive_it() -> None:
     cache, hits = flooded("default", 30)
     assert min(hits[4:]) >= 95
     assert len(cache.left(*range(100))) >= 95, "and the flood is gone"
     assert sum(flooded("lru", 30)[1]) == 0
 
 
-def test_a_block_that_was_evicted_and_comes_back_outlives_those_that_come_for_the_first_time() -> None:
+def test_an_evicted_block_that_returns_outlives_blocks_set_first_time() -> None:
     for forgotten in (False, True):
         cache, _ = flooded("default", 30)
         if forgotten:
@@ -445,7 +447,7 @@ def test_a_block_that_was_evicted_and_comes_back_outlives_those_that_come_for_th
         assert (len(cache.left(*range(100))) >= 95) is not forgotten, "what was deleted is not remembered"
 
 
-def test_a_shared_head_outlives_tails_that_nobody_asks_for_again() -> None:
+def test_a_shared_head_outlives_tails_never_requested_again() -> None:
     cache = Cache("default", 400)
     rng = np.random.default_rng(1)
     heads = [range(100 * i, 100 * i + 20) for i in range(10)]
@@ -459,7 +461,7 @@ def test_a_shared_head_outlives_tails_that_nobody_asks_for_again() -> None:
     assert len(cache.left(*[name for head in heads for name in head])) == 200
 
 
-def test_what_was_popular_gives_way_to_what_is_popular_now() -> None:
+def test_formerly_popular_blocks_give_way_to_popular_ones() -> None:
     cache = Cache("default", 500)
     rng = np.random.default_rng(5)
     tail, hits = 100_000, [0, 0, 0]
@@ -473,7 +475,7 @@ def test_what_was_popular_gives_way_to_what_is_popular_now() -> None:
     assert min(hits) > 0.9 * 1000 * 20
 
 
-def test_no_block_outlives_the_one_before_it_in_its_chain() -> None:
+def test_no_block_outlives_its_predecessor_in_the_chain() -> None:
     rng = np.random.default_rng(11)
     cache = Cache("default", 150)
     above: dict[int, int] = {}
@@ -495,12 +497,14 @@ def test_no_block_outlives_the_one_before_it_in_its_chain() -> None:
             orphans += sum(above[block] not in here for block in here if block in above)
             evicted += len(here)
     assert orphans <= 0.002 * evicted
-    while here := set(cache.left(*range(name))):
+    here = set(cache.left(*range(name)))
+    while here:
         assert all(above[block] in here for block in here if block in above)
         cache.index.evict(1, 0.0)
+        here = set(cache.left(*here))
 
 
-def test_a_chain_set_around_a_block_that_existed_goes_tail_first() -> None:
+def test_a_chain_set_around_an_existing_block_goes_tail_first() -> None:
     cache = Cache("default", 100)
     cache.set(5)
     cache.set(*range(50, 60))
@@ -509,27 +513,27 @@ def test_a_chain_set_around_a_block_that_existed_goes_tail_first() -> None:
     assert order == list(range(9, -1, -1))
 
 
-def test_the_end_of_a_chain_and_what_hangs_on_a_block_seldom_used_go_first() -> None:
+def test_chain_ends_and_followers_of_rare_blocks_go_first() -> None:
     cache = Cache("default", 1000)
     rng = np.random.default_rng(2)
     name = 1_000_000
-    for _ in range(3000):  # chains by popularity whose last block, a partial one, is never the same
+    for _ in range(3000):  # popular and rare chains, whose last, partial block is always new
         first = 10 * min(int(rng.zipf(1.5)), 500)
         cache.request(*range(first, first + 10), name)
         name += 1
     cache.request(*range(50_000, 50_010), name)
     left = cache.left(*range(50_000, 50_010), name)
     assert left == [*range(50_000, 50_010), name]
-    for later in range(1, 11):  # what is young goes last, whatever it is
+    for later in range(1, 11):  # young blocks are evicted last, whatever they are
         cache.request(*range(10, 20), name + later)
     cache.index.evict(300, 0.0)
     assert cache.left(name) == []
     assert cache.left(*range(50_000, 50_010)) != []
 
 
-def test_what_was_just_set_can_be_read_whatever_such_blocks_are_worth() -> None:
+def test_a_new_block_can_be_read_before_it_may_be_evicted() -> None:
     cache = Cache("default", 1600)
-    for _ in range(5):  # a cache full of blocks that return; what is new never does
+    for _ in range(5):  # a cache full of blocks that return; new blocks never return
         for first in range(0, 1500, 10):
             cache.request(*range(first, first + 10))
             cache.request(1_000_000 + cache.index.ready + first)
@@ -562,7 +566,7 @@ def test_several_touches_by_one_request_are_one_use() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8, 16, 40, 64])
-def test_a_cache_of_a_few_blocks_hits_about_as_often_as_least_recently_used(slots: int) -> None:
+def test_a_tiny_cache_hits_about_as_often_as_lru(slots: int) -> None:
     hits = {}
     for policy in ("lru", "default"):
         cache = Cache(policy, slots)
@@ -572,7 +576,7 @@ def test_a_cache_of_a_few_blocks_hits_about_as_often_as_least_recently_used(slot
 
 
 def test_time_wraps_around_unnoticed() -> None:
-    """Its 32-bit count of references starts 65 536 before its end."""
+    """The policy's time, a 32-bit count of references, starts 65 536 before its overflow."""
     cache = Cache("default", 1000)
     name = 10_000
     for turn in range(1200):
@@ -609,7 +613,7 @@ def test_segments_come_and_go_under_load() -> None:
     assert index.free == index.slots
 
 
-def test_blocks_pinned_when_their_turn_came_can_go_when_their_pins_end() -> None:
+def test_blocks_pinned_at_their_turn_can_go_after_their_pins() -> None:
     cache = Cache("default", 100)
     cache.set(*range(100))
     cache.use(*range(50), pin_until=10.0)
@@ -623,7 +627,7 @@ def test_blocks_pinned_when_their_turn_came_can_go_when_their_pins_end() -> None
     assert cache.index.free == 100
 
 
-def test_namespaces_are_compared_by_the_least_recently_used_block() -> None:
+def test_namespaces_are_compared_by_their_least_recently_used_block() -> None:
     cache = Cache("default", 100)
     for _ in range(5):
         cache.request(*range(20))
@@ -635,7 +639,7 @@ def test_namespaces_are_compared_by_the_least_recently_used_block() -> None:
     assert cache.index.ticks_of([first])[0] > oldest, "which is not the one that goes next"
 
 
-def test_restored_blocks_go_oldest_first_and_after_new_ones() -> None:
+def test_restored_blocks_go_oldest_first_after_new_ones() -> None:
     index = BlockIndex(16, 300, "default")
     index.attach()
     zeros = np.zeros(100, np.uint64)

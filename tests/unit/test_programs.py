@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 
 from tests.support.harness import ROOT, environment
-from tests.support.programs import is_allowed, listed, programs_of, words
+from tests.support.programs import LISTS, is_allowed, listed, programs_of, words
 
 SCRIPTS = [*sorted(ROOT.glob("scripts/*.sh")), ROOT / ".ci" / "run", *sorted(ROOT.glob("docker/*.sh"))]
 
 
 def recipes() -> str:
-    """The commands of the Makefile, as a shell reads them."""
+    """Return the commands of the Makefile, as a shell reads them."""
     lines = re.findall(r"^\t[@-]?(.*(?:\\\n.*)*)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     return re.sub(r"\$\(\w+\)", "", "\n".join(lines)).replace("$$", "$")
 
 
 def calls(file: Path) -> Iterator[list[str]]:
-    """The command lines that a Python file spells out: lists that begin with a text, given to subprocess or to a name
-    that ends in `command`."""
+    """Yield the command lines in a Python file: lists that begin with a text and are passed to subprocess or assigned
+    to a name that ends in `command`."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         given: ast.expr | None = None
         if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).startswith("subprocess."):
@@ -36,7 +36,7 @@ def calls(file: Path) -> Iterator[list[str]]:
             yield [each.value if isinstance(each, ast.Constant) else "" for each in given.elts]
 
 
-def test_scripts_call_only_programs_of_the_list() -> None:
+def test_scripts_call_only_listed_programs() -> None:
     called = {word: file.name for file in SCRIPTS for word in words(file.read_text(encoding="utf-8"))}
     called |= dict.fromkeys(words(recipes()), "Makefile")
     assert {"awk", "flock", "mktemp"} <= set(called), "the scripts are not read"
@@ -44,7 +44,7 @@ def test_scripts_call_only_programs_of_the_list() -> None:
     assert not unlisted, f"not in requirements/programs.txt: {unlisted}"
 
 
-def test_python_files_call_only_programs_of_the_list() -> None:
+def test_python_files_call_only_listed_programs() -> None:
     folders = (
         "benchmarks",
         "examples",
@@ -67,7 +67,7 @@ def test_python_files_call_only_programs_of_the_list() -> None:
 
 
 def test_each_program_is_listed_once_with_a_package() -> None:
-    lines = [line.split() for line in (ROOT / "requirements" / "programs.txt").read_text().splitlines()]
+    lines = [line.split() for each in LISTS for line in each.read_text(encoding="utf-8").splitlines()]
     given = [line for line in lines if line and not line[0].startswith("#")]
     assert all(len(line) == 2 for line in given) and len(given) == len(listed())
 
@@ -81,7 +81,7 @@ def test_each_program_is_listed_once_with_a_package() -> None:
         (["unshare", "--mount", "sh", "-c", "set -e\nmadeup x && exec other"], ["unshare", "sh", "madeup", "other"]),
     ],
 )
-def test_a_command_inside_a_command_is_found(command: list[str], programs: list[str] | int) -> None:
+def test_a_command_within_a_command_is_found(command: list[str], programs: list[str] | int) -> None:
     found = list(programs_of(command))
     assert found == programs if isinstance(programs, list) else (len(found), found[-1]) == (programs, "madeup")
 
@@ -101,12 +101,12 @@ def test_a_command_inside_a_command_is_found(command: list[str], programs: list[
         ("[[ one == two ]] || ((three > 4)) || five 'six; seven'", ["five"]),
     ],
 )
-def test_commands_of_a_script_are_found(script: str, found: list[str]) -> None:
+def test_a_scripts_commands_are_found(script: str, found: list[str]) -> None:
     assert sorted(words(script)) == sorted(found)
 
 
 def test_a_test_that_calls_an_unlisted_program_fails(tmp_path: Path) -> None:
-    """Two tests under the same guard as this one, in a pytest of their own."""
+    """Run two tests in a new pytest process with the plugin that also checks this test."""
     file = tmp_path / "test_two.py"
     file.write_text(
         "import contextlib, subprocess\n"

@@ -1,4 +1,4 @@
-"""What a run of all tests says while it goes on."""
+"""What a run of all tests prints about its progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_that_passes():
 """
 
 
-def test_a_failure_is_told_at_once_with_the_command_that_repeats_it(tmp_path: Path) -> None:
+def test_a_failure_is_reported_at_once_with_its_repeat_command(tmp_path: Path) -> None:
     (tmp_path / "test_made_up.py").write_text(TESTS)
     options = ["-p", "tests.support.scheduling", "-p", "tests.support.progress", "-p", "no:cacheprovider"]
     workers = ["-n", "1", "--dist", "loadgroup", f"--rootdir={tmp_path}", "--confcutdir", str(tmp_path)]
@@ -52,7 +52,7 @@ def test_the_estimate_follows_the_machines_speed(done_s: float, elapsed_s: float
     assert progress.estimate(done_s, 100, elapsed_s) == said
 
 
-def test_tests_weigh_what_their_folder_takes() -> None:
+def test_tests_are_weighted_by_folder() -> None:
     slow = {"tests/engine/test_tier.py::test_slow"}
     unit, engine, slow_one = (
         progress.expected_s(f"tests/{nodeid}", slow)

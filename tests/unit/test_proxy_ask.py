@@ -1,4 +1,4 @@
-"""What the proxy understands of a request's body."""
+"""What the proxy reads from a request's body."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_prompt_with_embeddings_is_not_split_wherever_they_are(path: str, body
         {"messages": None},
     ],
 )
-def test_other_chats_are_split(body: dict[str, Any]) -> None:
+def test_ordinary_chats_are_split(body: dict[str, Any]) -> None:
     assert understand(CHAT, body).splittable
 
 
@@ -61,8 +61,8 @@ def test_other_chats_are_split(body: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_a_zero_that_asks_for_something_is_asked_for(more: dict[str, Any], plain: bool) -> None:
-    """`logprobs: 0` wants the log probability of each token; without a value nothing is wanted."""
+def test_a_zero_that_requests_something_counts_as_a_request(more: dict[str, Any], plain: bool) -> None:
+    """`logprobs: 0` requests the log probability of each token; without the field, none is requested."""
     ask = understand(COMPLETIONS, {"prompt": "a", **more})
     assert ask.plain == ask.may_continue == plain
     assert ask.splittable == ("prompt_logprobs" not in more)

@@ -1,4 +1,4 @@
-"""How the engines of the proxy are named: flags, a file, the directory; and which publishers are listened to."""
+"""How the proxy gets its engines, from flags, a file or the directory, and to which publishers it listens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -54,7 +54,7 @@ def test_a_file_names_engines(tmp_path: Path) -> None:
         (f"engines = {'[' * 20_000}", "pools.toml"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_an_error_that_names_what_is_wrong(tmp_path: Path, text: str, says: str) -> None:
+def test_an_unusable_file_is_an_error_that_names_the_mistake(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "pools.toml"
     file.write_text(text)
     with pytest.raises(SettingsError, match="pools") as raised:
@@ -62,7 +62,7 @@ def test_a_file_that_cannot_be_used_is_an_error_that_names_what_is_wrong(tmp_pat
     assert says in str(raised.value) and "expected" in str(raised.value)
 
 
-def test_a_file_that_is_not_there_or_is_not_text_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_or_binary_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="No such file"):
         PoolsFile(str(tmp_path / "pools.toml"))
     (tmp_path / "pools.toml").write_bytes(b"\xff\xfe")
@@ -70,10 +70,11 @@ def test_a_file_that_is_not_there_or_is_not_text_is_an_error(tmp_path: Path) -> 
         PoolsFile(str(tmp_path / "pools.toml"))
 
 
-def test_changes_of_the_file_are_followed_also_through_a_link_and_wrong_ones_are_logged_once(
+def test_file_changes_are_followed_through_links_and_errors_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As Kubernetes changes a ConfigMap: the path is a link to a link, which is pointed elsewhere."""
+    """The file changes like a ConfigMap of Kubernetes: its path is a link to a link, and the second link is
+    replaced."""
     for name, text in (("1", entry(A, "decode")), ("2", entry(B, "decode")), ("3", "[[engines")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "pools.toml").write_text(text)
@@ -89,21 +90,26 @@ def test_changes_of_the_file_are_followed_also_through_a_link_and_wrong_ones_are
     async def changed(engines: Sequence[EngineRecord]) -> None:
         heard.append([each.url for each in engines])
 
+    async def until(happened: Callable[[], bool]) -> None:
+        for _ in range(6000):
+            if happened():
+                return
+            await asyncio.sleep(0.01)
+        pytest.fail(f"heard {heard}, logged {caplog.messages}")
+
     async def follow() -> None:
         file = PoolsFile(str(path))
         following = asyncio.create_task(file.follow(changed, 0.01))
-        await asyncio.sleep(0.1)
-        assert not heard
         point_at("2")
-        await asyncio.sleep(0.3)
-        assert heard == [[B]]
+        await until(lambda: heard == [[B]])
         point_at("3")
-        await asyncio.sleep(0.3)
+        await until(lambda: len(caplog.records) == 1)
         path.unlink()
-        await asyncio.sleep(0.3)
+        await until(lambda: len(caplog.records) == 2)
         assert heard == [[B]]
-        path.write_text(entry(A, "decode") + entry(B, "decode"))
-        await asyncio.sleep(0.3)
+        (tmp_path / "whole").write_text(entry(A, "decode") + entry(B, "decode"))
+        os.replace(tmp_path / "whole", path)
+        await until(lambda: len(heard) == 2)
         assert heard == [[B], [A, B]]
         following.cancel()
 
@@ -112,7 +118,7 @@ def test_changes_of_the_file_are_followed_also_through_a_link_and_wrong_ones_are
     assert [record.getMessage().count("stay as they are") for record in caplog.records] == [1, 1]
 
 
-def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+def test_a_half_written_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "pools.toml"
     path.write_text(entry(A, "decode") + entry(B, "decode"))
     heard: list[int] = []
@@ -124,7 +130,7 @@ def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
         file = PoolsFile(str(path))
         following = asyncio.create_task(file.follow(changed, 0.05))
         with path.open("w") as writing:
-            for number in range(20):  # each part is a file that could be read
+            for number in range(20):  # each part alone is a valid file
                 writing.write(entry(f"{A}{number}", "decode"))
                 writing.flush()
                 await asyncio.sleep(0.02)
@@ -145,18 +151,18 @@ def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
         {"pools": "pools.toml", "events": ((A, "tcp://h:1", ""),)},
     ],
 )
-def test_engines_are_named_in_one_way(given: dict[str, object]) -> None:
+def test_engines_are_given_in_one_way_only(given: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match="expected"):
         Settings(host="127.0.0.1", port=0, store=STORE, **given)  # type: ignore[arg-type]
 
 
-def test_flags_are_records() -> None:
+def test_flags_give_the_same_records() -> None:
     settings = Settings("127.0.0.1", 0, STORE, prefill=(A, B), decode=(B,), events=((B, "tcp://h:1", "tcp://h:2"),))
     both = EngineRecord(B, ("prefill", "decode"), events="tcp://h:1", replay="tcp://h:2")
     assert settings.named() == [EngineRecord(A, ("prefill",)), both]
 
 
-def test_publishers_are_listened_to_while_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publishers_are_followed_while_their_engines_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, ...]] = []
     add, remove = Routes.add, Routes.remove
 
@@ -194,7 +200,7 @@ def test_publishers_are_listened_to_while_they_are_named(monkeypatch: pytest.Mon
     ]
 
 
-def test_events_without_pyzmq_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_without_pyzmq_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
 
     async def follow() -> list[str]:
@@ -220,5 +226,5 @@ def test_events_without_pyzmq_are_told_of(monkeypatch: pytest.MonkeyPatch) -> No
         ("", "http://gpu-7:8000", ""),
     ],
 )
-def test_an_engine_registers_its_events_as_others_reach_them(bound: str, url: str, reached: str) -> None:
+def test_an_engine_registers_reachable_event_addresses(bound: str, url: str, reached: str) -> None:
     assert as_reached(bound, url) == reached

@@ -1,4 +1,4 @@
-"""What is measured decides from how many tokens a prompt is split."""
+"""Measurements decide the number of tokens from which a prompt is split."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import random
 import pytest
 
 from kvstore_serving.proxy.engine_load import running_and_waiting
-from kvstore_serving.proxy.pace import LEAST, MAX_AGE_S, UNMEASURED, Line, Pace, Side, Ways
+from kvstore_serving.proxy.pace import LEAST, MAX_SAMPLE_AGE_S, UNMEASURED, EngineLoad, LinearFit, TokenPace, Ways
 
-FAST, SLOW = Line(0.02, 1e-4), Line(0.02, 5e-4)
-IDLE = Side(FAST, 0)
+FAST, SLOW = LinearFit(0.02, 1e-4), LinearFit(0.02, 5e-4)
+IDLE = EngineLoad(FAST, 0)
 
 
-def measured(line: Line, noise: float = 0.0, *, seed: int = 1, samples: int = 40) -> Line:
-    chooser, pace = random.Random(seed), Pace()
+def measured(line: LinearFit, noise: float = 0.0, *, seed: int = 1, samples: int = 40) -> LinearFit:
+    chooser, pace = random.Random(seed), TokenPace()
     for _ in range(samples):
         tokens = chooser.uniform(10, 8000)
         pace.add(tokens, line.seconds(tokens) * chooser.uniform(1 - noise, 1 + noise))
@@ -24,7 +24,7 @@ def measured(line: Line, noise: float = 0.0, *, seed: int = 1, samples: int = 40
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_a_pace_is_found_among_noise(noise: float) -> None:
+def test_a_pace_is_found_despite_noise(noise: float) -> None:
     for seed in range(20):
         found = measured(FAST, noise, seed=seed)
         for tokens in (1000, 8000):
@@ -32,7 +32,7 @@ def test_a_pace_is_found_among_noise(noise: float) -> None:
 
 
 def test_a_pace_follows_a_change() -> None:
-    pace, chooser = Pace(), random.Random(2)
+    pace, chooser = TokenPace(), random.Random(2)
     for line in (FAST, SLOW):
         for _ in range(60):
             tokens = chooser.uniform(10, 8000)
@@ -42,14 +42,14 @@ def test_a_pace_follows_a_change() -> None:
 
 
 def test_prompts_of_one_size_give_a_pace_too() -> None:
-    pace = Pace()
+    pace = TokenPace()
     for _ in range(10):
         pace.add(1000, 0.5)
-    assert pace.line == Line(0.0, pytest.approx(0.0005))
+    assert pace.line == LinearFit(0.0, pytest.approx(0.0005))
 
 
-def test_a_single_answer_that_came_late_changes_little() -> None:
-    before = Pace()
+def test_one_late_answer_changes_little() -> None:
+    before = TokenPace()
     for tokens in range(100, 4100, 100):
         before.add(tokens, FAST.seconds(tokens))
     before.add(200, 60.0)
@@ -57,35 +57,35 @@ def test_a_single_answer_that_came_late_changes_little() -> None:
     assert before.line.seconds(2000) == pytest.approx(FAST.seconds(2000), rel=0.3)
 
 
-def test_too_little_or_too_old_is_not_known() -> None:
+def test_too_few_or_too_old_samples_give_no_pace() -> None:
     now = 1000.0
-    pace = Pace(lambda: now)
+    pace = TokenPace(lambda: now)
     for number in range(4):
         pace.add(100 * number, 0.1)
         assert pace.line is None
     pace.add(1000, 0.1)
     pace.add(1100, 0.1)
     assert pace.line is not None
-    now += MAX_AGE_S + 1
+    now += MAX_SAMPLE_AGE_S + 1
     assert pace.line is None
 
 
-def least(prefill: Side, decode: Side, hand_over: Line | None, answers: int) -> float:
+def least(prefill: EngineLoad, decode: EngineLoad, hand_over: LinearFit | None, answers: int) -> float:
     return Ways(prefill, decode, hand_over, answers).least
 
 
-def test_what_was_never_measured_is_split_from_a_fixed_number() -> None:
-    for ways in (Ways(Side(None, 0), Side(None, 0), FAST, 0), Ways(IDLE, IDLE, None, 3)):
+def test_unmeasured_engines_split_from_a_fixed_number() -> None:
+    for ways in (Ways(EngineLoad(None, 0), EngineLoad(None, 0), FAST, 0), Ways(IDLE, IDLE, None, 3)):
         assert ways.least == UNMEASURED
         assert ways.splits(UNMEASURED, 0) and not ways.splits(UNMEASURED - 1, 0)
 
 
-def test_a_prompt_is_split_when_all_wait_less_so() -> None:
+def test_a_prompt_is_split_if_all_requests_wait_less() -> None:
     chooser = random.Random(3)
     for _ in range(500):
-        p, d, link = (Line(chooser.uniform(0, 0.5), chooser.uniform(1e-6, 1e-3)) for _ in range(3))
+        p, d, link = (LinearFit(chooser.uniform(0, 0.5), chooser.uniform(1e-6, 1e-3)) for _ in range(3))
         ahead_p, ahead_d, answers = chooser.randrange(5000), chooser.randrange(5000), chooser.randrange(6)
-        ways = Ways(Side(p, ahead_p), Side(d, ahead_d), link, answers)
+        ways = Ways(EngineLoad(p, ahead_p), EngineLoad(d, ahead_d), link, answers)
         for tokens in (LEAST - 1, LEAST, 200, 1000, 5000, 50_000):
             for at_prefill in (tokens, 0):
                 alone = d.seconds(ahead_d + tokens) + answers * d.each * tokens
@@ -95,14 +95,14 @@ def test_a_prompt_is_split_when_all_wait_less_so() -> None:
                 assert not ways.splits(tokens, tokens), "what is shown as the least is"
 
 
-def test_a_busy_decode_engine_splits_sooner_and_a_busy_prefill_engine_later() -> None:
-    link = Line(0.05, 2e-5)
+def test_a_busy_decode_engine_splits_sooner_a_busy_prefill_engine_later() -> None:
+    link = LinearFit(0.05, 2e-5)
     idle = least(IDLE, IDLE, link, 1)
     assert least(IDLE, IDLE, link, 8) < idle
-    assert least(IDLE, Side(FAST, 400), link, 1) < idle
-    assert least(Side(FAST, 4000), IDLE, link, 1) > idle
-    assert least(IDLE, IDLE, Line(2.0, 0), 1) > 10 * idle, "a slow store"
-    assert least(IDLE, IDLE, Line(0.0, 1e-3), 1) == math.inf, "a link that is slower than computing"
+    assert least(IDLE, EngineLoad(FAST, 400), link, 1) < idle
+    assert least(EngineLoad(FAST, 4000), IDLE, link, 1) > idle
+    assert least(IDLE, IDLE, LinearFit(2.0, 0), 1) > 10 * idle, "a slow store"
+    assert least(IDLE, IDLE, LinearFit(0.0, 1e-3), 1) == math.inf, "a link that is slower than computing"
 
 
 def test_the_load_of_an_engine_is_read_from_its_metrics() -> None:

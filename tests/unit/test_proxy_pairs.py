@@ -1,4 +1,4 @@
-"""When a prefill engine whose work does not arrive is left alone, and when it is tried again."""
+"""When the proxy avoids a prefill engine whose blocks do not arrive, and when it tries that engine again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def off(pairs: Pairs, decode: Engine = D) -> str:
     return "".join(sorted(pairs.off(decode, ENGINES)))
 
 
-def test_two_in_a_row_are_enough_for_this_pair_and_no_other(pairs: Pairs) -> None:
+def test_two_losses_in_a_row_disable_only_this_pair(pairs: Pairs) -> None:
     for _ in range(3):
         pairs.lost(P, D)
         pairs.arrived(P, D)
@@ -42,9 +42,9 @@ def test_two_in_a_row_are_enough_for_this_pair_and_no_other(pairs: Pairs) -> Non
     assert [(each["prefill"], each["decode"], each["lost"]) for each in pairs.status()] == [("p", "d", 2)]
 
 
-def test_it_is_tried_with_one_prompt_after_a_time_that_doubles(pairs: Pairs, clock: StandingClock) -> None:
+def test_a_pair_is_retried_with_one_prompt_after_doubling_times(pairs: Pairs, clock: StandingClock) -> None:
     for _ in range(8):
-        pairs.lost(P, D)  # those that were on their way together are one occasion
+        pairs.lost(P, D)  # requests in flight at the same time count as one loss
     for wait_s in (10, 20, 40, 80, 160, 300, 300):
         clock.now += wait_s - 0.1
         assert off(pairs) == "p"
@@ -59,7 +59,7 @@ def test_it_is_tried_with_one_prompt_after_a_time_that_doubles(pairs: Pairs, clo
     assert off(pairs) == "" and pairs.status() == []
 
 
-def test_a_restart_of_either_ends_it(pairs: Pairs) -> None:
+def test_a_restart_of_either_engine_enables_the_pair(pairs: Pairs) -> None:
     for engine in (P, D):
         for _ in range(2):
             pairs.lost(P, D)

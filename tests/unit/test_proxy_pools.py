@@ -1,4 +1,4 @@
-"""Which engine takes a request: by what is in flight, and by what it has of the prompt."""
+"""Which engine gets a request: this depends on the requests in flight and on the cached blocks of the prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prefiller(pools: Pools, tokens: int = 1000, have: dict[str, int] | None = No
     return found
 
 
-def test_the_decode_engine_with_less_in_flight_is_taken(pools: Pools) -> None:
+def test_the_decode_engine_with_less_load_is_chosen(pools: Pools) -> None:
     with pools.running(pools.engines["d1"], 100):
         assert decoder(pools).url == "d2"
         with pools.running(pools.engines["d2"], 100), pools.running(pools.engines["d2"], 100):
@@ -46,14 +46,14 @@ def test_the_decode_engine_with_less_in_flight_is_taken(pools: Pools) -> None:
         assert decoder(pools).url == "d1"
 
 
-def test_the_prefill_engine_with_the_shorter_queue_is_taken(pools: Pools) -> None:
+def test_the_prefill_engine_with_the_shorter_queue_is_chosen(pools: Pools) -> None:
     with pools.prefilling(pools.engines["p1"], 500):
         assert prefiller(pools).url == "p2"
         with pools.prefilling(pools.engines["p2"], 501):
             assert prefiller(pools).url == "p1"
 
 
-def test_what_an_engine_has_of_the_prompt_counts_as_much_as_its_load(pools: Pools) -> None:
+def test_cached_prompt_tokens_count_as_much_as_load(pools: Pools) -> None:
     assert decoder(pools, 1000, {"d2": 900}).url == "d2"
     assert prefiller(pools, 1000, {"p2": 900}).url == "p2"
     with pools.prefilling(pools.engines["p2"], 901):
@@ -62,7 +62,7 @@ def test_what_an_engine_has_of_the_prompt_counts_as_much_as_its_load(pools: Pool
         assert decoder(pools, 1000, {"d2": 900}).url == "d1"
 
 
-def test_an_engine_that_failed_is_taken_only_if_all_have(pools: Pools) -> None:
+def test_a_failed_engine_is_chosen_only_if_all_have_failed(pools: Pools) -> None:
     pools.engines["d1"].failed()
     with pools.running(pools.engines["d2"], 5000):
         assert decoder(pools).url == "d2"
@@ -95,7 +95,7 @@ def test_an_engine_does_not_prefill_for_itself() -> None:
     assert found is not None and found is not decode
 
 
-def test_without_an_engine_of_the_role_one_of_the_other_answers() -> None:
+def test_without_an_engine_of_the_role_another_answers() -> None:
     pools = pools_of(("p", ["prefill"]))
     assert decoder(pools).url == "p"
     assert pools.decoder("another model", {}, 10) is None

@@ -1,4 +1,4 @@
-"""What the proxy remembers of prompts: for how long, in how much memory, and what ends it."""
+"""What the proxy remembers of prompts, for how long, in how much memory, and what makes it forget them."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def prompt(tokens: list[int] = TOKENS, **body: Any) -> Prompt:
 
 
 def have(prefixes: Prefixes, asked: Prompt, *engines: Engine) -> list[tuple[int, int]]:
-    """-> of each engine, how many tokens it has itself, and how many the store has for it."""
+    """Return, for each engine, the number of tokens that it has itself, and the number that the store has for it."""
     found = asyncio.run(prefixes.find(asked, engines))
     return [(found.engines.get(each.url, 0), found.stores.get(each.url, 0)) for each in engines]
 
 
-def test_what_an_engine_was_sent_it_has_and_others_find_in_the_store(prefixes: Prefixes) -> None:
+def test_a_sent_prompt_is_at_its_engine_and_in_the_store(prefixes: Prefixes) -> None:
     a, b = engine("a"), engine("b")
     prefixes.sent(prompt(TOKENS[: 5 * PIECE]), a)
     assert have(prefixes, prompt(), a, b) == [(320, 320), (0, 320)]
@@ -66,14 +66,14 @@ def test_what_an_engine_was_sent_it_has_and_others_find_in_the_store(prefixes: P
     assert have(prefixes, prompt([7, *TOKENS]), a, b) == [(0, 0)] * 2
 
 
-def test_the_store_has_it_for_engines_of_the_same_model_and_weights(prefixes: Prefixes) -> None:
+def test_stored_blocks_are_shared_by_engines_of_one_model_and_weights(prefixes: Prefixes) -> None:
     prefixes.sent(prompt(), engine("a", "root", "1"))
     others = engine("b", "root", "1"), engine("c", "root", "2"), engine("d", "another", "1")
     assert have(prefixes, prompt(), *others) == [(0, 640), (0, 0), (0, 0)]
 
 
-def test_what_was_not_sent_again_for_ten_minutes_is_forgotten(prefixes: Prefixes, clock: StandingClock) -> None:
-    """What an engine answers from its own cache says nothing of the store."""
+def test_a_prompt_not_sent_for_ten_minutes_is_forgotten(prefixes: Prefixes, clock: StandingClock) -> None:
+    """An answer from an engine's own cache does not show that the store still has the prompt."""
     a, b = engine("a"), engine("b")
     prefixes.sent(prompt(), a)
     clock.now += 400
@@ -81,7 +81,7 @@ def test_what_was_not_sent_again_for_ten_minutes_is_forgotten(prefixes: Prefixes
     assert have(prefixes, prompt(), a, b) == [(640, 640), (0, 640)]
     clock.now += 300
     assert have(prefixes, prompt(), a, b) == [(640, 0), (0, 0)]
-    prefixes.sent(prompt(), b)  # it has loaded it, or computed and saved it
+    prefixes.sent(prompt(), b)  # b has loaded the blocks, or computed and saved them
     assert have(prefixes, prompt(), a, b) == [(640, 640), (640, 640)]
     clock.now += 301
     assert have(prefixes, prompt(), a, b) == [(0, 640), (640, 640)]
@@ -89,11 +89,11 @@ def test_what_was_not_sent_again_for_ten_minutes_is_forgotten(prefixes: Prefixes
     assert have(prefixes, prompt(), a, b) == [(0, 0)] * 2
 
 
-def test_what_the_store_lost_or_a_purge_took_is_not_there(
+def test_prompts_lost_by_the_store_or_purged_are_forgotten(
     prefixes: Prefixes, store: Store, clock: StandingClock
 ) -> None:
     a, b = engine("a"), engine("b")
-    slow = prompt()  # looked at before, answered after
+    slow = prompt()  # looked up before the loss, answered after it
     prefixes.sent(prompt(), a)
     clock.now += 1
     store.since = clock.now
@@ -110,7 +110,7 @@ def test_what_the_store_lost_or_a_purge_took_is_not_there(
     assert have(prefixes, prompt(), a, b) == [(640, 640), (0, 640)]
 
 
-def test_an_engine_that_was_started_again_has_nothing_also_under_its_old_address(prefixes: Prefixes) -> None:
+def test_a_restarted_engine_has_nothing_even_at_its_old_address(prefixes: Prefixes) -> None:
     a = engine("a")
     prefixes.sent(prompt(), a)
     a.down("gone")
@@ -118,7 +118,7 @@ def test_an_engine_that_was_started_again_has_nothing_also_under_its_old_address
     assert have(prefixes, prompt(), a, engine("a")) == [(0, 640)] * 2
 
 
-def test_what_an_engine_did_not_find_neither_it_nor_the_store_has(prefixes: Prefixes) -> None:
+def test_prompts_an_engine_missed_are_in_neither_cache(prefixes: Prefixes) -> None:
     a, b, c = engine("a"), engine("b"), engine("c")
     for each in (a, b):
         prefixes.sent(prompt(), each)
@@ -130,7 +130,7 @@ def test_what_an_engine_did_not_find_neither_it_nor_the_store_has(prefixes: Pref
     assert have(prefixes, prompt(), a) == [(192, 640)]
 
 
-def test_what_a_request_does_not_load_or_save_the_store_does_not_have_for_it(prefixes: Prefixes) -> None:
+def test_requests_that_bypass_the_store_leave_nothing_in_it(prefixes: Prefixes) -> None:
     a, b = engine("a"), engine("b")
     prefixes.sent(prompt(kv_transfer_params={"kvstore": {"save": False}}), a)
     assert have(prefixes, prompt(), a, b) == [(640, 0), (0, 0)]
@@ -141,7 +141,7 @@ def test_what_a_request_does_not_load_or_save_the_store_does_not_have_for_it(pre
     assert have(prefixes, prompt(kv_transfer_params={"kvstore": {"max_load_tokens": 70}}), c) == [(0, 70)]
 
 
-def test_it_takes_no_more_memory_than_it_counts_and_counts_to_its_bound(store: Store) -> None:
+def test_memory_stays_within_the_counted_bound(store: Store) -> None:
     prefixes = Prefixes(EngineEvents(), store, 4 << 20)
     engines = [engine(str(number)) for number in range(3)]
     tracemalloc.start()

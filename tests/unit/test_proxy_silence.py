@@ -1,4 +1,4 @@
-"""When an engine's silence is too long."""
+"""When the proxy takes an engine's silence for a failure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore_serving.proxy import silence
-from kvstore_serving.proxy.silence import ENOUGH, LEAST_S, TIMES, Silence, weight
+from kvstore_serving.proxy.silence import ENOUGH_ANSWERS, MIN_SILENCE_S, TIMES, Silence, weight
 
 
 class Time:
@@ -31,7 +31,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[[Time], 
     return run
 
 
-def learn(found: Silence, time: Time, seconds: float, count: int = ENOUGH) -> None:
+def learn(found: Silence, time: Time, seconds: float, count: int = ENOUGH_ANSWERS) -> None:
     for _ in range(count):
         waiting = found.begin(1.0)
         time.now += seconds
@@ -40,29 +40,29 @@ def learn(found: Silence, time: Time, seconds: float, count: int = ENOUGH) -> No
 
 
 @in_loop
-async def test_nothing_is_late_before_it_is_known_what_is_usual(time: Time) -> None:
+async def test_no_request_is_late_before_the_usual_time_is_known(time: Time) -> None:
     found = Silence()
     found.begin(1.0)
     time.now += 10_000
     assert not found.late()
     learn(found, time, 0.1)
-    time.now += LEAST_S + 0.1
+    time.now += MIN_SILENCE_S + 0.1
     assert found.late()
 
 
 @in_loop
-async def test_an_engine_that_has_not_answered_yet_is_measured_by_the_others(time: Time) -> None:
+async def test_an_engine_without_answers_is_measured_by_the_others(time: Time) -> None:
     usual = silence.nothing_usual()
     others, found = [Silence(usual) for _ in range(2)], Silence(usual)
     for each in others:
-        learn(each, time, 1.0, ENOUGH // 2)
+        learn(each, time, 1.0, ENOUGH_ANSWERS // 2)
     found.begin(1.0)
     time.now += TIMES + 0.1
     assert found.late()
 
 
 @in_loop
-async def test_a_request_is_late_after_some_times_the_usual(time: Time) -> None:
+async def test_a_request_is_late_after_several_usual_times(time: Time) -> None:
     found = Silence()
     learn(found, time, 1.0)
     found.begin(weight(1024))
@@ -73,18 +73,18 @@ async def test_a_request_is_late_after_some_times_the_usual(time: Time) -> None:
 
 
 @in_loop
-async def test_what_is_quick_is_given_a_moment(time: Time) -> None:
+async def test_quick_requests_get_a_minimum_time(time: Time) -> None:
     found = Silence()
     learn(found, time, 0.001)
     found.begin(1.0)
-    time.now += LEAST_S - 0.01
+    time.now += MIN_SILENCE_S - 0.01
     assert not found.late()
     time.now += 0.02
     assert found.late()
 
 
 @in_loop
-async def test_an_engine_that_says_anything_is_not_silent(time: Time) -> None:
+async def test_an_engine_that_sends_anything_is_not_silent(time: Time) -> None:
     found = Silence()
     learn(found, time, 0.1)
     other, _ = found.begin(1.0), found.begin(1.0)
@@ -97,8 +97,8 @@ async def test_an_engine_that_says_anything_is_not_silent(time: Time) -> None:
 
 
 @in_loop
-async def test_a_stream_waits_for_the_prompts_of_others(time: Time) -> None:
-    """An engine computes a long prompt between two tokens of a stream."""
+async def test_a_stream_may_wait_for_other_prompts(time: Time) -> None:
+    """A stream pauses while its engine computes a long prompt, which is no failure."""
     found = Silence()
     learn(found, time, 1.0)
     stream = found.begin(1.0)
@@ -113,7 +113,7 @@ async def test_a_stream_waits_for_the_prompts_of_others(time: Time) -> None:
 
 
 @in_loop
-async def test_whoever_waits_is_given_up_once(time: Time) -> None:
+async def test_each_waiting_request_is_given_up_once(time: Time) -> None:
     found = Silence()
     learn(found, time, 0.1)
     waiting = [found.begin(1.0) for _ in range(3)]
@@ -123,7 +123,7 @@ async def test_whoever_waits_is_given_up_once(time: Time) -> None:
 
 
 @in_loop
-async def test_two_that_were_left_without_an_answer_are_as_bad_as_one_that_waits(time: Time) -> None:
+async def test_two_unanswered_requests_count_as_much_as_a_waiting_one(time: Time) -> None:
     found = Silence()
     for _ in range(2):
         time.now += 0.5
@@ -131,20 +131,21 @@ async def test_two_that_were_left_without_an_answer_are_as_bad_as_one_that_waits
         time.now += 0.5
         found.ended(waiting)
     assert not found.late()
-    time.now += LEAST_S
+    time.now += MIN_SILENCE_S
     assert found.late()
     found.answers()
     assert not found.late()
 
 
 @in_loop
-async def test_refusals_and_requests_of_unknown_weight_are_no_evidence(time: Time) -> None:
-    """An engine's server refuses, and tokenizes, though its worker has frozen; or the other way round."""
+async def test_refusals_and_requests_of_unknown_weight_prove_nothing(time: Time) -> None:
+    """An engine's server may refuse requests and tokenize texts although its worker has frozen, so these answers prove
+    nothing."""
     found = Silence()
     for _ in range(3):
         refused, passed = found.begin(1.0), found.begin(float("inf"))
         found.refused(refused)
         found.ended(refused)
         found.ended(passed)
-    time.now += LEAST_S + 1
+    time.now += MIN_SILENCE_S + 1
     assert not found.late() and found.limit_s(1.0) == float("inf")

@@ -1,4 +1,4 @@
-"""What the proxy keeps of the texts that engines have tokenized for it."""
+"""Which tokenized texts the proxy keeps."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import pytest
 
 from kvstore_serving.proxy import tokens
 from kvstore_serving.proxy.ask import COMPLETIONS, understand
-from kvstore_serving.proxy.tokens import Tokens
+from kvstore_serving.proxy.tokens import EngineTokenizer
 
 
 class Upstream:
-    """Engines that tokenize a text into as many tokens as it has bytes, after a while."""
+    """Engines that tokenize a text into as many tokens as it has bytes, after a delay."""
 
     async def own(self, engine: Any, path: str, timeout_s: float, body: dict[str, Any]) -> Any:
         await asyncio.sleep(0.01)
         return SimpleNamespace(status=200, body=b'{"tokens": %s}' % str([7] * len(body["prompt"])).encode())
 
 
-def test_texts_that_come_at_once_are_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_equal_texts_are_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "_KEPT_TOKENS", 100)
     settings: Any = SimpleNamespace(split_tokens=1, policy="auto", tokenize_s=1.0)
     pools: Any = SimpleNamespace(decoder=lambda *_: "an engine")
     upstream: Any = Upstream()
-    asking = Tokens(settings, pools, upstream)
+    asking = EngineTokenizer(settings, pools, upstream)
 
     async def ask(text: str, times: int) -> list[int]:
         asked = understand(COMPLETIONS, {"prompt": text})

@@ -1,4 +1,4 @@
-"""Rates between two looks at a shard, the times of its requests, and what is said of it."""
+"""The rates between two samples of a shard, the times of its requests, and the problems that are reported."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from kvstore import wire
+from kvstore.node.diagnosis import _SLOW_STAGE, Seen, findings
 from kvstore.node.metrics import process_use
 from kvstore.node.rates import change, counts_of, hit_rate, quantile_s, table_of, total
-from kvstore.node.words import Seen, messages
 from kvstore.shard.timing import Timing
+from kvstore.shard.turns import STAGES
 from kvstore.wire import DiskInfo, RequestTimes, ShardInfo
 from kvstore.wire.status import REQUEST_BOUNDS_S
 from kvstore_cli.top_state import TopRow, sorted_rows
@@ -31,7 +32,7 @@ def disk(**known: Any) -> DiskInfo:
 
 
 @pytest.mark.parametrize(("took_s", "bucket"), [(0.0, 0), (31e-6, 0), (33e-6, 1), (100e-6, 2), (1e-3, 5), (100.0, 20)])
-def test_a_request_is_counted_below_the_bound_that_it_did_not_reach(
+def test_a_request_counts_in_the_bucket_below_its_bound(
     took_s: float, bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0 + took_s)
@@ -44,7 +45,7 @@ def test_a_request_is_counted_below_the_bound_that_it_did_not_reach(
     assert took_s < [*REQUEST_BOUNDS_S, float("inf")][bucket]
 
 
-def test_every_verb_has_a_row_of_its_own_and_tiers_are_apart() -> None:
+def test_every_verb_has_a_row_and_tiers_are_separate() -> None:
     timing = Timing()
     timed = [verb for verb in wire.VERBS.values() if verb.timed]
     for verb in timed:
@@ -60,13 +61,13 @@ def test_a_quantile_lies_within_its_bucket() -> None:
     counts[3] = 100  # 128 to 256 us
     assert quantile_s(counts, 0.5) == pytest.approx(192e-6)
     counts[-1] = 100
-    assert quantile_s(counts, 0.99) == REQUEST_BOUNDS_S[-1]  # as much as is known
+    assert quantile_s(counts, 0.99) == REQUEST_BOUNDS_S[-1]  # the highest known bound
 
 
 # ---- changes ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_change_is_what_was_counted_in_between() -> None:
+def test_a_change_is_the_difference_of_two_counts() -> None:
     before = shard(
         hits=5, misses=1, bytes_in=100, slow_turns={"disk": 1}, requests=[RequestTimes("get", "disk", 1, [4])]
     )
@@ -100,7 +101,7 @@ def test_a_change_is_what_was_counted_in_between() -> None:
         (
             shard(),
             {("evicted",): 7},
-            ["note: Memory is full: the blocks of least use are evicted, 7 in the last minute."],
+            ["note: Memory is full: the least useful blocks are evicted, 7 in the last minute."],
         ),
         (
             shard(disk=disk()),
@@ -126,7 +127,10 @@ def test_a_change_is_what_was_counted_in_between() -> None:
         (
             shard(),
             {("slow_turns", "disk"): 1, ("slow_turns", "replies"): 13},
-            ["warning: A kept clients waiting for over 50 ms: 14 times in the last minute, mostly in: replies."],
+            [
+                "warning: A kept clients waiting for over 50 ms: 14 times in the last minute, mostly in: replies. "
+                "It sends blocks to clients; the processor is probably busy with other work."
+            ],
         ),
         (shard(), {("slow_turns", "disk"): 1}, ["note: A kept clients waiting for over 50 ms: once"]),
         (
@@ -134,41 +138,47 @@ def test_a_change_is_what_was_counted_in_between() -> None:
             {},
             ["warning: A: the memory of transient blocks is full."],
         ),
-        (shard(), {("misses",): 500}, ["warning: None of the 500 blocks asked for in the last minute was here."]),
+        (shard(), {("misses",): 500}, ["warning: None of the 500 blocks requested in the last minute was found."]),
         (shard(draining=True), {}, ["note: The server is stopping"]),
     ],
 )
-def test_what_is_wrong_is_said_and_nothing_else(
+def test_only_existing_problems_are_reported(
     state: ShardInfo | str, recent: dict[tuple[str, ...], int], said: list[str]
 ) -> None:
-    found = [f"{message.severity}: {message.text}" for message in messages([Seen("A", state, recent)])]
+    found = [f"{message.severity}: {message.text}" for message in findings([Seen("A", state, recent)])]
     assert len(found) == len(said)
     for text, beginning in zip(found, said, strict=True):
         assert text.startswith(beginning)
 
 
-def test_the_worst_comes_first() -> None:
+def test_the_worst_problem_comes_first() -> None:
     seen = [
         Seen("A", shard(disk=disk(warming=True)), {("evicted",): 1}),
         Seen("B", shard(), {}, restarted_s=12.4),
         Seen("C", "Connection refused", {}),
     ]
-    found = messages(seen)
+    found = findings(seen)
     assert [message.severity for message in found] == ["bad", "warning", "note", "note"]
-    assert "B died and was started anew 12 s ago" in found[1].text
+    assert "B died and was restarted 12 s ago" in found[1].text
 
 
 # ---- processes, and `kvstore top` ------------------------------------------------------------------------------------
 
 
-def test_a_process_is_measured_and_one_that_is_gone_is_not() -> None:
+def test_a_living_process_is_measured_and_a_dead_one_is_not() -> None:
     use = process_use(os.getpid())
     assert use is not None and use.cpu_s > 0 and 0 < use.open_fds <= use.max_fds
     assert process_use(2**30) is None
 
 
 def test_rows_without_a_number_come_last() -> None:
-    rows = [zeros(TopRow, name=name, hit_rate=rate) for name, rate in (("a", None), ("b", 0.5), ("c", 0.9))]
+    rows = [
+        zeros(TopRow, name=name, hit_rate=rate, get_p99_s=None) for name, rate in (("a", None), ("b", 0.5), ("c", 0.9))
+    ]
     assert [row.name for row in sorted_rows(rows, "hit_rate", False)] == ["c", "b", "a"]
     assert [row.name for row in sorted_rows(rows, "hit_rate", True)] == ["b", "c", "a"]
     assert [row.name for row in sorted_rows(rows, "name", True)] == ["c", "b", "a"]
+
+
+def test_each_stage_of_a_slow_turn_has_an_explanation() -> None:
+    assert set(_SLOW_STAGE) == set(STAGES)

@@ -1,4 +1,4 @@
-"""What every way to move blocks by reference must do: the contract in docs/transports.md."""
+"""The contract in docs/transports.md, which every way to move blocks by reference must meet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = 5000
 
 
 class Owner:
-    """A process's pieces of memory, offered to the other side."""
+    """A process's pieces of memory, which it offers to the other side."""
 
     def __init__(self, sharing: Sharing) -> None:
         self.sharing = sharing
@@ -61,7 +61,8 @@ def sharing(request: pytest.FixtureRequest) -> Iterator[Sharing]:
 
 @pytest.fixture
 def owner(sharing: Sharing) -> Iterator[Owner]:
-    """Another process's, as far as NIXL is concerned: it has an agent of its own, and helps while it lends."""
+    """An owner with a NIXL agent of its own, so that NIXL takes it for another process. It makes progress while it
+    lends."""
     if sharing is DESCRIPTORS or isinstance(sharing, Fabric):
         owner = Owner(sharing)
         yield owner
@@ -103,7 +104,7 @@ def places(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(values, dtype=np.int64)
 
 
-def test_blocks_are_read_with_the_checksums_of_what_was_read(owner: Owner, remote: RemoteMemory) -> None:
+def test_blocks_are_read_with_checksums_of_the_read_bytes(owner: Owner, remote: RemoteMemory) -> None:
     (first, one), (second, two) = owner.piece(1), owner.piece(2)
     attach(remote, 7, one)
     attach(remote, 2**40, two)
@@ -121,7 +122,7 @@ def test_blocks_are_read_with_the_checksums_of_what_was_read(owner: Owner, remot
         handle.close()
 
 
-def test_what_the_owner_writes_is_seen_by_the_next_read(owner: Owner, remote: RemoteMemory) -> None:
+def test_the_owners_writes_are_seen_by_the_next_read(owner: Owner, remote: RemoteMemory) -> None:
     memory, handle = owner.piece(1)
     attach(remote, 1, handle)
     handle.close()
@@ -132,9 +133,7 @@ def test_what_the_owner_writes_is_seen_by_the_next_read(owner: Owner, remote: Re
     assert (out == 9).all()
 
 
-def test_blocks_that_can_be_addressed_are_lent_where_they_are(
-    sharing: Sharing, owner: Owner, remote: RemoteMemory
-) -> None:
+def test_addressable_blocks_are_lent_in_place(sharing: Sharing, owner: Owner, remote: RemoteMemory) -> None:
     memory, handle = owner.piece(1)
     attach(remote, 1, handle)
     handle.close()
@@ -151,7 +150,7 @@ def test_blocks_that_can_be_addressed_are_lent_where_they_are(
     ("number", "offset", "size"),
     [(1, PIECE - BLOCK + 1, BLOCK), (1, 2**63, BLOCK), (1, 2**64 - 1, BLOCK), (1, 0, PIECE + 1), (2, 0, BLOCK)],
 )
-def test_a_block_that_is_not_there_is_refused_before_anything_is_read(
+def test_a_missing_block_is_refused_before_anything_is_read(
     number: int, offset: int, size: int, owner: Owner, remote: RemoteMemory
 ) -> None:
     _, handle = owner.piece(1)
@@ -161,7 +160,7 @@ def test_a_block_that_is_not_there_is_refused_before_anything_is_read(
         remote.blocks(numbers(1, number), numbers(0, offset), size)
 
 
-def test_a_piece_of_another_size_or_with_a_number_in_use_is_refused(owner: Owner, remote: RemoteMemory) -> None:
+def test_a_piece_of_wrong_size_or_used_number_is_refused(owner: Owner, remote: RemoteMemory) -> None:
     _, handle = owner.piece(1)
     attach(remote, 1, handle)
     open_before = len(os.listdir("/proc/self/fd"))
@@ -171,14 +170,12 @@ def test_a_piece_of_another_size_or_with_a_number_in_use_is_refused(owner: Owner
         attach(remote, 2, handle, PIECE + 1)
     with pytest.raises(RemoteMemoryError):
         remote.attach(3, PIECE, b"no such key")
-    if owner.sharing.mapped:  # NIXL's own threads open descriptors when they like
+    if owner.sharing.mapped:  # NIXL's own threads may open descriptors at any time
         assert len(os.listdir("/proc/self/fd")) == open_before
     handle.close()
 
 
-def test_a_piece_that_was_detached_is_read_no_more_but_by_who_has_found_blocks_in_it(
-    owner: Owner, remote: RemoteMemory
-) -> None:
+def test_a_detached_piece_is_read_only_by_earlier_lookups(owner: Owner, remote: RemoteMemory) -> None:
     memory, handle = owner.piece(1)
     attach(remote, 1, handle)
     handle.close()
@@ -194,7 +191,7 @@ def test_a_piece_that_was_detached_is_read_no_more_but_by_who_has_found_blocks_i
     assert bytes(out) == bytes(memory[:BLOCK])
 
 
-def test_many_threads_read_at_once(owner: Owner, remote: RemoteMemory) -> None:
+def test_many_threads_read_concurrently(owner: Owner, remote: RemoteMemory) -> None:
     memory, handle = owner.piece(1)
     attach(remote, 1, handle)
     handle.close()
@@ -216,8 +213,8 @@ def test_many_threads_read_at_once(owner: Owner, remote: RemoteMemory) -> None:
     assert not wrong
 
 
-def test_memory_that_the_owner_could_take_away_is_refused_where_it_must_stay() -> None:
-    """Reading it would end the process. Only files can be taken away like that."""
+def test_memory_that_the_owner_could_truncate_is_refused_where_it_must_stay() -> None:
+    """Reading truncated memory would end the process. Only memory from files can be truncated."""
     file = os.memfd_create("piece", os.MFD_ALLOW_SEALING)
     os.ftruncate(file, PIECE)
     remote = DESCRIPTORS.remote(must_stay=True)

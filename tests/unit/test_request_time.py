@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.remote_kv_cache.test_request_time import (
+from benchmarks.remote_kv_cache.bench_request_time import (
     COMPUTED,
     D_QUEUE,
     D_STEP,
@@ -24,7 +24,7 @@ NOW = 1_790_000_000.0
 
 
 def write(path: Path, requests: list[list[Span]]) -> None:
-    """A file of these requests, in the order in which they ended."""
+    """Write a file of these requests, in the order in which they ended."""
     sender = SpanSender("tests", "here:1", [to_file(path)])
     for number, each in enumerate(requests):
         sender.send(TraceContext(f"{number + 1:032x}", "", 1), f"r{number}", each, NOW)
@@ -35,7 +35,7 @@ def part(row: str, name: str, began: float, ended: float) -> Span:
     return Span(name, "internal", row, {}, began, ended)
 
 
-def test_the_parts_are_those_of_each_request_in_the_order_in_which_they_came(tmp_path: Path) -> None:
+def test_each_requests_parts_come_in_order(tmp_path: Path) -> None:
     p, d = tmp_path / "p.json", tmp_path / "d.json"
 
     def prefilled(came: float) -> list[Span]:
@@ -49,7 +49,8 @@ def test_the_parts_are_those_of_each_request_in_the_order_in_which_they_came(tmp
         parts = [("queue", at, at + 0.2), ("load", at + 0.2, at + 1 + way), ("decode", at + 1 + way, at + 3)]
         return [part("D", *each) for each in parts]
 
-    # One request before those that count, and one after them, which P has not written; the second ended first.
+    # One request comes before those that count. One comes after them, and P has not written it. The second request
+    # ended first.
     write(p, [prefilled(-10), prefilled(5), prefilled(0)])
     write(d, [decoded(-10, 9), decoded(5, 0.02), decoded(0, 0.01), decoded(9, 8)])
     found = parts_of([p, d], np.array([1.5, 1.25]))
@@ -66,7 +67,7 @@ def test_the_parts_are_those_of_each_request_in_the_order_in_which_they_came(tmp
         assert found[name] == pytest.approx(seconds, abs=1e-4), name
 
 
-def test_files_without_all_requests_are_an_error(tmp_path: Path) -> None:
+def test_files_that_lack_requests_are_an_error(tmp_path: Path) -> None:
     def queued(came: float, row: str) -> list[Span]:
         return [part(row, name, came, came + 0.1) for name in ("queue", "prefill", "load")]
 

@@ -1,4 +1,4 @@
-"""Host names become addresses within a deadline, whatever the system's resolver does."""
+"""Host names are resolved within a deadline, whatever the system's resolver does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOUND = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 7070))]
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The resolver answers when this is set."""
+    """An event; the resolver answers only after the test has set it."""
     answers = threading.Event()
 
     def getaddrinfo(*_: Any, **__: Any) -> list[Any]:
@@ -32,7 +32,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     answers.set()
 
 
-def test_a_silent_resolver_costs_no_more_than_the_deadline_and_its_answer_is_used_later(
+def test_a_silent_resolver_costs_the_deadline_and_its_answer_is_kept(
     silent: threading.Event,
 ) -> None:
     before = time.monotonic()
@@ -44,7 +44,7 @@ def test_a_silent_resolver_costs_no_more_than_the_deadline_and_its_answer_is_use
 
 
 @pytest.mark.parametrize("failure", [socket.gaierror(-2, "Name or service not known"), UnicodeError("label too long")])
-def test_a_resolver_that_fails_is_an_error_and_leaves_the_last_answer_valid(
+def test_a_failing_resolver_is_an_error_and_keeps_the_last_answer(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> list[Any]:
@@ -57,7 +57,7 @@ def test_a_resolver_that_fails_is_an_error_and_leaves_the_last_answer_valid(
     assert resolve("failing-host", 7070, 10.0) == [(socket.AF_INET, ("127.0.0.1", 7070))]
 
 
-def test_a_process_ends_while_its_resolver_is_silent() -> None:
+def test_a_process_can_end_while_its_resolver_is_silent() -> None:
     program = """
 import socket, time
 from kvstore_client._links.resolving import resolve

@@ -1,4 +1,4 @@
-"""The memory of results: used again when nobody can see it, and never before."""
+"""The memory of results is reused only when no code refers to it any more."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 from kvstore.wire import frame_blocks
 from kvstore.wire.dealer import FrameBuffers
-from kvstore_client._links.buffers import KEPT_BYTES, ResultMemory
+from kvstore_client._links.buffers import KEPT_BUFFERS, ResultMemory
 
 SIZE = 1 << 16
 
 
 def lazily_freed_bytes(where: int) -> int:
-    """-> how much of the memory at this address the kernel may take."""
+    """Return how much of the memory at this address the kernel may reclaim."""
     inside = False
     for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -33,7 +33,7 @@ def address(memory: object) -> int:
     return np.frombuffer(memory, dtype=np.uint8).ctypes.data  # type: ignore[call-overload,no-any-return] # any buffer
 
 
-def test_memory_that_nobody_refers_to_is_used_again() -> None:
+def test_unreferenced_memory_is_reused() -> None:
     memory = ResultMemory()
     first = memory.take(SIZE)
     where = address(first)
@@ -56,7 +56,7 @@ def test_memory_that_nobody_refers_to_is_used_again() -> None:
         lambda taken: iter(memoryview(taken)),
     ],
 )
-def test_memory_that_anything_refers_to_is_left_alone(view: object) -> None:
+def test_referenced_memory_is_never_reused(view: object) -> None:
     memory = ResultMemory()
     taken = memory.take(SIZE)
     where, held = address(taken), view(taken)  # type: ignore[operator] # each is a function
@@ -74,24 +74,24 @@ def test_a_tensor_keeps_its_memory() -> None:
     assert address(memory.take(SIZE)) != where
 
 
-def test_large_memory_is_used_again_and_is_the_kernels_until_then() -> None:
+def test_large_memory_is_reused_and_the_kernel_may_take_it_meanwhile() -> None:
     memory = ResultMemory()
-    taken = memory.take(KEPT_BYTES + SIZE)
+    taken = memory.take(KEPT_BUFFERS + SIZE)
     taken[:] = 1
     where = address(taken)
     assert lazily_freed_bytes(where) == 0
     del taken
-    assert lazily_freed_bytes(where) >= KEPT_BYTES // 2  # as far as the kernel has counted
-    taken = memory.take(KEPT_BYTES + SIZE)
+    assert lazily_freed_bytes(where) >= KEPT_BUFFERS // 2  # as far as the kernel has counted it
+    taken = memory.take(KEPT_BUFFERS + SIZE)
     assert address(taken) == where
     taken[:] = 2
     assert lazily_freed_bytes(where) == 0
     assert (taken == 2).all()
 
 
-def test_a_small_result_does_not_hold_large_memory() -> None:
+def test_a_small_result_does_not_keep_large_memory() -> None:
     memory = ResultMemory()
-    memory.take(KEPT_BYTES + SIZE)
+    memory.take(KEPT_BUFFERS + SIZE)
     small = memory.take(SIZE)
     assert len(small.base.obj) == SIZE  # type: ignore[union-attr] # the view of its memory
 
@@ -127,14 +127,14 @@ def test_threads_never_share_memory() -> None:
     assert not failures
 
 
-def test_a_frames_buffer_is_used_again_when_no_block_in_it_is_left() -> None:
+def test_a_frames_buffer_is_reused_once_none_of_its_blocks_is_left() -> None:
     buffers = FrameBuffers(SIZE, 2)
     size = frame_blocks(SIZE) * SIZE
     first, second, third = (buffers.take(size) for _ in range(3))
     blocks = [first[at : at + SIZE].toreadonly() for at in range(0, size, SIZE)]
     where, last = address(first), np.frombuffer(blocks.pop(), dtype=np.uint8)
     del first, second, third, blocks
-    assert address(buffers.take(size)) != where  # a block is left
+    assert address(buffers.take(size)) != where  # one block is still referenced
     del last
     assert address(buffers.take(size)) == where
     assert len(buffers._buffers) == 2  # the third was not kept

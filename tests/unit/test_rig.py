@@ -1,4 +1,4 @@
-"""What a result says of the machine: read from folders as kernels have them, and from nvidia-smi's answers."""
+"""What a result records about the machine, read from files in the kernel's form and from the output of nvidia-smi."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_each_numa_node_has_its_cores_and_its_memory(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_kernel_does_not_say_of_a_node_is_none(tmp_path: Path) -> None:
+def test_values_a_kernel_does_not_report_for_a_node_are_none(tmp_path: Path) -> None:
     assert rig.numa_nodes(tmp_path / "none") is None
     (tmp_path / "node0").mkdir()
     (tmp_path / "node1").mkdir()
@@ -54,7 +54,7 @@ def test_what_a_kernel_does_not_say_of_a_node_is_none(tmp_path: Path) -> None:
     assert rig.numa_nodes(tmp_path) == [{"node": 0, **nothing}, {"node": 1, **nothing}]
 
 
-def test_huge_pages_are_those_that_are_chosen_and_those_in_reserve(tmp_path: Path) -> None:
+def test_huge_pages_are_the_mode_and_the_reserve(tmp_path: Path) -> None:
     (tmp_path / "transparent_hugepage").mkdir()
     (tmp_path / "transparent_hugepage" / "enabled").write_text("always [madvise] never\n")
     (tmp_path / "transparent_hugepage" / "shmem_enabled").write_text("always within_size advise never deny [force]\n")
@@ -70,7 +70,7 @@ def test_huge_pages_are_those_that_are_chosen_and_those_in_reserve(tmp_path: Pat
     }
 
 
-def test_a_kernel_that_says_nothing_of_huge_pages_is_no_error(tmp_path: Path) -> None:
+def test_a_kernel_without_huge_pages_is_no_error(tmp_path: Path) -> None:
     assert rig.huge_pages(tmp_path) == {"anonymous": None, "shared_memory": None, "reserved": None}
 
 
@@ -91,7 +91,7 @@ def test_each_line_of_nvidia_smi_is_a_gpu() -> None:
     assert rig.parse_gpus(2 * line) == [H100, H100]
 
 
-def test_what_nvidia_smi_does_not_know_is_none() -> None:
+def test_unknown_values_of_nvidia_smi_are_none() -> None:
     unknown = {"memory_bytes": None, "driver": None, "pcie_generation": None, "pcie_width": None}
     text = "NVIDIA H200, [Insufficient Permissions], [N/A], [N/A], [Unknown Error]\n"
     assert rig.parse_gpus(text) == [{"name": "NVIDIA H200", **unknown}]
@@ -108,7 +108,7 @@ def test_what_nvidia_smi_does_not_know_is_none() -> None:
     ],
     ids=["a GPU", "no driver", "no answer"],
 )
-def test_nvidia_smi_is_asked_and_need_not_answer(
+def test_nvidia_smi_is_run_and_may_fail(
     script: str, found: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "nvidia-smi"
@@ -137,7 +137,7 @@ def test_without_nvidia_smi_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.
         ("", ""),
     ],
 )
-def test_torch_says_for_which_cuda_it_was_built(line: str, cuda: str) -> None:
+def test_torch_reports_the_cuda_version_it_was_built_for(line: str, cuda: str) -> None:
     text = f"from typing import Optional\n__version__ = '2.11.0+cu130'\n{line}\nhip: Optional[str] = '6.0'\n"
     assert rig.cuda_in(text) == cuda
 
@@ -148,7 +148,7 @@ def test_the_rig_is_json_and_versions_are_text() -> None:
     assert all(isinstance(version, str) and version for version in rig.versions().values())
 
 
-def test_results_that_know_nothing_of_gpus_and_huge_pages_are_listed() -> None:
+def test_results_without_gpus_and_huge_pages_are_listed() -> None:
     old = {
         "cpu": "AMD EPYC",
         "cores": 2,
@@ -169,4 +169,4 @@ def test_results_that_know_nothing_of_gpus_and_huge_pages_are_listed() -> None:
             "command": "",
         }
     )
-    assert "AMD EPYC, 2 cores, 8 GiB" in rig_table({"test_clients": result})
+    assert "AMD EPYC, 2 cores, 8 GiB" in rig_table({"bench_clients": result})

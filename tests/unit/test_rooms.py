@@ -1,6 +1,7 @@
-"""The rooms of the tree: imports go one way, nothing heavy is imported by accident, and files stay short.
+"""The layers of the source tree, called rooms: imports go in one direction, nothing heavy is imported by accident, and
+files stay short.
 
-What is checked is the text of the shipped packages, so an import inside a function or for types alone counts too.
+The test reads the text of the shipped packages, so an import inside a function or for types alone counts too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ else:
 
 PACKAGES = ("kvstore", "kvstore_client", "kvstore_serving", "kvstore_cli")
 
-# From the lowest room to the highest: a file imports from its own room and from rooms before it. A file belongs to the
-# longest name here that it starts with. `kvstore` itself is what every room may use: the version, sizes, logs.
+# From the lowest room to the highest: a file imports from its own room and from the rooms before it. A file belongs to
+# the longest name here that it starts with. Every room may use `kvstore` itself: the version, sizes, logs.
 SERVER = [
     *("kvstore", "kvstore._cext", "kvstore._index", "kvstore.wire", "kvstore.cluster", "kvstore.auth"),
     *("kvstore.store", "kvstore.disk", "kvstore.shard", "kvstore.moving", "kvstore.node", "kvstore.__main__"),
@@ -41,7 +42,7 @@ CLIENT = [
 ]
 SERVING = ["kvstore_serving", "kvstore_serving.load", "kvstore_serving.proxy", "kvstore_serving.planning"]
 EXTENSIONS = {"kvstore._cext", "kvstore._index"}
-SHARED = ["kvstore", *EXTENSIONS, "kvstore.wire", "kvstore.cluster"]  # what the client may use of the server's
+SHARED = ["kvstore", *EXTENSIONS, "kvstore.wire", "kvstore.cluster"]  # the server's modules that the client may use
 ORDER = {
     **{room: SERVER[: at + 1] for at, room in enumerate(SERVER)},
     **{room: [*SHARED, *CLIENT[: at + 1]] for at, room in enumerate(CLIENT)},
@@ -59,12 +60,12 @@ DISTRIBUTIONS = {
     "zmq": "pyzmq",
     "opentelemetry": "opentelemetry-sdk",  # and its exporters
     "google": "opentelemetry-exporter-otlp-proto-http",  # which brings protobuf
-}  # where an import has another name than its distribution
+}  # imports whose names differ from their distribution's
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the shipped packages, by its dotted name."""
+    """Return every module of the shipped packages: dotted name -> file."""
     found = {}
     for package in PACKAGES:
         for file in (ROOT / package).rglob("*.py"):
@@ -74,7 +75,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(file: Path) -> Iterator[str]:
-    """What a file imports: modules of ours by their full name, others by their top name."""
+    """Yield the imports of a file: our own modules with their full names, others with their top-level names."""
     yield from imported_by(ast.walk(ast.parse(file.read_text(encoding="utf-8"))), file)
 
 
@@ -94,7 +95,8 @@ def imported_by(nodes: Iterable[ast.AST], file: Path) -> Iterator[str]:
 
 
 def imports_at_once(module: str) -> Iterator[str]:
-    """What importing a module imports: what is in no function, and not for types alone."""
+    """Yield the modules that are imported together with a module, without imports in functions and imports only for
+    types."""
 
     def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
         for node in body:
@@ -114,7 +116,7 @@ def imports_at_once(module: str) -> Iterator[str]:
 
 
 def all_imports(module: str) -> dict[str, str]:
-    """Everything that is imported with a module, and by which of our modules, its packages included."""
+    """Return everything that is imported with a module, directly or not: name -> the module of ours that imports it."""
     found = {module: ""}
     ahead = [module]
     while ahead:
@@ -131,7 +133,7 @@ def room_of(module: str) -> str:
     return max((room for room in ORDER if f"{module}.".startswith(f"{room}.")), key=len)
 
 
-def test_rooms_import_from_rooms_below_them() -> None:
+def test_rooms_import_only_from_lower_rooms() -> None:
     wrong = [
         f"{module} imports {imported}: {room_of(module)} is below {room_of(imported)}, or does not know it"
         for module, file in modules().items()
@@ -141,13 +143,14 @@ def test_rooms_import_from_rooms_below_them() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# Of a disk tier, of the store's side of it, and of a namespace's blocks on disk:
+# The internals of a disk tier, of the store's side of it, and of a namespace's blocks on disk:
 PARTS = ("volume", "writing", "fetching", "scrubbing", "index", "blocks")
-INSIDE = {"memory": "kvstore.store", "disk": "kvstore.disk", "_disk": "kvstore.disk"}  # who may know their parts
+INSIDE = {"memory": "kvstore.store", "disk": "kvstore.disk", "_disk": "kvstore.disk"}  # the packages that may use them
 
 
 def reaches_through(text: str, module: str) -> Iterator[str]:
-    """Where a file takes a part of a namespace's memory or of a disk tier, that only their own packages know."""
+    """Yield the places where a file uses internals of a namespace's memory or of a disk tier that only their own
+    packages may use."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Attribute)):
             owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
@@ -157,7 +160,7 @@ def reaches_through(text: str, module: str) -> Iterator[str]:
                 yield f"{module}:{node.lineno}: {ast.unparse(node)}"
 
 
-def test_only_their_own_packages_know_the_parts_of_a_disk_tier_and_a_namespaces_index() -> None:
+def test_only_their_packages_use_internals_of_disk_tiers_and_indexes() -> None:
     server = {module: file for module, file in modules().items() if module.startswith("kvstore.")}
     wrong = [each for module, file in server.items() for each in reaches_through(file.read_text("utf-8"), module)]
     assert not wrong, "\n".join(wrong)
@@ -166,7 +169,7 @@ def test_only_their_own_packages_know_the_parts_of_a_disk_tier_and_a_namespaces_
     assert len(list(reaches_through(known, "kvstore.disk.tier"))) == 2
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_no_imports_are_circular() -> None:
     graph = {
         module: {each for each in imports(file) if each in modules() and each != module}
         for module, file in modules().items()
@@ -177,7 +180,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_only_packages_of_engines_import_torch_and_vllm() -> None:
+def test_only_engine_packages_import_torch_and_vllm() -> None:
     allowed = {"torch": ("kvstore_client.vllm", "kvstore_client.engine.paged"), "vllm": ("kvstore_client.vllm",)}
     allowed["transformers"] = allowed["vllm"]
     wrong = [
@@ -189,8 +192,8 @@ def test_only_packages_of_engines_import_torch_and_vllm() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_serves_any_paged_cache_imports_nothing_of_vllm() -> None:
-    """It can be used, and measured, where only torch is."""
+def test_code_for_any_paged_cache_imports_no_vllm() -> None:
+    """Without vLLM, this code can be used and measured where only torch is installed."""
     loaded = all_imports("kvstore_client.engine.paged.worker")
     assert "torch" in loaded and "kvstore_client.engine.paged.plan" in loaded
     assert "vllm" not in loaded, f"{loaded['vllm']} imports vllm"
@@ -198,8 +201,9 @@ def test_what_serves_any_paged_cache_imports_nothing_of_vllm() -> None:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["vLLM's alone", "for all loggers"])
-def test_in_an_engine_log_lines_go_where_its_own_go(own: bool) -> None:
-    """vLLM sets up logging for its own loggers alone. Whoever has set it up for all gets each line once."""
+def test_in_an_engine_log_lines_go_where_the_engines_go(own: bool) -> None:
+    """vLLM sets up logging only for its own loggers. If the root logger is set up as well, each line appears only
+    once."""
     code = (
         "import logging, sys; say = logging.StreamHandler(sys.stdout); theirs = logging.getLogger('vllm'); "
         "say.setFormatter(logging.Formatter('engine: %(message)s')); theirs.addHandler(say); theirs.setLevel('INFO'); "
@@ -212,8 +216,8 @@ def test_in_an_engine_log_lines_go_where_its_own_go(own: bool) -> None:
     assert done.stdout == ("all: told\n" if own else "engine: told\n")
 
 
-def test_dependencies_are_what_the_packages_import() -> None:
-    """No import without a dependency, and no base dependency that nothing imports."""
+def test_dependencies_match_the_packages_imports() -> None:
+    """Every imported package is a dependency, and every base dependency is imported."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     base = {Requirement(line).name for line in project["dependencies"]}
     extras = {
@@ -232,7 +236,7 @@ def test_dependencies_are_what_the_packages_import() -> None:
 
 
 def _loaded_by(statement: str) -> list[str]:
-    """The modules that a statement loads, without those that numpy has loaded before."""
+    """Return the modules that a statement loads, without those that numpy loads."""
     code = f"import sys, numpy; before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=True
@@ -241,7 +245,8 @@ def _loaded_by(statement: str) -> list[str]:
 
 
 def test_importing_the_client_loads_little() -> None:
-    """What it loads tells of its time, on a busy machine too. numpy, msgspec and xxhash take most of it."""
+    """The test counts loaded modules instead of measuring time, which varies on a busy machine. numpy, msgspec and
+    xxhash take most of the import time."""
     loaded = _loaded_by("from kvstore_client import KVStoreClient")
     heavy = {"asyncio", "lmdb", "prometheus_client", "requests", "rich", "torch", "typer", "urllib3", "vllm"}
     heavy.add("kvstore._index")
@@ -249,7 +254,7 @@ def test_importing_the_client_loads_little() -> None:
     assert len(loaded) < 140, f"importing the client loads {len(loaded)} modules besides numpy's: {loaded}"
 
 
-def test_importing_the_package_loads_nothing_before_a_name_is_used() -> None:
+def test_importing_the_package_loads_nothing_until_a_name_is_used() -> None:
     loaded = _loaded_by("import kvstore_client")
     assert [name for name in loaded if name.startswith("kvstore")] == ["kvstore_client"] and len(loaded) < 10, loaded
     done = subprocess.run(
@@ -263,7 +268,7 @@ def test_importing_the_package_loads_nothing_before_a_name_is_used() -> None:
     assert done.stdout == "False\n", "who catches an error needs no numpy"
 
 
-def test_each_name_of_the_package_is_there() -> None:
+def test_every_name_of_the_package_exists() -> None:
     assert set(kvstore_client.__all__) <= set(dir(kvstore_client))
     for name in kvstore_client.__all__:
         assert getattr(kvstore_client, name).__name__ == name
@@ -272,8 +277,8 @@ def test_each_name_of_the_package_is_there() -> None:
         _ = kvstore_client.KVStore
 
 
-def test_a_server_starts_without_what_only_its_shards_need() -> None:
-    """The supervisor of shards on one host moves no bytes. numpy would be half of the time that it takes to start."""
+def test_a_server_starts_without_modules_that_only_shards_need() -> None:
+    """The supervisor of shards on one host moves no bytes. numpy would take half of its start-up time."""
     code = "import sys, kvstore.node.cli, kvstore.node.supervisor; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=True
@@ -283,7 +288,7 @@ def test_a_server_starts_without_what_only_its_shards_need() -> None:
 
 
 def test_the_commands_help_loads_little() -> None:
-    """What takes long to import is imported by the command that needs it."""
+    """Modules that take long to import are imported only by the commands that need them."""
     code = "import sys, kvstore_cli.main; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=True
@@ -294,8 +299,9 @@ def test_the_commands_help_loads_little() -> None:
     assert len(loaded) < 350, f"import kvstore_cli.main loads {len(loaded)} modules besides numpy's: {loaded}"
 
 
-def test_few_files_know_a_transport_by_name() -> None:
-    """Its module, its options, and its fields in messages; all else takes whatever transport was chosen."""
+def test_few_files_mention_a_transport_by_name() -> None:
+    """Only a transport's module, its options and its fields in messages name it; all other code works with any
+    transport."""
     named = {file for file in sources() if "nixl" in file.read_text(encoding="utf-8").lower()}
     assert {str(file.relative_to(ROOT)) for file in named} == {
         "kvstore/node/config.py",
@@ -307,7 +313,7 @@ def test_few_files_know_a_transport_by_name() -> None:
     }
 
 
-def test_plugins_are_imported_when_they_are_asked_for() -> None:
+def test_plugins_are_imported_only_when_requested() -> None:
     code = "import sys, kvstore_client, kvstore.node.supervisor; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=True
@@ -323,13 +329,13 @@ def sources() -> Iterator[Path]:
 
 
 def is_too_long(file: Path) -> bool:
-    """More lines than a file may have, without a reason in its first 40 lines. `.pyi` files are as long as what they
-    describe."""
+    """Whether a file has too many lines and gives no reason in its first 40 lines. `.pyi` files may be as long as the
+    code that they describe."""
     lines = file.read_text(encoding="utf-8").splitlines()
     return len(lines) > LINES and file.suffix != ".pyi" and not any(REASON in line for line in lines[:40])
 
 
-def test_long_files_say_why_they_are_long() -> None:
+def test_long_files_give_a_reason() -> None:
     long = {str(file.relative_to(ROOT)) for file in sources() if is_too_long(file)}
     assert not long, (
         f"more than {LINES} lines: {sorted(long)}. Split the file where it has two ideas, or say "

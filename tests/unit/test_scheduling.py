@@ -1,4 +1,4 @@
-"""Tests that measure time run last, and not too many of them at once; some workers run the engine tests."""
+"""Tests that measure time run last and few at a time; some workers run the engine tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_it(number):
 
 
 def run(folder: Path, kinds: dict[str, list[str]]) -> list[list[str]]:
-    """Run two files of tests of each of these kinds in each of its folders. -> what began and ended, and where."""
+    """Run two test files of each kind in each of its folders. Return which tests began and ended, and on which
+    workers."""
     log, files = folder / "log", 0
     for kind, rooms in kinds.items():
         mark = "pytestmark = pytest.mark.exclusive" if kind == "exclusive" else ""
@@ -48,7 +49,7 @@ def run(folder: Path, kinds: dict[str, list[str]]) -> list[list[str]]:
     return [line.split() for line in log.read_text().splitlines()]
 
 
-def test_exclusive_tests_run_last_and_few_at_once(tmp_path: Path) -> None:
+def test_exclusive_tests_run_last_and_few_at_a_time(tmp_path: Path) -> None:
     rooms = ["chaos", "integration", "unit"]
     log = run(tmp_path, {"other": rooms, "exclusive": rooms})
     began = [kind for what, kind, _ in log if what == "begins"]
@@ -61,7 +62,7 @@ def test_exclusive_tests_run_last_and_few_at_once(tmp_path: Path) -> None:
     assert most <= EXCLUSIVE_WORKERS
 
 
-def test_half_of_the_workers_run_the_engine_tests_beside_the_others(tmp_path: Path) -> None:
+def test_half_of_the_workers_run_the_engine_tests(tmp_path: Path) -> None:
     log = run(tmp_path, {"unit": ["unit"], "engine": ["engine"], "integration": ["integration", "chaos"]})
     workers = {kind: {worker for _, ran, worker in log if ran == kind} for kind in ("unit", "engine", "integration")}
     assert len(workers["engine"]) == WORKERS // 2

@@ -1,4 +1,5 @@
-"""Blocks that lie on disk with more than their bytes: every byte of a slot matters, and so does whose block it is."""
+"""Blocks that are stored on disk with additional bytes: a change of any byte of a slot, or of the block's identity, is
+detected."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def write(seal: Seal, fd: int) -> bytes:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["encrypted", "summed"])
-def test_any_flipped_byte_is_noticed_and_other_blocks_are_read(fd: int, which: int) -> None:
+def test_any_flipped_byte_is_noticed_without_affecting_other_blocks(fd: int, which: int) -> None:
     seal = seals()[which]
     memory = write(seal, fd)
     assert read(seal, fd) == ([0] * COUNT, memory)
@@ -71,26 +72,26 @@ def test_a_block_is_bound_to_its_namespace_key_and_checksum(fd: int, which: int)
     assert read(seals(canonical=b'{"a":2}')[which], fd)[0] == [CORRUPT] * COUNT
 
 
-def test_a_file_that_ends_too_early_has_no_blocks_there(fd: int) -> None:
+def test_a_truncated_file_lacks_its_last_blocks(fd: int) -> None:
     for seal in seals():
         write(seal, fd)
         os.ftruncate(fd, 3 * seal.slot_bytes + 1)
         assert read(seal, fd)[0] == [0, 0, 0, CORRUPT, CORRUPT]
 
 
-def test_another_key_reads_nothing_and_no_nonce_comes_twice(fd: int) -> None:
+def test_another_key_reads_nothing_and_nonces_never_repeat(fd: int) -> None:
     seal, other = seals()[0], seals(key=KEY[::-1])[0]
     write(seal, fd)
     assert read(other, fd)[0] == [CORRUPT] * COUNT
     cipher, nonces = AESGCMCipher(KEY), set()
-    cipher._left = 1  # the last one of a prefix
+    cipher._left = 1  # the last nonce with this prefix
     for _ in range(5):
         cipher._left = min(cipher._left, 3)
         nonces.add(cipher._next_nonce())
     assert len(nonces) == 5 and len({nonce[:8] for nonce in nonces}) >= 2
 
 
-def test_slots_of_blocks_that_bypass_the_page_cache_are_whole_pages() -> None:
+def test_slots_that_bypass_the_page_cache_are_whole_pages() -> None:
     for block_bytes, slots in ((1000, (1028, 1008)), (64 << 10, (17 << 12, 17 << 12)), (65_537, (65_565, 65_545))):
         assert tuple(seal.slot_bytes for seal in seals(block_bytes)) == slots
     assert seal_of(CANONICAL, KEY_BYTES, BLOCK, False, None) is None
@@ -104,7 +105,7 @@ def test_keys_are_derived_for_each_folder_and_shard() -> None:
     assert len(keys) == 4 and KEY not in keys and all(len(each) == 32 for each in keys)
 
 
-def test_a_command_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_command_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "key"
     for command, said in (("", "is empty"), ("'", "No closing quotation"), (f"{tmp_path}/program x", "No such file")):
         with pytest.raises(ValueError, match=said):

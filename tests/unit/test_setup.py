@@ -1,4 +1,4 @@
-"""What a build says where it cannot compile."""
+"""What a build reports if it cannot compile."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ pytest.importorskip("Cython")
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """As much of a checkout as the first lines of setup.py need."""
+    """Copy the part of a checkout that the first lines of setup.py need."""
     shutil.copy(ROOT / "setup.py", tmp_path)
     shutil.copytree(ROOT / "cext" / "policies", tmp_path / "cext" / "policies")
     (tmp_path / "kvstore").mkdir()
     return tmp_path
 
 
-def test_without_a_compiler_one_line_says_what_is_needed(sources: Path) -> None:
+def test_without_a_compiler_one_line_says_what_to_install(sources: Path) -> None:
     done = subprocess.run(
         [sys.executable, "setup.py", "bdist_wheel"],
         cwd=sources,
@@ -39,8 +39,9 @@ def test_without_a_compiler_one_line_says_what_is_needed(sources: Path) -> None:
     ]
 
 
-def test_what_compiles_nothing_needs_no_compiler(sources: Path) -> None:
-    """As the metadata that pip asks for before it builds. The sources are not there, so that is what it fails for."""
+def test_steps_that_compile_nothing_need_no_compiler(sources: Path) -> None:
+    """For example, pip asks for the metadata before a build. Here the command fails only because the sources are
+    missing."""
     done = subprocess.run(
         [sys.executable, "setup.py", "egg_info"],
         cwd=sources,

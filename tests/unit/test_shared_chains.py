@@ -1,4 +1,4 @@
-"""Shards of one node agree where a chain ends: two stores, which tell each other what they cut."""
+"""The shards of a node agree where a chain ends: two stores tell each other which chains they have cut."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvstore._index import BlockIndex
-from kvstore.store.chains import CUT_S, Cut, Part
+from kvstore.store.chains import CUT_S, Cut, SetCall
 from kvstore.store.namespace import NamespaceStore
-from kvstore.store.namespaces import Store
+from kvstore.store.namespaces import ShardStore
 from kvstore_client import Namespace
 from tests.support.harness import make_keys
 
@@ -19,15 +19,15 @@ SLOTS = 16
 BLOCK = SEGMENT // SLOTS
 CANONICAL = Namespace(model="m", dtype="uint8", block_tokens=16, block_bytes=BLOCK).canonical()
 
-# Of each pair of blocks the first shard has one, the second the other.
+# The first shard has the first block of each pair, and the second shard has the other.
 EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
 
 
 class Shard:
-    """One shard's store, and what a SET does to it."""
+    """The store of one shard, and what a SET does to it."""
 
     def __init__(self, which: slice) -> None:
-        self.store = Store(SEGMENT, SEGMENT, shared=True)
+        self.store = ShardStore(SEGMENT, SEGMENT, shared=True)
         self.which = which
         self.now = 100.0
 
@@ -36,7 +36,7 @@ class Shard:
         return self.store.open(CANONICAL, 16)
 
     def set(self, keys: Sequence[bytes], call: int, parent: bytes = b"") -> int:
-        """Set this shard's part of a call. -> how many blocks were refused."""
+        """Set this shard's part of a call. Return the number of refused blocks."""
         store, namespace, chains = self.store, self.namespace, self.store.chains
         offsets = np.arange(len(keys), dtype=np.uint32)[self.which]
         mine = b"".join(keys[self.which])
@@ -47,13 +47,13 @@ class Shard:
             slots = store.reserve(namespace, mine, False, self.now, 0, before or b"")
         written = np.zeros(len(slots), dtype=np.uint64)
         namespace.memory.index.commit(slots, written, store.ticks(len(slots)))
-        chains.join(namespace, mine, slots, before or b"", Part(keys[-1], call, offsets), self.now)
+        chains.join(namespace, mine, slots, before or b"", SetCall(keys[-1], call, offsets), self.now)
         while chains.heard:
             chains.cut(namespace, chains.heard.popleft(), self.now)
         return int((slots == BlockIndex.NO_SPACE).sum())
 
     def told(self) -> list[Cut]:
-        """What it tells the other shards."""
+        """Return the messages for the other shards."""
         cuts = [Cut(namespace, call, offset) for (namespace, call), offset in self.store.chains.cuts.items()]
         self.store.chains.cuts.clear()
         return cuts
@@ -63,7 +63,7 @@ class Shard:
             assert self.store.chains.cut(self.namespace, cut, self.now)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of its own blocks of these it has."""
+        """Return whether the shard has each of the blocks that it owns."""
         return [self.namespace.memory.index.state_of(key) == BlockIndex.READY for key in keys[self.which]]
 
 
@@ -80,12 +80,12 @@ def set_on(shards: Sequence[Shard], keys: Sequence[bytes], call: int, parent: by
         assert shard.set(keys, call, parent) == 0
 
 
-def test_what_follows_an_evicted_block_goes_elsewhere_too(shards: tuple[Shard, Shard]) -> None:
+def test_followers_of_an_evicted_block_go_on_the_other_shard_too(shards: tuple[Shard, Shard]) -> None:
     one, two = shards
     keys, others = make_keys(24), make_keys(20, first=100)
     set_on(shards, keys[:12], 1)
     set_on(shards, keys[12:], 2, keys[11])
-    one.set(others, 3)  # 10 blocks for 4 free slots: 6 go, of call 2
+    one.set(others, 3)  # 10 blocks for 4 free slots: 6 blocks of call 2 are evicted
     assert one.has(keys) == [True] * 6 + [False] * 6
     assert two.has(keys) == [True] * 12
     two.hear(one.told())
@@ -99,7 +99,7 @@ def test_what_follows_an_evicted_block_goes_elsewhere_too(shards: tuple[Shard, S
     assert two.namespace.memory.evicted == 8
 
 
-def test_a_cut_takes_the_calls_that_follow_and_no_other_chain(shards: tuple[Shard, Shard]) -> None:
+def test_a_cut_removes_following_calls_but_no_other_chain(shards: tuple[Shard, Shard]) -> None:
     _, two = shards
     keys, branch = make_keys(16), make_keys(4, first=100)
     set_on(shards, keys[:8], 1)
@@ -112,7 +112,7 @@ def test_a_cut_takes_the_calls_that_follow_and_no_other_chain(shards: tuple[Shar
     assert two.has(keys) == [True] * 3 + [False] * 5
 
 
-def test_blocks_that_are_read_or_pinned_stay_and_those_before_them(shards: tuple[Shard, Shard]) -> None:
+def test_read_or_pinned_blocks_stay_and_so_do_their_predecessors(shards: tuple[Shard, Shard]) -> None:
     _, two = shards
     keys = make_keys(16)
     set_on(shards, keys, 1)
@@ -126,7 +126,7 @@ def test_blocks_that_are_read_or_pinned_stay_and_those_before_them(shards: tuple
     assert two.has(keys) == [True] * 4 + [False] * 4
 
 
-def test_a_part_that_comes_after_the_cut_of_its_call_is_not_kept(shards: tuple[Shard, Shard]) -> None:
+def test_a_part_that_arrives_after_its_calls_cut_is_dropped(shards: tuple[Shard, Shard]) -> None:
     _, two = shards
     keys = make_keys(8)
     two.hear([Cut(two.namespace.id, 1, 4)])
@@ -134,14 +134,14 @@ def test_a_part_that_comes_after_the_cut_of_its_call_is_not_kept(shards: tuple[S
     assert two.has(keys) == [True, True, False, False]
 
 
-def test_behind_a_cut_blocks_are_refused_for_a_while_and_a_call_anew_is_not(shards: tuple[Shard, Shard]) -> None:
+def test_behind_a_cut_blocks_are_refused_but_a_new_call_is_not(shards: tuple[Shard, Shard]) -> None:
     _, two = shards
     keys = make_keys(16)
     two.set(keys[:8], 1)
     two.hear([Cut(two.namespace.id, 1, 4)])
     assert two.set(keys[8:], 2, keys[7]) == 4
     assert two.told() == [Cut(two.namespace.id, 2, 1)], "the others learn that this call is cut, too"
-    two.set(keys[4:8], 3, keys[3])  # what was lost is computed again
+    two.set(keys[4:8], 3, keys[3])  # the lost blocks are computed again
     assert two.set(keys[8:], 4, keys[7]) == 0
     assert two.has(keys) == [True] * 8
     two.hear([Cut(two.namespace.id, 4, 6)])
@@ -153,7 +153,7 @@ def test_behind_a_cut_blocks_are_refused_for_a_while_and_a_call_anew_is_not(shar
 
 
 @pytest.mark.parametrize("elsewhere", ["nothing", "replicas", "moved"])
-def test_blocks_that_may_have_copies_elsewhere_are_not_cut(shards: tuple[Shard, Shard], elsewhere: str) -> None:
+def test_blocks_with_possible_copies_elsewhere_are_not_cut(shards: tuple[Shard, Shard], elsewhere: str) -> None:
     one, two = shards
     keys = make_keys(24)
     set_on(shards, keys, 1)
@@ -167,7 +167,7 @@ def test_blocks_that_may_have_copies_elsewhere_are_not_cut(shards: tuple[Shard, 
     assert sum(two.has(keys)) == (2 if elsewhere == "nothing" else 12)
 
 
-def test_many_blocks_are_cut_in_pieces(monkeypatch: pytest.MonkeyPatch, shards: tuple[Shard, Shard]) -> None:
+def test_many_blocks_are_cut_in_steps(monkeypatch: pytest.MonkeyPatch, shards: tuple[Shard, Shard]) -> None:
     monkeypatch.setattr("kvstore.store.chains.CUT_BLOCKS", 3)
     _, two = shards
     keys = make_keys(16)
@@ -180,7 +180,7 @@ def test_many_blocks_are_cut_in_pieces(monkeypatch: pytest.MonkeyPatch, shards: 
     assert two.has(keys) == [True] + [False] * 7 and pieces == 3
 
 
-def test_the_least_offset_of_a_call_is_told_whatever_goes_first(shards: tuple[Shard, Shard]) -> None:
+def test_the_lowest_cut_offset_of_a_call_is_reported(shards: tuple[Shard, Shard]) -> None:
     one, _ = shards
     keys = make_keys(6)
     index = one.namespace.memory.index
@@ -193,7 +193,7 @@ def test_the_least_offset_of_a_call_is_told_whatever_goes_first(shards: tuple[Sh
     assert [(call, offset) for call, offset, _ in cuts] == [(1, 0)]
 
 
-def test_a_shard_by_itself_remembers_no_calls() -> None:
-    store = Store(SEGMENT, SEGMENT)
+def test_a_single_shard_remembers_no_calls() -> None:
+    store = ShardStore(SEGMENT, SEGMENT)
     assert store.open(CANONICAL, 16).memory.cuts is None and not store.chains.shared
     store.arena.close()

@@ -1,4 +1,4 @@
-"""When an engine looks at its weights, and what it concludes from what its ranks say. Without vLLM."""
+"""When an engine checks its weights, and what it concludes from its ranks' reports. Without vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvstore_client.engine.paged import sharing as module
 from kvstore_client.engine.paged.plan import SavedBlock, Saves, StepPlan, WorkerReport
-from kvstore_client.engine.paged.sharing import ANSWER_S, CHECKS_SHARE, LEAST_PAUSE_S, Sharing, salt_name
+from kvstore_client.engine.paged.sharing import CHECK_ANSWER_S, CHECKS_SHARE, LEAST_PAUSE_S, SharingChecks, salt_name
 from tests.support.standing_clock import StandingClock
 
 SLOTS = 80  # an eighth of them may wait: ten blocks
@@ -20,9 +20,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
 
 
 def step(
-    sharing: Sharing, blocks: int = 0, *, hurries: bool = False, idle: bool = False, loads: bool = False
+    sharing: SharingChecks, blocks: int = 0, *, hurries: bool = False, idle: bool = False, loads: bool = False
 ) -> StepPlan:
-    """A step that saves so many blocks. Loads and saves are planned before the step is, as in the engine."""
+    """Plan a step that saves this many blocks. As in the engine, loads and saves are planned before the step."""
     plan = StepPlan(idle=idle)
     if loads:
         sharing.ask()
@@ -34,28 +34,28 @@ def step(
     return plan
 
 
-def agree(sharing: Sharing, *checks: int, ranks: int = 1, cost_s: float = 0.0) -> WorkerReport:
+def agree(sharing: SharingChecks, *checks: int, ranks: int = 1, cost_s: float = 0.0) -> WorkerReport:
     report = WorkerReport(agreed=Counter(dict.fromkeys(checks, ranks)), check_seconds=cost_s)
     sharing.take(report)
     return report
 
 
-def checked(ranks: int = 1) -> Sharing:
-    """One whose first check all ranks agree on."""
-    sharing = Sharing(ranks, checks=True, slots=SLOTS)
+def checked(ranks: int = 1) -> SharingChecks:
+    """Return checks after a first one on which all ranks agreed."""
+    sharing = SharingChecks(ranks, checks=True, slots=SLOTS)
     agree(sharing, step(sharing, 1).check, ranks=ranks)
     return sharing
 
 
-def test_without_a_look_at_the_weights_nothing_waits_for_one(clock: StandingClock) -> None:
-    sharing = Sharing(2, name="v1")
+def test_without_weight_checks_nothing_waits_for_one(clock: StandingClock) -> None:
+    sharing = SharingChecks(2, name="v1")
     plan = step(sharing, 5)
     assert (plan.check, plan.covering, plan.weights) == (0, 0, "v1")
     assert plan.saves is not None and plan.saves.check == 0
     assert not sharing.waits and not sharing.is_unheard(clock.now)
 
 
-def test_what_a_step_saves_is_covered_by_the_next_check_and_by_none_before_it(clock: StandingClock) -> None:
+def test_a_steps_saves_are_covered_by_the_next_check_only(clock: StandingClock) -> None:
     sharing = checked()
     plans = [step(sharing, 1) for _ in range(3)]
     assert [plan.check for plan in plans] == [0, 0, 0]
@@ -69,9 +69,7 @@ def test_what_a_step_saves_is_covered_by_the_next_check_and_by_none_before_it(cl
 
 
 @pytest.mark.parametrize("how", [{"hurries": True}, {"idle": True}, {"loads": True}])
-def test_a_check_is_made_at_once_for_a_load_for_one_who_waits_and_before_the_engine_rests(
-    clock: StandingClock, how: dict[str, bool]
-) -> None:
+def test_a_load_a_waiter_or_an_idle_engine_checks_at_once(clock: StandingClock, how: dict[str, bool]) -> None:
     sharing = checked()
     assert not step(sharing, 1).check
     plan = step(sharing, 1, **how)
@@ -79,7 +77,7 @@ def test_a_check_is_made_at_once_for_a_load_for_one_who_waits_and_before_the_eng
     assert not step(sharing).check, "nothing waits for another one"
 
 
-def test_no_more_blocks_wait_than_an_eighth_of_the_slots(clock: StandingClock) -> None:
+def test_at_most_an_eighth_of_the_slots_waits_for_checks(clock: StandingClock) -> None:
     sharing = checked()
     waiting, most = 0, 0
     for _ in range(100):
@@ -88,10 +86,11 @@ def test_no_more_blocks_wait_than_an_eighth_of_the_slots(clock: StandingClock) -
     assert 0 < most <= SLOTS // 8
 
 
-def test_checks_that_nobody_waits_for_take_their_share_of_the_time_at_most(clock: StandingClock) -> None:
-    """Whatever one costs: of steps of 5 ms, in all of which blocks are saved, over minutes."""
+def test_unneeded_checks_take_at_most_their_share_of_time(clock: StandingClock) -> None:
+    """The checks stay within their share of the time, whatever a check costs. Here, steps of 5 ms save blocks for a
+    minute."""
     for cost_s in (0.00001, 0.0003, 0.004):
-        sharing = Sharing(checks=True, slots=1 << 20)
+        sharing = SharingChecks(checks=True, slots=1 << 20)
         began, spent = clock.now, 0.0
         while clock.now < began + 60:
             clock.now += 0.005
@@ -103,8 +102,8 @@ def test_checks_that_nobody_waits_for_take_their_share_of_the_time_at_most(clock
         assert spent, "and they are made"
 
 
-def test_all_ranks_must_agree_in_whatever_order_they_answer(clock: StandingClock) -> None:
-    sharing = Sharing(3, checks=True, slots=SLOTS)
+def test_all_ranks_must_agree_in_any_order(clock: StandingClock) -> None:
+    sharing = SharingChecks(3, checks=True, slots=SLOTS)
     first, second = step(sharing, 1, hurries=True).check, step(sharing, 1, hurries=True).check
     agree(sharing, first, second, ranks=2)
     assert sharing.agreed == 0
@@ -115,7 +114,7 @@ def test_all_ranks_must_agree_in_whatever_order_they_answer(clock: StandingClock
     assert step(sharing).agreed == second, "the next plan tells the ranks"
 
 
-def test_an_engine_without_requests_steps_until_all_have_heard_and_gives_up_on_ranks_that_say_nothing(
+def test_an_idle_engine_steps_until_all_ranks_answer_or_time_out(
     clock: StandingClock,
 ) -> None:
     sharing = checked(ranks=2)
@@ -130,11 +129,11 @@ def test_an_engine_without_requests_steps_until_all_have_heard_and_gives_up_on_r
     step(sharing, idle=True)
     assert not sharing.waits
     step(sharing, 1, idle=True)
-    clock.now += ANSWER_S + 0.01
+    clock.now += CHECK_ANSWER_S + 0.01
     assert not sharing.waits
 
 
-def test_sharing_stops_with_the_first_rank_whose_weights_are_others(clock: StandingClock) -> None:
+def test_sharing_stops_with_the_first_rank_whose_weights_differ(clock: StandingClock) -> None:
     sharing = checked(ranks=2)
     check = step(sharing, 1, hurries=True).check
     report = WorkerReport(agreed=Counter({check: 1}), changed={check})
@@ -144,7 +143,7 @@ def test_sharing_stops_with_the_first_rank_whose_weights_are_others(clock: Stand
     assert sharing.agreed < check
 
 
-def test_sharing_goes_on_only_with_a_check_that_was_made_after_it_had_stopped(clock: StandingClock) -> None:
+def test_sharing_resumes_only_after_a_check_begun_after_it_stopped(clock: StandingClock) -> None:
     sharing = checked()
     early, late = (step(sharing, 1, hurries=True).check for _ in range(2))
     report = WorkerReport(changed={early})
@@ -158,7 +157,7 @@ def test_sharing_goes_on_only_with_a_check_that_was_made_after_it_had_stopped(cl
     assert sharing.is_restored() and not sharing.stopped
 
 
-def test_a_name_counts_when_all_ranks_were_told_the_same(clock: StandingClock) -> None:
+def test_a_new_name_counts_once_all_ranks_have_the_same(clock: StandingClock) -> None:
     sharing = checked(ranks=2)
     sharing.stop()
     sharing.take(WorkerReport(names={0: "step-1"}))
@@ -172,15 +171,15 @@ def test_a_name_counts_when_all_ranks_were_told_the_same(clock: StandingClock) -
     assert plan.weights == "step-2" and plan.check, "what was checked before says nothing"
 
 
-def test_the_name_of_the_start_needs_no_place_in_keys() -> None:
-    sharing = Sharing(checks=True, name="v1")
+def test_the_initial_name_adds_nothing_to_keys() -> None:
+    sharing = SharingChecks(checks=True, name="v1")
     assert salt_name(sharing) == ""
     for name, salt in (("v2", "v2"), ("v1", "")):
         sharing.take(WorkerReport(names={0: name}))
         assert sharing.new_name() == name and salt_name(sharing) == salt
 
 
-def test_what_is_believed_waits_for_a_check_that_is_younger(clock: StandingClock) -> None:
+def test_pending_conclusions_wait_for_a_newer_check(clock: StandingClock) -> None:
     sharing = checked()
     asked_at = clock.now
     clock.now += 0.01
@@ -190,11 +189,11 @@ def test_what_is_believed_waits_for_a_check_that_is_younger(clock: StandingClock
     assert check, "the next step has one"
     agree(sharing, check)
     assert not sharing.is_unheard(since)
-    clock.now += ANSWER_S + 0.02
+    clock.now += CHECK_ANSWER_S + 0.02
     assert not sharing.is_unheard(since + 0.02), "ranks that do not answer are waited for no longer"
 
 
-def test_after_a_reset_nothing_counts_that_was_checked_before(clock: StandingClock) -> None:
+def test_after_a_reset_no_earlier_check_counts(clock: StandingClock) -> None:
     sharing = checked()
     before = clock.now
     assert not sharing.is_unheard(before)

@@ -1,4 +1,4 @@
-"""Sizes as people write and read them."""
+"""Sizes in a form that people write and read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sizes_have_units(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "4g", "512m", "4GI", "1e9", "0x10", "1,5GiB", "4GiB!", "inf", "nan"])
-def test_what_is_not_a_size_is_quoted(text: str) -> None:
+def test_an_invalid_size_is_quoted_in_the_error(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size") as caught:
         parse_size(text)
     assert repr(text) in str(caught.value) and "512MiB" in str(caught.value)
@@ -48,6 +48,6 @@ def test_sizes_are_shown_for_people(size: int, text: str) -> None:
     ("size", "text"),
     [(0, "0"), (1023, "1023"), (1536, "1536"), (4 << 30, "4GiB"), (1536 << 20, "1536MiB"), (3 << 40, "3TiB")],
 )
-def test_a_size_that_is_spelled_is_read_back_exactly(size: int, text: str) -> None:
+def test_an_exact_size_reads_back_exactly(size: int, text: str) -> None:
     assert spell_size(size) == text
     assert parse_size(text) == size

@@ -1,4 +1,5 @@
-"""Arena and store: segments change hands, the least recently used gives way, and the index counts."""
+"""The arena and the store: segments change owners, the least recently used blocks are evicted, and the index counts as
+memory."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import pages, wire
+from kvstore import huge_pages, wire
 from kvstore._index import BlockIndex, lift_ticks
 from kvstore.disk.segments import SegmentFiles
-from kvstore.pages import HUGE_PAGE_BYTES
+from kvstore.huge_pages import HUGE_PAGE_BYTES
 from kvstore.store import listing as listing_module
 from kvstore.store import namespaces as store_module
 from kvstore.store.arena import Arena
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.listing import Listing
 from kvstore.store.namespace import NamespaceStore, find_parent
-from kvstore.store.namespaces import EMPTY_S, MAX_NAMESPACES, Store
+from kvstore.store.namespaces import EMPTY_S, MAX_NAMESPACES, ShardStore
 from kvstore.store.rules import NamespaceRule
 from kvstore.wire import ErrorCode, WireError
 from kvstore_client import Namespace
@@ -43,14 +44,14 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    store = Store(4 * SEGMENT, SEGMENT)
+def store() -> Iterator[ShardStore]:
+    store = ShardStore(4 * SEGMENT, SEGMENT)
     yield store
     store.arena.close()
 
 
-def put(store: Store, namespace: NamespaceStore, keys: Sequence[bytes], now: float = 0.0) -> np.ndarray:
-    """What a SET does to a store. -> slots."""
+def put(store: ShardStore, namespace: NamespaceStore, keys: Sequence[bytes], now: float = 0.0) -> np.ndarray:
+    """Do what a SET does to a store. Return the slots."""
     joined = b"".join(keys)
     store.memory.make_room(namespace.memory, namespace.memory.index.missing(joined), now)
     slots = namespace.memory.index.reserve(joined, False, store.ticks(len(keys)))
@@ -95,14 +96,14 @@ def test_segments_do_not_overlap(arena: Arena) -> None:
         assert bytes(arena.view(segment)) == bytes([segment + 1]) * SEGMENT
 
 
-def test_what_is_left_of_the_limit_is_not_used() -> None:
+def test_the_remainder_of_the_limit_is_not_used() -> None:
     arena = Arena(3 * SEGMENT + SEGMENT // 2, SEGMENT)
     assert arena.segments == 3 and len(arena.memory) == 3 * SEGMENT
     arena.close()
 
 
-def test_pages_touched_ahead_keep_what_a_block_wrote(arena: Arena) -> None:
-    """The pre-faulting thread may come late: a segment that was taken meanwhile keeps its bytes."""
+def test_pre_faulting_keeps_the_bytes_of_a_block(arena: Arena) -> None:
+    """A segment that is taken before the pre-faulting thread reaches it keeps its bytes."""
     for segment in range(4):
         assert arena.take() == segment
         arena.view(segment)[:] = bytes([segment + 1]) * SEGMENT
@@ -111,7 +112,7 @@ def test_pages_touched_ahead_keep_what_a_block_wrote(arena: Arena) -> None:
 
 
 def test_a_limit_below_one_segment_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"{SEGMENT - 1} bytes hold no segment of {SEGMENT}"):
+    with pytest.raises(ValueError, match=f"{SEGMENT - 1} bytes have no room for a segment of {SEGMENT}"):
         Arena(SEGMENT - 1, SEGMENT)
 
 
@@ -126,7 +127,7 @@ def shared_arena() -> Iterator[Arena]:
     arena.close()
 
 
-def test_a_segment_that_is_given_out_can_be_read_and_not_written(shared_arena: Arena) -> None:
+def test_a_segment_lent_to_clients_is_read_only_for_them(shared_arena: Arena) -> None:
     segment = shared_arena.take()
     assert segment is not None
     shared_arena.view(segment)[:5] = b"bytes"
@@ -134,7 +135,7 @@ def test_a_segment_that_is_given_out_can_be_read_and_not_written(shared_arena: A
     assert number and shared_arena.export(segment) == number
     file = shared_arena.open_to_read(segment)
     with mmap.mmap(file, SEGMENT, prot=mmap.PROT_READ) as seen:
-        shared_arena.view(segment)[5:9] = b" too"  # this process goes on writing
+        shared_arena.view(segment)[5:9] = b" too"  # this process writes on
         assert seen[:9] == b"bytes too"
     for change in (lambda: os.pwrite(file, b"x", 0), lambda: mmap.mmap(file, SEGMENT), lambda: os.ftruncate(file, 0)):
         with pytest.raises(OSError):
@@ -142,7 +143,7 @@ def test_a_segment_that_is_given_out_can_be_read_and_not_written(shared_arena: A
     os.close(file)
 
 
-def test_a_segment_that_was_given_out_gets_a_new_file_when_it_is_given_back(shared_arena: Arena) -> None:
+def test_a_lent_segment_gets_a_new_file_when_returned(shared_arena: Arena) -> None:
     segment = shared_arena.take()
     assert segment is not None
     shared_arena.view(segment)[:] = b"\xa5" * SEGMENT
@@ -155,13 +156,13 @@ def test_a_segment_that_was_given_out_gets_a_new_file_when_it_is_given_back(shar
     os.close(file)
 
 
-def test_a_segment_with_bytes_of_another_namespace_is_not_given_out(shared_arena: Arena) -> None:
+def test_a_segment_with_another_namespaces_bytes_is_not_lent(shared_arena: Arena) -> None:
     shared_arena.lending = False
     segment = shared_arena.take()
     assert segment is not None
     shared_arena.view(segment)[:] = b"\xa5" * SEGMENT
     shared_arena.give_back(segment)
-    assert shared_arena.take() == segment and shared_arena.view(segment)[0] == 0xA5  # not for nothing
+    assert shared_arena.take() == segment and shared_arena.view(segment)[0] == 0xA5  # it was withheld for a reason
     shared_arena.lending = True
     assert shared_arena.export(segment) == 0
     shared_arena.give_back(segment)
@@ -183,7 +184,7 @@ def test_segments_without_a_descriptor_are_private(monkeypatch: pytest.MonkeyPat
 # ---- namespaces ----------------------------------------------------------------------------------------------------
 
 
-def test_a_namespace_grows_by_segments(store: Store) -> None:
+def test_a_namespace_grows_by_segments(store: ShardStore) -> None:
     namespace = store.open(canonical("a"), 16)
     for count, segments in ((1, 1), (3, 1), (1, 2), (8, 4)):
         put(store, namespace, make_keys(count, first=100 * segments + count))
@@ -191,7 +192,7 @@ def test_a_namespace_grows_by_segments(store: Store) -> None:
     assert store.arena.free == 0 and namespace.memory.index.ready == 13
 
 
-def test_slots_of_one_segment_are_one_view(store: Store) -> None:
+def test_slots_of_one_segment_are_one_view(store: ShardStore) -> None:
     namespace = store.open(canonical("a"), 16)
     slots = put(store, namespace, make_keys(4))
     (view,) = namespace.views(slots)
@@ -202,7 +203,7 @@ def test_slots_of_one_segment_are_one_view(store: Store) -> None:
     assert bytes(view) == b"a" * BLOCK + bytes(BLOCK) + b"c" * BLOCK + bytes(BLOCK)
 
 
-def test_a_full_namespace_evicts_its_own_least_recently_used(store: Store) -> None:
+def test_a_full_namespace_evicts_its_own_least_recently_used(store: ShardStore) -> None:
     namespace = store.open(canonical("a"), 16)
     keys = make_keys(20)
     for key in keys:
@@ -211,7 +212,7 @@ def test_a_full_namespace_evicts_its_own_least_recently_used(store: Store) -> No
     assert namespace.memory.evicted == 4 and len(namespace.memory.segments) == 4
 
 
-def test_the_tail_of_a_chain_goes_first(store: Store) -> None:
+def test_the_tail_of_a_chain_goes_first(store: ShardStore) -> None:
     namespace = store.open(canonical("a"), 16)
     chain = make_keys(16)
     put(store, namespace, chain)
@@ -219,7 +220,7 @@ def test_the_tail_of_a_chain_goes_first(store: Store) -> None:
     assert present(namespace, chain) == [True] * 13 + [False] * 3
 
 
-def test_a_growing_namespace_takes_the_segment_that_was_used_least(store: Store) -> None:
+def test_a_growing_namespace_takes_the_least_used_segment(store: ShardStore) -> None:
     old, grows = store.open(canonical("old"), 16), store.open(canonical("new"), 16)
     groups = [make_keys(4, first=10 * number) for number in range(4)]
     for keys in groups:
@@ -231,7 +232,7 @@ def test_a_growing_namespace_takes_the_segment_that_was_used_least(store: Store)
     assert old.memory.evicted == 4 and old.memory.index.ready == 12
 
 
-def test_a_namespace_older_than_the_growing_one_gives_way_and_a_younger_does_not(store: Store) -> None:
+def test_a_growing_namespace_takes_segments_only_from_older_ones(store: ShardStore) -> None:
     first, second = store.open(canonical("first"), 16), store.open(canonical("second"), 16)
     put(store, first, make_keys(8))
     put(store, second, make_keys(8, first=100))
@@ -245,7 +246,7 @@ def test_a_namespace_older_than_the_growing_one_gives_way_and_a_younger_does_not
     ) and second.memory.index.ready == second_keys
 
 
-def test_an_empty_namespace_gives_its_segments_first(store: Store) -> None:
+def test_an_empty_namespace_gives_its_segments_first(store: ShardStore) -> None:
     empty, full, grows = (store.open(canonical(name), 16) for name in ("empty", "full", "grows"))
     put(store, full, make_keys(8))
     keys = make_keys(8, first=100)
@@ -255,7 +256,7 @@ def test_an_empty_namespace_gives_its_segments_first(store: Store) -> None:
     assert len(full.memory.segments) == 2 and len(empty.memory.segments) == 1 and full.memory.index.ready == 8
 
 
-def test_what_is_pinned_or_being_read_stays(store: Store) -> None:
+def test_pinned_blocks_and_blocks_being_read_stay(store: ShardStore) -> None:
     old, grows = store.open(canonical("old"), 16), store.open(canonical("new"), 16)
     groups = [make_keys(4, first=10 * number) for number in range(4)]
     for keys in groups:
@@ -270,7 +271,7 @@ def test_what_is_pinned_or_being_read_stays(store: Store) -> None:
     assert len(old.memory.segments) == 0
 
 
-def test_nothing_is_evicted_when_all_is_in_use(store: Store) -> None:
+def test_nothing_is_evicted_when_everything_is_in_use(store: ShardStore) -> None:
     namespace = store.open(canonical("a"), 16)
     keys = make_keys(16)
     put(store, namespace, keys)
@@ -279,8 +280,8 @@ def test_nothing_is_evicted_when_all_is_in_use(store: Store) -> None:
     assert slots.tolist() == [BlockIndex.NO_SPACE] * 2 and all(present(namespace, keys))
 
 
-def test_the_memory_of_the_index_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One-byte blocks: the index takes many times their memory, so the arena is not filled with them."""
+def test_the_indexs_memory_counts(store: ShardStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of small blocks takes much memory, so these blocks do not fill the whole arena."""
     monkeypatch.setattr(store_module, "INDEX_OVERHEAD_BYTES", 0)
     namespace = store.open(canonical("tiny", block_bytes=64), 16)
     put(store, namespace, make_keys(100))
@@ -293,7 +294,7 @@ def test_the_memory_of_the_index_counts(store: Store, monkeypatch: pytest.Monkey
     assert store.arena.free > 0 and namespace.memory.evicted > 0
 
 
-def test_room_is_what_memory_takes_before_anything_is_evicted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_what_fits_without_eviction(store: ShardStore, monkeypatch: pytest.MonkeyPatch) -> None:
     namespace = store.open(canonical("a"), 16)
     assert store.room_bytes == 4 * SEGMENT
     put(store, namespace, make_keys(6))
@@ -306,7 +307,7 @@ def test_room_is_what_memory_takes_before_anything_is_evicted(store: Store, monk
     assert store.room_bytes == 0
 
 
-def test_a_namespace_with_one_key_length_refuses_another(store: Store) -> None:
+def test_a_namespace_with_one_key_length_refuses_another(store: ShardStore) -> None:
     name = canonical("a")
     namespace = store.open(name, 16)
     put(store, namespace, make_keys(2))
@@ -321,7 +322,7 @@ def test_a_namespace_with_one_key_length_refuses_another(store: Store) -> None:
     assert len(list(store)) == 1 and store.arena.free == 4
 
 
-def test_a_block_larger_than_a_segment_is_refused(store: Store) -> None:
+def test_a_block_larger_than_a_segment_is_refused(store: ShardStore) -> None:
     with pytest.raises(WireError) as caught:
         store.check_namespace(canonical("a", SEGMENT + 1))
     assert caught.value.code is ErrorCode.OUT_OF_MEMORY
@@ -329,7 +330,7 @@ def test_a_block_larger_than_a_segment_is_refused(store: Store) -> None:
     assert store.check_namespace(canonical("a", SEGMENT)) == SEGMENT
 
 
-def test_namespaces_are_bounded_and_empty_ones_forgotten(store: Store) -> None:
+def test_namespaces_are_bounded_and_empty_ones_are_forgotten(store: ShardStore) -> None:
     kept = store.open(canonical("kept"), 16)
     put(store, kept, make_keys(1))
     for number in range(MAX_NAMESPACES + 5):
@@ -337,7 +338,7 @@ def test_namespaces_are_bounded_and_empty_ones_forgotten(store: Store) -> None:
     assert len(list(store)) == MAX_NAMESPACES and store.find(canonical("kept"), 16) is kept
 
 
-def test_info_tells_what_a_namespace_holds(store: Store) -> None:
+def test_info_reports_a_namespaces_contents(store: ShardStore) -> None:
     namespace = store.open(canonical("a"), 16)
     put(store, namespace, make_keys(5))
     namespace.memory.index.contains(make_keys(1)[0], 0.0, False, 0, 5.0)
@@ -350,7 +351,7 @@ def test_info_tells_what_a_namespace_holds(store: Store) -> None:
 # ---- namespaces that are empty -------------------------------------------------------------------------------------
 
 
-def test_a_namespace_that_stays_empty_is_forgotten_and_its_segments_are_free(store: Store) -> None:
+def test_a_namespace_that_stays_empty_is_forgotten_and_frees_its_segments(store: ShardStore) -> None:
     namespace, keys = store.open(canonical("a"), 16), make_keys(5)
     put(store, namespace, keys)
     namespace.created, namespace.hits, namespace.misses = 5, 3, 2
@@ -367,7 +368,7 @@ def test_a_namespace_that_stays_empty_is_forgotten_and_its_segments_are_free(sto
     assert (store.created, store.hits, store.misses) == (5, 3, 2), "the shard's counters keep what it counted"
 
 
-def test_a_namespace_in_use_again_starts_its_wait_anew(store: Store) -> None:
+def test_a_namespace_used_again_restarts_its_wait(store: ShardStore) -> None:
     namespace, keys = store.open(canonical("a"), 16), make_keys(1)
     store.expire(0.0)
     put(store, namespace, keys)
@@ -393,8 +394,8 @@ def test_a_namespace_in_use_again_starts_its_wait_anew(store: Store) -> None:
     assert store.get(canonical("a")) is None
 
 
-def test_what_expires_or_is_evicted_leaves_no_namespace_behind() -> None:
-    store = Store(4 * SEGMENT, SEGMENT, rules=[NamespaceRule("short", ttl_seconds=1)])
+def test_expired_or_evicted_blocks_leave_no_namespace_behind() -> None:
+    store = ShardStore(4 * SEGMENT, SEGMENT, rules=[NamespaceRule("short", ttl_seconds=1)])
     short, old, grows = (store.open(canonical(name), 16) for name in ("short", "old", "grows"))
     slots = short.memory.index.reserve(make_keys(1)[0], False, store.ticks(1))
     assert slots[0] == BlockIndex.NO_SPACE, "no segment yet"
@@ -416,17 +417,17 @@ def test_what_expires_or_is_evicted_leaves_no_namespace_behind() -> None:
 
 
 def put_on_disk(disk: DiskBlocks, keys: Sequence[bytes], tick: int) -> None:
-    """What writing blocks to disk does to their index."""
+    """Do to the index of blocks what writing them to disk does."""
     slots = disk.index.reserve(b"".join(keys), False, tick)
     disk.index.commit(slots, np.zeros(len(keys), dtype=np.uint64), tick)
 
 
-def test_the_hottest_of_an_empty_namespace_are_none(store: Store) -> None:
+def test_an_empty_namespace_has_no_hottest_blocks(store: ShardStore) -> None:
     namespace = store.open(canonical("m"), 16)
     assert hottest(namespace) == ([], 0) == hottest(namespace, 3)
 
 
-def test_the_hottest_come_in_the_order_of_their_use(store: Store) -> None:
+def test_the_hottest_blocks_come_in_order_of_use(store: ShardStore) -> None:
     namespace, keys = store.open(canonical("m"), 16), make_keys(9)
     put(store, namespace, keys[:5])
     put(store, namespace, keys[5:])
@@ -437,7 +438,7 @@ def test_the_hottest_come_in_the_order_of_their_use(store: Store) -> None:
             assert hottest(namespace, skip, limit) == (order[skip : skip + limit], 9)
 
 
-def test_a_block_counts_as_used_when_those_that_follow_it_were(store: Store) -> None:
+def test_a_block_counts_as_used_when_its_followers_were(store: ShardStore) -> None:
     namespace, keys = store.open(canonical("m"), 16), make_keys(9)
     index = namespace.memory.index
     put(store, namespace, keys[:5])
@@ -456,12 +457,12 @@ def test_a_block_counts_as_used_when_those_that_follow_it_were(store: Store) -> 
     )
 
 
-def test_ticks_are_lifted_above_those_of_all_that_follow() -> None:
+def test_ticks_are_raised_above_those_of_all_followers() -> None:
     rng = np.random.default_rng(3)
     for count in (1, 2, 50, 400):
         slots = np.sort(rng.choice(10 * count, count, replace=False)).astype(np.int32)
         parents = np.array([rng.integers(-1, row) if row else -1 for row in range(count)])
-        rows = rng.permutation(count)  # where in the list each block of the tree is
+        rows = rng.permutation(count)  # the position in the list of each block of the tree
         before = np.full(count, -1, dtype=np.int32)
         before[rows] = np.where(parents < 0, rng.choice([-1, 10 * count + 5]), slots[rows[parents]])
         ticks = rng.integers(0, 100, count).astype(np.uint64) << np.uint64(16)
@@ -474,19 +475,19 @@ def test_ticks_are_lifted_above_those_of_all_that_follow() -> None:
                 expected[above] = max(expected[above], expected[below] + 1)
         assert lifted.tolist() == expected
     circle = np.array([7, 8], dtype=np.int32)
-    lift_ticks(circle, circle[::-1].copy(), np.zeros(2, dtype=np.uint64))  # cannot be, and must end
+    lift_ticks(circle, circle[::-1].copy(), np.zeros(2, dtype=np.uint64))  # a circle: the walk must still end
     with pytest.raises(ValueError, match="2 slots with 1 before them and 2 ticks"):
         lift_ticks(circle, circle[:1].copy(), np.zeros(2, dtype=np.uint64))
 
 
-def test_a_block_that_is_being_written_is_not_among_the_hottest(store: Store) -> None:
+def test_a_block_being_written_is_not_among_the_hottest(store: ShardStore) -> None:
     namespace, keys = store.open(canonical("m"), 16), make_keys(3)
     put(store, namespace, keys[:2])
     namespace.memory.index.reserve(keys[2], False, store.ticks(1))
     assert hottest(namespace) == (keys[:2], 2)
 
 
-def test_a_list_in_parts_leaves_out_what_is_gone_since(store: Store) -> None:
+def test_a_paged_list_omits_blocks_gone_since(store: ShardStore) -> None:
     namespace, keys = store.open(canonical("m"), 16), make_keys(9)
     put(store, namespace, keys)
     listing = Listing(namespace, 0.0)
@@ -496,14 +497,14 @@ def test_a_list_in_parts_leaves_out_what_is_gone_since(store: Store) -> None:
     assert b"".join(parts) == b"".join(keys[:3] + keys[6:]) and listing.total == 6
 
 
-def test_a_long_list_is_sorted_while_the_caller_goes_on(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+def test_a_long_list_is_sorted_without_stopping_the_caller(monkeypatch: pytest.MonkeyPatch, store: ShardStore) -> None:
     monkeypatch.setattr(listing_module, "SORT_AT_ONCE", 3)
     namespace, keys = store.open(canonical("m"), 16), make_keys(9)
     put(store, namespace, keys)
     assert hottest_in_the_background(namespace) == keys
 
 
-def test_both_tiers_are_one_list_and_a_block_in_both_has_its_older_use(store: Store, tmp_path: Path) -> None:
+def test_the_list_covers_both_tiers_with_a_blocks_older_use(store: ShardStore, tmp_path: Path) -> None:
     namespace, keys = store.open(canonical("m"), 16), make_keys(9)
     space = SegmentFiles(tmp_path, SEGMENT, 3)
     space.open()
@@ -524,7 +525,7 @@ def test_both_tiers_are_one_list_and_a_block_in_both_has_its_older_use(store: St
     put(store, namespace, keys[2:4])
     put(store, namespace, keys[4:6])
     put_on_disk(disk, keys[2:4], store.ticks(2))  # written late
-    put_on_disk(disk, keys[6:9], store.ticks(3))  # an earlier run's, on their way to memory
+    put_on_disk(disk, keys[6:9], store.ticks(3))  # blocks of an earlier run, on their way to memory
     assert hottest(namespace)[1] == 9
     namespace.memory.index.reserve(keys[6], False, store.ticks(1))
     put(store, namespace, keys[7:8])
@@ -536,7 +537,7 @@ def test_both_tiers_are_one_list_and_a_block_in_both_has_its_older_use(store: St
     assert not namespace.memory.index.gone and not disk.index.gone, "a reader was left behind"
 
 
-def test_the_parent_of_keys_is_found_in_the_chain_asked_for_before() -> None:
+def test_a_keys_parent_is_found_in_the_requested_chain() -> None:
     keys = make_keys(5)
     chain = b"".join(keys)
     assert find_parent(chain, b"".join(keys[2:4]), 16) == (keys[1], False)
@@ -553,8 +554,9 @@ def test_the_parent_of_keys_is_found_in_the_chain_asked_for_before() -> None:
     assert find_parent(chain, astride, 16)[0] == b""
 
 
-def test_the_arena_never_has_the_kernel_wait_for_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MADV_COLLAPSE does, and meanwhile nothing can be mapped: a shard stood still for seconds beside busy engines."""
+def test_the_arena_never_makes_the_kernel_wait_for_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MADV_COLLAPSE makes the kernel wait, and nothing can be mapped meanwhile: with it, a shard next to busy engines
+    stopped for seconds."""
     advised: list[int] = []
 
     class Recorder:
@@ -565,9 +567,9 @@ def test_the_arena_never_has_the_kernel_wait_for_all_processors(monkeypatch: pyt
         def __getattr__(self, name: str) -> object:
             return getattr(libc, name)
 
-    libc = pages._libc
-    monkeypatch.setattr(pages, "_libc", Recorder())
+    libc = huge_pages._libc
+    monkeypatch.setattr(huge_pages, "_libc", Recorder())
     arena = Arena(4 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, shared=True)
     wait_until(lambda: all(arena._populated), what="its pages are touched ahead")
     arena.close()
-    assert advised and pages._MADV_COLLAPSE not in advised
+    assert advised and huge_pages._MADV_COLLAPSE not in advised

@@ -1,4 +1,5 @@
-"""Which endpoints mean TLS, the files it takes, etcd's URL with TLS, and the loop that joins TLS to socket pairs."""
+"""Endpoints with TLS, the files that it needs, etcd's URL with TLS, and the loop that connects TLS connections to
+socket pairs."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def completed(endpoint: str | list[str], **files: str | None) -> Endpoints:
     return with_tls(parse_endpoints(endpoint), **given)
 
 
-def test_tls_is_used_where_it_is_asked_for(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_is_used_where_requested(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     assert completed("tcp://a:1").tls is None
     assert completed("a:1").tls is None
     assert completed("tls://a:1").tls == TLSOptions()
@@ -62,17 +63,17 @@ def test_tls_is_used_where_it_is_asked_for(authority: Authority, monkeypatch: py
     assert completed("etcd://a:1/n").tls == TLSOptions(authority.file)
 
 
-def test_tls_is_never_left_out_silently(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_is_never_skipped_silently(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="tcp:// asks for a plain connection: expected tls://"):
         completed("tcp://a:1", tls_ca=authority.file)
-    with pytest.raises(ValueError, match="before each of them, or before none"):
+    with pytest.raises(ValueError, match="before each of the nodes, or before none"):
         completed(["tls://a:1", "b:1"])
     monkeypatch.setenv("KVSTORE_TLS_CA", authority.file)
     with pytest.raises(ValueError, match="KVSTORE_TLS_CA="):
         completed("tcp://a:1")
 
 
-def test_files_are_checked(authority: Authority) -> None:
+def test_files_are_checked_before_use(authority: Authority) -> None:
     with pytest.raises(ValueError, match=r"tls_ca='/none.pem': No such file"):
         completed("tls://a:1", tls_ca="/none.pem")
     with pytest.raises(ValueError, match="expected both, or none"):
@@ -91,7 +92,7 @@ def test_files_are_checked(authority: Authority) -> None:
         (("node.crt", "node.key", "other.key"), "holds no CA"),
     ],
 )
-def test_a_certificate_that_cannot_be_used_says_why(
+def test_an_unusable_certificate_is_reported_with_the_reason(
     authority: Authority, tmp_path: Path, files: tuple[str, ...], message: str
 ) -> None:
     for name, password in (("node", None), ("other", None), ("locked", b"x")):
@@ -109,12 +110,12 @@ def test_a_certificate_that_cannot_be_used_says_why(
         ({"tls_client_ca": "a"}, "give --tls-cert too"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(flags: dict[str, object], message: str) -> None:
+def test_conflicting_settings_are_refused(flags: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(None, {}, flags)
 
 
-def test_nixl_does_not_go_around_tls(authority: Authority) -> None:
+def test_nixl_does_not_bypass_tls(authority: Authority) -> None:
     issued = authority.issue("node")
     config = load(None, {}, {"tls_cert": issued.cert, "tls_key": issued.key, "nixl": True})
     with pytest.raises(StartError, match="clients would read blocks without TLS"):
@@ -124,7 +125,7 @@ def test_nixl_does_not_go_around_tls(authority: Authority) -> None:
 # ---- etcd --------------------------------------------------------------------------------------------------------
 
 
-def test_a_url_of_etcd_with_tls_reads_back_as_it_was_written() -> None:
+def test_an_etcd_url_with_tls_reads_back_as_written() -> None:
     url = "etcds://a:1,b:2/n?ca=/etc/kv%20store/ca.pem&cert=/c&key=/k&user=kvstore-node&password_file=/p"
     parsed = EtcdURL((("a", 1), ("b", 2)), "n", EtcdOptions("/etc/kv store/ca.pem", "/c", "/k", "kvstore-node", "/p"))
     assert parse_cluster_url(url) == parsed
@@ -135,21 +136,21 @@ def test_a_url_of_etcd_with_tls_reads_back_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("etcds://a:1/n?password=secret", "can be read by everybody on this host"),
+        ("etcds://a:1/n?password=secret", "can be read by every user of this host"),
         ("etcd://a:1/n?ca=/x", "expected etcds://"),
-        ("etcds://a:1/n?cafile=/x", "unknown or repeated options cafile: expected some of ca, cert"),
+        ("etcds://a:1/n?cafile=/x", "options cafile: expected each at most once, and only ca, cert"),
         ("etcds://a:1/n?ca=/x&ca=/y", "unknown or repeated"),
         ("etcds://a:1/n?ca", "expected NAME=VALUE"),
         ("etcds://a:1", "expected etcds://HOST:PORT"),
     ],
 )
-def test_a_url_of_etcd_that_cannot_be_used_is_refused(url: str, message: str) -> None:
+def test_an_unusable_etcd_url_is_refused(url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         parse_cluster_url(url)
     assert "secret" not in str(caught.value)
 
 
-def test_what_the_url_leaves_out_comes_from_variables(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_of_the_url_come_from_variables(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     url = EtcdURL((("a", 1),), "n", EtcdOptions())
     monkeypatch.setenv("KVSTORE_ETCD_CA", authority.file)
     assert EtcdAccess(url).endpoint("a:1").session.verify == authority.file
@@ -183,7 +184,7 @@ def test_a_connection_is_handed_over_with_its_address() -> None:
 
 
 class Node:
-    """A TLS process's loop on a thread, and the shard's end of what it hands over."""
+    """The loop of a TLS process, on a thread, and the shard's end of the connections that it passes on."""
 
     def __init__(self, authority: Authority) -> None:
         issued = authority.issue("node")
@@ -201,14 +202,14 @@ class Node:
         self._context = client_context(TLSOptions(authority.file))
 
     def _is_over(self) -> bool:
-        """Asked by the loop itself, between two of its steps, as by the processes for TLS."""
+        """Whether the loop should end. The loop asks this between two steps, as in a TLS process."""
         return self._over.is_set() and self.loop.idle
 
     def client(self) -> ssl.SSLSocket:
         return self._context.wrap_socket(socket.create_connection(self.address, 5), server_hostname="127.0.0.1")
 
     def accepted(self) -> socket.socket:
-        """The shard's end of the next connection."""
+        """Return the shard's end of the next connection."""
 
         def accept() -> socket.socket | None:
             try:
@@ -236,8 +237,8 @@ def node(authority: Authority) -> Iterator[Node]:
     node.close()
 
 
-def test_a_reader_that_is_slow_slows_the_writer_down(node: Node) -> None:
-    """In both directions; and then all bytes come, in order."""
+def test_a_slow_reader_slows_the_writer(node: Node) -> None:
+    """In both directions, a writer must wait for a slow reader. Afterwards all bytes of the client arrive, in order."""
     data = os.urandom(1 << 20)
     with node.client() as client, node.accepted() as shard:
         for writer, reader in ((client, shard), (shard, client)):
@@ -247,17 +248,18 @@ def test_a_reader_that_is_slow_slows_the_writer_down(node: Node) -> None:
                 while True:
                     sent += writer.send(data[sent % len(data) :])
             assert sent < 64 << 20, "what nobody reads must not be taken"
-            assert node.loop.kept_bytes <= 3 * (relay.READ_BYTES + relay.WRITE_BYTES)
+            assert node.loop.kept_bytes <= 3 * (relay.READ_BYTES + relay.RELAY_CHUNK_BYTES)
             if writer is client:
                 got = bytearray()
-                while len(got) < sent - (64 << 10):  # of the last record, a part may have been sent
+                while len(got) < sent - (64 << 10):  # only a part of the last record may have been sent
                     got += reader.recv(1 << 20)
                 expected = data * (len(got) // len(data) + 1)
                 assert got == expected[: len(got)]
 
 
-def test_both_directions_go_on_when_both_were_full(node: Node, authority: Authority) -> None:
-    """Each side's process for TLS has bytes that the other one's does not take: each must take them all the same."""
+def test_both_directions_continue_after_both_were_full(node: Node, authority: Authority) -> None:
+    """The TLS process of each side has bytes that the other one does not accept yet. In the end, each side must get all
+    bytes."""
     data = os.urandom(24 << 20)
     with ThreadPoolExecutor(1) as threads:
         dialling = threads.submit(dial, TLSOptions(authority.file), node.address, 5)
@@ -271,7 +273,8 @@ def test_both_directions_go_on_when_both_were_full(node: Node, authority: Author
         writers = [threading.Thread(target=each.sendall, args=[data], daemon=True) for each in (client, shard)]
         for writer in writers:
             writer.start()
-        # Both fill what is between them. If one ends, more is between them than was sent: send more.
+        # Both sides fill the buffers between them. If a writer ends here, the data fit into the buffers: the test must
+        # send more.
         stays(lambda: all(writer.is_alive() for writer in writers), 1.0)
         for reader in (client, shard):
             got = bytearray()
@@ -302,14 +305,14 @@ def test_a_handshake_has_a_deadline(node: Node, monkeypatch: pytest.MonkeyPatch)
     wait_until(lambda: node.loop.idle)
 
 
-def test_who_speaks_no_tls_is_told(node: Node) -> None:
+def test_a_client_without_tls_gets_an_error_that_says_so(node: Node) -> None:
     with socket.create_connection(node.address, 5) as plain:
         plain.sendall(b"\xff" + bytes(63))
         assert plain.recv(100) == b"refused"
         assert plain.recv(100) == b""
 
 
-def test_the_address_with_the_most_handshakes_gives_way(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_with_most_handshakes_loses_some(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepting, "MOST_SHAKING", 4)
     with contextlib.ExitStack() as stack:
         one = stack.enter_context(socket.create_connection(node.address, 5, source_address=("127.0.0.2", 0)))

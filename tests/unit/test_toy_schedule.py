@@ -1,4 +1,5 @@
-"""The rounds of the GPU's first-token benchmark: what fits into its time, and what is kept if it does not or fails."""
+"""The rounds of the GPU benchmark of first tokens: which prompt lengths fit into its time, and what is kept if the time
+ends or a length fails."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import test_first_token
+from benchmarks.gpu import bench_first_token
+from benchmarks.gpu.bench_first_token import Length, Measured, Schedule, computing_s
 from benchmarks.gpu.names import COMPUTED, HOST, PINNED, SAVED
-from benchmarks.gpu.test_first_token import Length, Measured, Schedule, computing_s
 from benchmarks.remote_kv_cache.harness import Operation
 from benchmarks.remote_kv_cache.report import Case
 
@@ -17,7 +18,7 @@ ROUNDS = Length(tokens=100, loads=3, computes=2)
 
 
 class Clock:
-    """In place of the module `time`: a little goes by at every look, and what a computation takes."""
+    """Replaces the module `time`: a little time passes at every call, and a computation takes its own time."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -35,12 +36,12 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(test_first_token, "time", clock)
+    monkeypatch.setattr(bench_first_token, "time", clock)
     return clock
 
 
 class Recorder:
-    """What a schedule asks of its `Benchmark`."""
+    """The methods of `Benchmark` that a schedule uses."""
 
     def __init__(self) -> None:
         self.cases: list[Case] = []
@@ -53,12 +54,12 @@ class Recorder:
         self.skipped[what] = why
 
     def keep(self, case: Case) -> None:
-        case.to_json()  # ratios are taken of equal counts alone
+        case.to_json()  # ratios use equal counts only
         self.cases.append(case)
 
 
 class Asked:
-    """A prompt whose computing takes so many seconds. fails: the number of the load that does."""
+    """A prompt that takes this many seconds to compute. fails: the number of the load that fails."""
 
     tokens, kv_bytes = 100, 1000
 
@@ -76,7 +77,7 @@ class Asked:
         ]
 
     def _compute(self) -> None:
-        test_first_token.time.sleep(self._computing)
+        bench_first_token.time.sleep(self._computing)
 
     def _load(self) -> None:
         self._loads += 1
@@ -90,9 +91,9 @@ class Asked:
 def counts(
     asked: Any, within: float = 100.0, warm: bool = False, fails: bool = False
 ) -> tuple[dict[str, int], Recorder]:
-    """-> how often each operation was measured."""
+    """Return how often each operation was measured."""
     recorder: Any = Recorder()
-    schedule = Schedule(recorder, SimpleNamespace(), dict, test_first_token.time.monotonic() + within)  # type: ignore[arg-type]
+    schedule = Schedule(recorder, SimpleNamespace(), dict, bench_first_token.time.monotonic() + within)  # type: ignore[arg-type]
     if warm:
         schedule._took[10] = {}
     measured = Measured("100 tokens", asked)
@@ -106,32 +107,32 @@ def counts(
     return {name: len(seconds) for name, seconds in recorder.cases[-1].seconds.items()}, recorder
 
 
-def test_loads_are_measured_in_all_rounds_but_the_first_and_computing_in_fewer() -> None:
+def test_loads_are_measured_in_later_rounds_and_computing_in_fewer() -> None:
     found, recorder = counts(Asked())
     assert found == {COMPUTED: 2, SAVED: 2, PINNED: 3, HOST: 3} and not recorder.skipped
 
 
-def test_a_model_that_is_warm_is_measured_from_the_first_round_on() -> None:
+def test_a_warm_model_is_measured_from_the_first_round() -> None:
     assert counts(Asked(), warm=True)[0] == {COMPUTED: 2, SAVED: 2, PINNED: 3, HOST: 3}
 
 
-def test_what_does_not_fit_into_the_time_is_left_out_and_named() -> None:
-    """8 s are kept for the control."""
+def test_lengths_that_do_not_fit_the_time_are_skipped_and_named() -> None:
+    """The benchmark reserves 8 s for its control measurement."""
     found, recorder = counts(Asked(computing=0.3), within=9.0, warm=True)
     assert found == {COMPUTED: 1, SAVED: 1, PINNED: 3, HOST: 3}, "loads need less time"
-    assert set(recorder.skipped) == {f"100 tokens, computed in round {number}" for number in (1, 2, 3)}
+    assert set(recorder.skipped) == {f"100 tokens, computed, round {number}" for number in (1, 2, 3)}
     found, recorder = counts(Asked(), within=7.0, warm=True)
     assert found == {COMPUTED: 1, SAVED: 1} and list(recorder.skipped) == ["100 tokens, from round 1 on"]
 
 
-def test_whole_rounds_are_kept_of_a_length_that_fails() -> None:
+def test_whole_rounds_of_a_failing_length_are_kept() -> None:
     found, _ = counts(Asked(fails=4), fails=True)
     assert found[PINNED] == found[HOST] == 2
 
 
-def test_a_length_without_time_for_one_round_is_not_begun() -> None:
+def test_a_length_without_time_for_one_round_is_not_started() -> None:
     recorder: Any = Recorder()
-    schedule = Schedule(recorder, SimpleNamespace(), dict, test_first_token.time.monotonic() + 20)  # type: ignore[arg-type]
+    schedule = Schedule(recorder, SimpleNamespace(), dict, bench_first_token.time.monotonic() + 20)  # type: ignore[arg-type]
     schedule._took = {8192: {COMPUTED: 0.5, SAVED: 0.5, HOST: 0.1}, 32768: {COMPUTED: 3.0, SAVED: 3.0, HOST: 0.4}}
     schedule._set_up_s = {32768: 1.0}
     schedule.measure(Length(131072, 3, 2))

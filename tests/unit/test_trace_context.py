@@ -1,4 +1,4 @@
-"""Headers `traceparent` as W3C's Trace Context has them: what is none begins a new trace."""
+"""`traceparent` headers follow W3C's Trace Context: an invalid one begins a new trace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GOOD = f"00-{TRACE}-{PARENT}-01"
         f"00-{TRACE}-{PARENT}-01\n",
     ],
 )
-def test_a_header_that_is_none_begins_a_new_trace_and_ends_its_tracestate(header: str) -> None:
+def test_an_invalid_header_starts_a_new_trace_without_tracestate(header: str) -> None:
     assert parse_traceparent(header) is None
     given = {"traceparent": header, "tracestate": "a=1", "baggage": "b=2"}
     record = begin("POST", "/v1/completions", Headers(given))
@@ -47,19 +47,19 @@ def test_a_header_that_is_none_begins_a_new_trace_and_ends_its_tracestate(header
         (GOOD, "00-{}-{}-01"),
         (f" {GOOD}\t", "00-{}-{}-01"),
         (f"00-{TRACE}-{PARENT}-00", "00-{}-{}-00"),
-        (f"00-{TRACE}-{PARENT}-ff", "00-{}-{}-03"),  # flags that nobody knows are sent on as 0
+        (f"00-{TRACE}-{PARENT}-ff", "00-{}-{}-03"),  # unknown flags are sent on as 0
         (f"cc-{TRACE}-{PARENT}-01-what-will-come", "00-{}-{}-01"),
         (f"cc-{TRACE}-{PARENT}-01", "00-{}-{}-01"),
     ],
 )
-def test_a_trace_goes_on_with_spans_of_our_own(header: str, sent: str) -> None:
+def test_a_trace_continues_with_our_own_spans(header: str, sent: str) -> None:
     record = begin("POST", "/v1/completions", Headers({"traceparent": header, "tracestate": "a=1"}))
     headers = record.for_engine(record.root)
     assert headers["traceparent"] == sent.format(TRACE, record.root.id) and headers["tracestate"] == "a=1"
     assert record.trace.parent_id == PARENT and record.root.id != PARENT
 
 
-def test_new_traces_are_valid_and_differ() -> None:
+def test_new_traces_are_valid_and_different() -> None:
     made = [new_trace() for _ in range(100)]
     assert len({each.trace_id for each in made}) == 100
     for each in made:

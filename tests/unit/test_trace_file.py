@@ -1,5 +1,5 @@
-"""Trace files: whole lines at any time, bounded, and never in the way of a request; and what `kvstore trace` makes of
-them."""
+"""Trace files always consist of whole lines, are bounded, and never delay a request. Also, what `kvstore trace` makes
+of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def send(sender: SpanSender, request_id: str, spans: Sequence[Span], trace: str 
 
 
 class Written:
-    """A file to which each request is written by itself."""
+    """A file to which each request is written separately."""
 
     def __init__(self, path: Path, **options: int) -> None:
         self._processor = span_export.BatchSpanProcessor(SpanFile(path, **options))
@@ -60,13 +60,13 @@ class Written:
 
 
 def numbers(path: Path) -> list[int]:
-    """Of the requests in a file, of which each line is whole."""
+    """Return the numbers of the requests in a file, and check that every line is whole."""
     data = path.read_bytes()
     assert not data or data.endswith(b"}\n")
     return [int(each.request_id[1:]) for each in read_trace(path)]
 
 
-def test_a_file_has_a_request_soon_and_its_lines_are_otlp(tmp_path: Path) -> None:
+def test_a_request_is_in_the_file_soon_as_otlp_lines(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     sender = SpanSender("tests", "here:1", [to_file(path)])
     for number in range(3):
@@ -111,7 +111,7 @@ def test_a_file_has_a_request_soon_and_its_lines_are_otlp(tmp_path: Path) -> Non
     assert second["parentSpanId"] == root.id
 
 
-def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+def test_a_trace_reads_back_as_written(tmp_path: Path) -> None:
     sender = SpanSender("tests", "here:1", [to_file(tmp_path / "p")])
     span = Span("load", "internal", "P", {"tokens": 7, "s": 0.25, "ok": True, "why": "x"}, 1, 2.5)
     span.events.append(Moment("first token", 2, {"n": 1}))
@@ -125,7 +125,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     assert (moment.row, moment.request_id, moment.args) == ("P", "r1", {"n": 1})
 
 
-def test_a_full_file_becomes_the_older_one_and_both_are_bounded(tmp_path: Path) -> None:
+def test_a_full_file_becomes_the_older_one_within_bounds(tmp_path: Path) -> None:
     path, older = tmp_path / "trace.json", tmp_path / "trace.json.1"
     file = Written(path, most_bytes=10_000)
     for number in range(100):
@@ -137,7 +137,7 @@ def test_a_full_file_becomes_the_older_one_and_both_are_bounded(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("before", ["", '[\n{"ph":"M"}\n]\n'])
-def test_a_new_start_keeps_the_file_before(tmp_path: Path, before: str) -> None:
+def test_a_restart_keeps_the_earlier_file(tmp_path: Path, before: str) -> None:
     path = tmp_path / "trace.json"
     if before:  # of an earlier version
         path.write_text(before)
@@ -152,15 +152,15 @@ def test_a_new_start_keeps_the_file_before(tmp_path: Path, before: str) -> None:
     assert numbers(path) == [1] and (tmp_path / "trace.json.1").read_bytes() == kept
 
 
-def test_what_cannot_be_a_trace_file_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_unusable_trace_file_is_refused_at_start(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("my notes")
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="has content other than a trace"):
         SpanFile(other)
     assert other.read_text() == "my notes"
     with pytest.raises(OSError, match="no/such"):
         SpanFile(tmp_path / "no/such")
-    with pytest.raises(ValueError, match="no ordinary file"):
+    with pytest.raises(ValueError, match="not an ordinary file"):
         SpanFile("/dev/null")
     file = SpanFile(tmp_path / "mine")
     with pytest.raises(ValueError, match="another process writes"):
@@ -171,7 +171,7 @@ def test_what_cannot_be_a_trace_file_is_refused_at_the_start(tmp_path: Path) -> 
 
 @pytest.fixture
 def small_disk() -> Iterator[None]:
-    """Files end at 4000 bytes, in the middle of a write: as on a disk that is full."""
+    """Make files end at 4000 bytes, in the middle of a write, as on a full disk."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
     yield
@@ -191,7 +191,7 @@ def test_a_full_disk_leaves_whole_lines_and_is_logged_once(tmp_path: Path, caplo
     assert len([each for each in caplog.records if "cannot be written" in each.message]) == 1
 
 
-def test_a_disk_that_hangs_holds_nobody_up(
+def test_a_hanging_disk_delays_no_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, go_on = os.pipe()
@@ -231,7 +231,7 @@ def test_files_of_several_writers_become_one_timeline(tmp_path: Path) -> None:
             send(sender, request, [span], trace)
         sender.close()
     torn = (tmp_path / "d").read_bytes()
-    (tmp_path / "d").write_bytes(torn + torn[:60])  # as if its writer was killed
+    (tmp_path / "d").write_bytes(torn + torn[:60])  # as if its writer had been killed
     files = [str(tmp_path / name) for name in parts]
     out = tmp_path / "out.json"
     done = run(*files, "-o", str(out), "--request", "mine", "--json")
@@ -254,7 +254,7 @@ def test_files_of_several_writers_become_one_timeline(tmp_path: Path) -> None:
     assert len(titles) == 2
 
 
-def test_what_is_asked_for_wrongly_is_said(tmp_path: Path) -> None:
+def test_wrong_arguments_are_reported(tmp_path: Path) -> None:
     file = Written(tmp_path / "p")
     file.add(1)
     file.close()
@@ -265,17 +265,17 @@ def test_what_is_asked_for_wrongly_is_said(tmp_path: Path) -> None:
     old.write_text('[\n{"ph":"M","name":"process_name","pid":1,"tid":0,"args":{"name":"request r1"}}\n]\n')
     for arguments, status, says in [
         ([str(tmp_path / "p"), "-o", out, "--request", "r2"], 1, "no request r2"),
-        ([str(tmp_path / "p"), "-o", out, "--request", "r1", "--trace", TRACE], 2, "expected one of them"),
+        ([str(tmp_path / "p"), "-o", out, "--request", "r1", "--trace", TRACE], 2, "expected only one of them"),
         ([str(tmp_path / "missing"), "-o", out], 1, "No such file"),
-        ([str(notes), "-o", out], 1, "is none that --trace-file"),
-        ([str(old), "-o", out], 1, "as earlier versions wrote them: open it in https://ui.perfetto.dev"),
-        ([str(tmp_path / "p"), "-o", "/no/such/out"], 1, "name a file that can be written"),
+        ([str(notes), "-o", out], 1, "is not a file that --trace-file"),
+        ([str(old), "-o", out], 1, "which earlier versions wrote: open it in https://ui.perfetto.dev"),
+        ([str(tmp_path / "p"), "-o", "/no/such/out"], 1, "expected a file that can be written"),
     ]:
         done = run(*arguments)
         assert done.returncode == status and says in " ".join(done.stderr.split()), done.stderr
 
 
-def test_times_that_overlap_in_part_are_on_rows_of_their_own(tmp_path: Path) -> None:
+def test_overlapping_times_get_rows_of_their_own(tmp_path: Path) -> None:
     a = part("P", "a", 0, 4)
     a.events.append(Moment("moment", 3.5))
     others = [
@@ -312,7 +312,7 @@ def request(name: str, **headers: str) -> Any:
     )
 
 
-def test_an_engine_writes_the_parts_of_its_requests(tmp_path: Path) -> None:
+def test_an_engine_writes_its_requests_parts(tmp_path: Path) -> None:
     path = tmp_path / "d.json"
     spans = RequestSpans(path, "http://gpu-1:8001")
     for name, flags in (("r1", "01"), ("unwanted", "00")):
@@ -345,7 +345,7 @@ def test_an_engine_writes_the_parts_of_its_requests(tmp_path: Path) -> None:
     assert ids == [PARENT] * 4
 
 
-def test_an_engine_without_the_sdk_says_which_extra_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_the_sdk_names_the_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvstore_client.engine.span_export", None)
     with pytest.raises(
         ValueError, match=r'trace_file needs the OpenTelemetry SDK .* pip install "llm-kvstore\[tracing\]"'

@@ -1,4 +1,5 @@
-"""Transient blocks in an index and a store: how often each is read, when it is gone, and what memory they take."""
+"""Transient blocks in an index and a store: how often each may be read, when it is removed, and which memory it
+takes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvstore._index import BlockIndex
 from kvstore.store.listing import Listing
 from kvstore.store.namespace import NamespaceStore
-from kvstore.store.namespaces import EMPTY_S, Store
+from kvstore.store.namespaces import EMPTY_S, ShardStore
 from tests.support.harness import make_keys
 from tests.support.properties import examples
 from tests.unit.test_store import BLOCK, SEGMENT, canonical, present
@@ -30,7 +31,7 @@ class Block:
     """A READY block of the model."""
 
     sum: int
-    reads: int  # left; 0: ordinary
+    reads: int  # reads that are left; 0: an ordinary block
     expires: int  # 0: never
     readers: int = 0
 
@@ -46,7 +47,7 @@ class Write:
 
 
 class Machine(RuleBasedStateMachine):
-    """Sets of both kinds, reads that end well or not, expiry, removal and eviction, against a model."""
+    """Sets of both kinds, successful and failed reads, expiry, removal and eviction, compared with a model."""
 
     @initialize(policy=st.sampled_from(BlockIndex.POLICIES), transient=st.integers(1, 2))
     def start(self, policy: str, transient: int) -> None:
@@ -202,7 +203,7 @@ class Machine(RuleBasedStateMachine):
         self.the_counts_are_those_of_the_model()
 
 
-def test_an_index_with_transient_blocks_is_as_its_model() -> None:
+def test_an_index_with_transient_blocks_behaves_as_the_model() -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=examples(2), stateful_step_count=60))
 
 
@@ -210,15 +211,20 @@ def test_an_index_with_transient_blocks_is_as_its_model() -> None:
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    """Four segments of four blocks, of which one may have transient blocks."""
-    store = Store(4 * SEGMENT, SEGMENT, transient_bytes=1)
+def store() -> Iterator[ShardStore]:
+    """Return a store of four segments of four blocks; one segment may hold transient blocks."""
+    store = ShardStore(4 * SEGMENT, SEGMENT, transient_bytes=1)
     yield store
     store.arena.close()
 
 
 def put(
-    store: Store, namespace: NamespaceStore, keys: Sequence[bytes], reads: int = 0, now: float = 0.0, ttl_s: float = 60
+    store: ShardStore,
+    namespace: NamespaceStore,
+    keys: Sequence[bytes],
+    reads: int = 0,
+    now: float = 0.0,
+    ttl_s: float = 60,
 ) -> np.ndarray:
     slots = store.reserve(namespace, b"".join(keys), False, now, reads=reads)
     sums = np.zeros(len(keys), dtype=np.uint64)
@@ -226,19 +232,19 @@ def put(
     return slots
 
 
-def test_beyond_their_limit_transient_blocks_are_refused_and_evict_nothing(store: Store) -> None:
+def test_transient_blocks_beyond_their_limit_are_refused_without_eviction(store: ShardStore) -> None:
     keys = make_keys(40)
     namespace = store.open(canonical("a"), 16)
     put(store, namespace, keys[:12])
     assert put(store, namespace, keys[20:26], 1).tolist()[4:] == [BlockIndex.NO_SPACE] * 2
     assert all(present(namespace, keys[:12]))
     assert all(present(namespace, keys[20:24]))
-    put(store, namespace, keys[12:16])  # the room that is left for ordinary blocks is full
+    put(store, namespace, keys[12:16])  # now the room for ordinary blocks is full
     assert all(present(namespace, keys[20:24]))
     assert namespace.memory.evicted == 4
 
 
-def test_the_first_transient_block_takes_the_place_of_the_oldest_segment(store: Store) -> None:
+def test_the_first_transient_block_takes_the_oldest_segment(store: ShardStore) -> None:
     keys = make_keys(40)
     first, second = store.open(canonical("a"), 16), store.open(canonical("b"), 16)
     put(store, first, keys[:12])
@@ -248,7 +254,7 @@ def test_the_first_transient_block_takes_the_place_of_the_oldest_segment(store: 
     assert store.memory.transient_segments == 1
 
 
-def test_an_empty_segment_of_transient_blocks_is_for_the_namespace_that_needs_it(store: Store) -> None:
+def test_an_empty_transient_segment_goes_to_a_namespace_in_need(store: ShardStore) -> None:
     keys = make_keys(4)
     first, second = store.open(canonical("a"), 16), store.open(canonical("b"), 16)
     put(store, first, keys, 1, ttl_s=5)
@@ -257,7 +263,7 @@ def test_an_empty_segment_of_transient_blocks_is_for_the_namespace_that_needs_it
     assert store.memory.transient_segments == 1
 
 
-def test_a_segment_that_stays_empty_is_given_back(store: Store) -> None:
+def test_a_segment_that_stays_empty_is_returned(store: ShardStore) -> None:
     keys = make_keys(5)
     namespace = store.open(canonical("a"), 16)
     put(store, namespace, keys[:1])
@@ -272,8 +278,8 @@ def test_a_segment_that_stays_empty_is_given_back(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("given", "segments"), [(0, 0), (1, 1), (SEGMENT, 1), (SEGMENT + 1, 2), (9 * SEGMENT, 3)])
-def test_the_limit_is_whole_segments_and_leaves_one(given: int, segments: int) -> None:
-    store = Store(4 * SEGMENT, SEGMENT, transient_bytes=given)
+def test_the_limit_is_whole_segments_and_spares_one(given: int, segments: int) -> None:
+    store = ShardStore(4 * SEGMENT, SEGMENT, transient_bytes=given)
     try:
         namespace = store.open(canonical("a"), 16)
         keys = make_keys(16)
@@ -283,7 +289,7 @@ def test_the_limit_is_whole_segments_and_leaves_one(given: int, segments: int) -
         store.arena.close()
 
 
-def test_an_ordinary_block_replaces_a_transient_one_and_stays_one(store: Store) -> None:
+def test_an_ordinary_block_replaces_a_transient_one_and_stays_ordinary(store: ShardStore) -> None:
     keys = make_keys(2)
     namespace = store.open(canonical("a"), 16)
     put(store, namespace, keys, 1)
@@ -296,7 +302,7 @@ def test_an_ordinary_block_replaces_a_transient_one_and_stays_one(store: Store) 
     assert (index.transient, index.spare) == (0, index.transient_slots)
 
 
-def test_who_lists_the_blocks_of_a_namespace_is_not_told_of_transient_ones(store: Store) -> None:
+def test_lists_of_a_namespaces_blocks_omit_transient_ones(store: ShardStore) -> None:
     keys = make_keys(6)
     namespace = store.open(canonical("a"), 16)
     put(store, namespace, keys[:3])
@@ -306,7 +312,7 @@ def test_who_lists_the_blocks_of_a_namespace_is_not_told_of_transient_ones(store
     assert {listing.keys(at, 1)[0] for at in range(3)} == set(keys[:3])
 
 
-def test_transient_blocks_without_segments_of_their_own_have_no_room() -> None:
+def test_transient_blocks_without_own_segments_have_no_room() -> None:
     index = BlockIndex(16, 4)
     index.attach()
     assert index.reserve(KEYS[0], False, 1, 0, 1).tolist() == [BlockIndex.NO_SPACE]

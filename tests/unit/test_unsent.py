@@ -1,4 +1,5 @@
-"""What an engine would lose: how many blocks are not in the store, and for how long; and what it lost at its end."""
+"""The blocks that an engine could lose: how many are not yet in the store, for how long, and how many it lost at its
+end."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandingClock]:
     yield StandingClock(monkeypatch, unsent_module)
 
 
-def test_a_block_counts_until_nobody_reads_it_and_the_oldest_tells_the_age(clock: StandingClock) -> None:
+def test_a_block_counts_until_its_last_reader_is_done(clock: StandingClock) -> None:
     unsent = Unsent()
     assert (unsent.blocks, unsent.oldest_s) == (0, 0)
     unsent.add(1, 2)

@@ -1,6 +1,7 @@
-"""A verb is one row: whatever depends on the verb of a request reads `wire.VERBS`, and the documents say the same.
+"""A verb needs one row: all code that depends on a request's verb reads `wire.VERBS`, and the documents agree with that
+table.
 
-The last tests add a verb to the table, which is all that a shard needs beside a handler.
+The last tests add a verb to the table; apart from a handler, a shard needs nothing else.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import pytest
 from kvstore import wire
 from kvstore.auth.rights import Rights, verbs_of
 from kvstore.node.metrics import _request_times
-from kvstore.shard.account import Share
-from kvstore.shard.answers import Answers
+from kvstore.shard.account import AddressBudget
+from kvstore.shard.connection_limits import ConnectionLimits
+from kvstore.shard.handlers import RequestHandlers
 from kvstore.shard.peer import Peer
-from kvstore.shard.places import Places
 from kvstore.shard.reader import MessageReader
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
-from kvstore.shard.turns import Line
+from kvstore.shard.turns import SliceQueue
 from kvstore.store.namespace import NamespaceStore
-from kvstore.store.namespaces import Store
+from kvstore.store.namespaces import ShardStore
 from kvstore.wire import DELETE, RIGHTS, ErrorCode, KeyedRequest, Reply, Request, Verb, messages
 from kvstore_client import Namespace
 from tests.support.harness import ROOT
@@ -48,19 +49,19 @@ def test_every_request_has_one_row() -> None:
         messages.table(*wire.VERBS.values(), Verb(wire.Ping, DELETE))
 
 
-def test_the_specification_has_the_table() -> None:
-    """Tags and names, and which requests have keys; they are answered by replies that it has, too."""
+def test_the_specification_contains_the_table() -> None:
+    """docs/protocol.md has the same tags, names and replies as the table, and says which requests have keys."""
     text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
     tables = text[text.index("## Messages") : text.index("## Payload")]
     replies = dict(re.findall(r"^\| (\d+) \| ([A-Z_]+) \| [^|]+ \|$", tables, re.MULTILINE))
     assert set(replies) == {str(each.__struct_config__.tag) for each in structs(Reply) - {Reply}}
     requests = re.findall(r"^\| (\d+) \| ([A-Z_]+) \| ([^|]+) \| ([^|]+) \|$", tables, re.MULTILINE)
-    said = {name: (int(tag), frames.isascii()) for tag, name, frames, _ in requests}  # without keys: a dash
+    said = {name: (int(tag), frames.isascii()) for tag, name, frames, _ in requests}  # a dash: a request without keys
     assert said == {verb.name.upper(): (verb.request.__struct_config__.tag, verb.keyed) for verb in wire.VERBS.values()}
     assert {reply for _, _, _, by in requests for reply in re.findall(r"[A-Z_]{4,}", by)} < set(replies.values())
 
 
-def test_the_security_page_says_which_right_a_request_needs() -> None:
+def test_the_security_page_lists_the_right_for_each_request() -> None:
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     for name, bit in RIGHTS.items():
         (row,) = re.findall(rf"^\| `{name}` \| (.*) \|$", text, re.MULTILINE)
@@ -73,7 +74,7 @@ def test_the_security_page_says_which_right_a_request_needs() -> None:
 
 
 class CountOnes(KeyedRequest, tag=60, frozen=True):
-    """Frames: header, keys."""
+    """A new request, whose frames are the header and the keys."""
 
     least: int = 0
 
@@ -95,23 +96,23 @@ class Shard:
         address = wire.ShardAddress("n/0", "", 1, 1.0)
         config = ShardConfig("n", 0, -1, -1, 1 << 20, 1 << 16, [address], "warning", 0.0, "default", [], None)
         self.state = ShardState(time.monotonic(), *([] if rights is None else [rights]))
-        self.store = Store(config.memory_bytes, config.segment_bytes, config.policy, config.rules)
-        places = Places(self.state.account, "", lambda share: False)
-        self.answers = Answers(config, self.store, None, self.state, places)
+        self.store = ShardStore(config.memory_bytes, config.segment_bytes, config.policy, config.rules)
+        places = ConnectionLimits(self.state.account, "", lambda share: False)
+        self.answers = RequestHandlers(config, self.store, None, self.state, places)
         self.answers.keyed_handlers[CountOnes] = self._count_ones
         self.sock, theirs = socket.socketpair()
         self.sock.settimeout(5)
-        share = Share(self.state.account, "test")
-        self.peer = Peer(self.state, theirs, share, "test", 1, Line(), lambda peer: None)
+        share = AddressBudget(self.state.account, "test")
+        self.peer = Peer(self.state, theirs, share, "test", 1, SliceQueue(), lambda peer: None)
         places.add(self.peer, self.state.now)
         self.reader = MessageReader(self.peer, self.answers, self.state)
 
     def _count_ones(self, peer: Peer, request: CountOnes, namespace: NamespaceStore | None, keys: bytes) -> None:
-        assert namespace is None  # nobody has set anything there
+        assert namespace is None  # the namespace has no blocks
         peer.outbox.reply(CountOnesReply(request.id, keys.count(1) - request.least))  # type: ignore[arg-type]
 
     def ask(self, *frames: bytes) -> bytes:
-        """-> all that the connection is sent in answer to a message."""
+        """Return everything that the connection receives in answer to a message."""
         for at, frame in enumerate(frames, 1):
             self.reader.end_frame(frame, at < len(frames))
         self.peer.outbox.flush(self.state.now)
@@ -142,11 +143,11 @@ def test_every_row_has_a_handler() -> None:
     }
 
 
-def test_a_new_verb_needs_a_row_and_a_handler_only(toy: Verb[CountOnes]) -> None:
+def test_a_new_verb_needs_only_a_row_and_a_handler(toy: Verb[CountOnes]) -> None:
     shard = Shard()
     header = wire.encode(CountOnes(7, 1000, 2, 16, least=0))
     refused = shard.ask(header, KEYS)
-    assert b"no namespace yet: send HELLO with one first" in refused
+    assert b"no namespace yet: send HELLO with a namespace first" in refused
     assert b"WELCOME" not in shard.ask(wire.encode(wire.Hello(1, wire.PROTOCOL_VERSION, NAMESPACE)))
     assert shard.ask(header, KEYS).endswith(wire.encode(CountOnesReply(7, 1)))
     assert b"COUNT_ONES without its keys frame" in shard.ask(header)
@@ -160,7 +161,7 @@ def test_a_new_verb_needs_a_row_and_a_handler_only(toy: Verb[CountOnes]) -> None
     shard.close()
 
 
-def test_the_row_of_a_new_verb_says_who_may_use_it(toy: Verb[CountOnes]) -> None:
+def test_a_new_verbs_row_decides_who_may_use_it(toy: Verb[CountOnes]) -> None:
     header = wire.encode(CountOnes(7, 1000, 2, 16))
     for verbs, answer in (
         (["read", "write"], b"COUNT_ONES: principal 'p' may not: this needs the verb delete"),

@@ -1,4 +1,5 @@
-"""How the GPU's benchmark of vLLM finds out how vLLM runs on a machine, without vLLM: engines that fail in each way."""
+"""How the GPU benchmark finds out how vLLM can run on a machine. The stand-in engines here fail in every way that it
+handles."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RIGHT = [Answer([1, 2], 0, 0.1, TOPS), Answer([1, 2], 288, 0.1, TOPS)]
 
 
 class Notes:
-    """What of a benchmark is used."""
+    """The parts of a benchmark that the code uses."""
 
     def __init__(self, within: float = 1000.0) -> None:
         self.options = argparse.Namespace(within=within)
@@ -54,7 +55,7 @@ class StandIn:
 
 
 class NoStore:
-    """What counts the blocks of a server."""
+    """Stands in for the code that counts the blocks of a server."""
 
     def __init__(self, endpoint: str) -> None:
         pass
@@ -80,7 +81,8 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[Answer] | str], on_gpu: bool = True) -> Machine:
-    """answers: of the engine that runs in the way of this name."""
+    """Return a machine with stand-in engines. answers: name of a way to run vLLM -> the answers of that engine, or its
+    error."""
     made = Machine(Notes(), SMALL, on_gpu, Checks())  # type: ignore[arg-type]
 
     def engine(*_: Any, **__: Any) -> StandIn:
@@ -93,7 +95,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[Answer] | s
 
 
 @pytest.mark.usefixtures("no_server")
-def test_the_first_way_that_gives_equal_answers_from_the_cache_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_way_with_equal_answers_from_the_cache_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     other = [RIGHT[0], Answer([1, 4], 288, 0.1, TOPS)]
     computed_again = [RIGHT[0], Answer([1, 2], 0, 0.1, TOPS)]
@@ -107,7 +109,7 @@ def test_the_first_way_that_gives_equal_answers_from_the_cache_is_taken(monkeypa
 
 
 @pytest.mark.usefixtures("no_server")
-def test_a_way_that_failed_leaves_no_setting_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_way_leaves_no_setting_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     tried = machine(monkeypatch, {NAMES[0]: "", NAMES[1]: "", NAMES[2]: list(RIGHT)})
     assert find_way(tried) == NAMES[2]
@@ -115,7 +117,7 @@ def test_a_way_that_failed_leaves_no_setting_behind(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("no_server")
-def test_where_vllm_does_not_run_at_all_every_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_vllm_cannot_run_every_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     tried = machine(monkeypatch, {name: f"reason {number}" for number, name in enumerate(NAMES)})
     with pytest.raises(RuntimeError, match=r"reason 0.*reason 3"):
@@ -126,9 +128,7 @@ def test_where_vllm_does_not_run_at_all_every_reason_is_told(monkeypatch: pytest
     ("given", "gap", "is_tie"),
     [([1, 2], 0.0, True), ([1, 3], 0.3, True), ([1, 4], 1.1, False), ([2, 9], 2.9, False), ([1, 7], math.inf, False)],
 )
-def test_an_answer_that_differs_is_judged_by_what_the_right_one_said_there(
-    given: list[int], gap: float, is_tie: bool
-) -> None:
+def test_a_different_answer_is_judged_by_the_right_ones_probability(given: list[int], gap: float, is_tie: bool) -> None:
     answer = Answer(given, 0, 0.1, TOPS)
     assert gap_where_they_part(answer, RIGHT[0]) == pytest.approx(gap)
     checks = Checks()
@@ -136,7 +136,7 @@ def test_an_answer_that_differs_is_judged_by_what_the_right_one_said_there(
     assert (checks.equal, checks.tied, len(checks.wrong)) == (given == [1, 2], is_tie and given != [1, 2], not is_tie)
 
 
-def test_nothing_begins_that_takes_longer_than_what_is_left() -> None:
+def test_nothing_is_started_that_exceeds_the_remaining_time() -> None:
     made = Machine(Notes(within=50.0), SMALL, True, Checks())  # type: ignore[arg-type]
     made.needs(40.0)
     with pytest.raises(OutOfTimeError, match="it takes about 60 s"):

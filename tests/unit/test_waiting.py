@@ -1,4 +1,4 @@
-"""How a shard waits for events: it looks before it sleeps only while that pays, and gives the core away meanwhile."""
+"""How a shard waits for events: it polls before it sleeps only while that pays, and yields the core while it polls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.shard.waiting import LOOKING_S, MOST_PAYS, Waiting
+from kvstore.shard.waiting import LOOKING_S, MOST_PAYS, EventWait
 
 
 class Poll:
-    """An epoll whose events come some time after somebody began to wait, by a clock of its own."""
+    """An epoll with a clock of its own, whose events come some time after a wait has begun."""
 
     def __init__(self) -> None:
         self.now = self.waits_since = 0.0
@@ -41,15 +41,15 @@ def poll(monkeypatch: pytest.MonkeyPatch) -> Poll:
     return poll
 
 
-def wait(waiting: Waiting, poll: Poll, after_s: float, patience_s: float = 0.1) -> int:
-    """-> how often it slept."""
+def wait(waiting: EventWait, poll: Poll, after_s: float, patience_s: float = 0.1) -> int:
+    """Wait once, and return how often the shard slept."""
     poll.waits_since, poll.after_s, poll.slept = poll.now, after_s, 0
     waiting.events(patience_s)
     return poll.slept
 
 
-def test_it_looks_while_requests_follow_closely_and_sleeps_when_they_do_not(poll: Poll) -> None:
-    waiting = Waiting(poll)  # type: ignore[arg-type]
+def test_it_polls_while_requests_are_frequent_and_sleeps_otherwise(poll: Poll) -> None:
+    waiting = EventWait(poll)  # type: ignore[arg-type]
     assert wait(waiting, poll, 50e-6) == 1, "at first it sleeps"
     assert [wait(waiting, poll, 50e-6) for _ in range(20)] == [0] * 20
     assert [wait(waiting, poll, 0.01) for _ in range(MOST_PAYS)] == [1] * MOST_PAYS, "it looked, and then slept"
@@ -58,8 +58,8 @@ def test_it_looks_while_requests_follow_closely_and_sleeps_when_they_do_not(poll
     assert poll.now - before == pytest.approx(0.01)
 
 
-def test_no_wait_is_longer_than_its_patience(poll: Poll) -> None:
-    waiting = Waiting(poll)  # type: ignore[arg-type]
+def test_no_wait_exceeds_its_limit(poll: Poll) -> None:
+    waiting = EventWait(poll)  # type: ignore[arg-type]
     for _ in range(5):
         wait(waiting, poll, 20e-6)
     before = poll.now
@@ -78,13 +78,13 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield one, other
 
 
-def test_with_a_real_socket_an_event_is_seen_and_rare_ones_cost_no_processor_time(
+def test_real_socket_events_are_seen_and_rare_ones_cost_no_cpu(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     reader, writer = pair
     poll = select.epoll()
     poll.register(reader, select.EPOLLIN)
-    waiting = Waiting(poll)
+    waiting = EventWait(poll)
 
     def write() -> None:
         for _ in range(40):

@@ -1,4 +1,4 @@
-"""The queue of blocks that wait to be sent: against random use, whose invariants are those that users see."""
+"""The queue of blocks that wait to be sent. In random use, it keeps the invariants that users can observe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Waiting(NamedTuple):
 
 
 def chain(name: str, blocks: int, first: int = 0) -> list[Waiting]:
-    """Blocks of one prompt; with `first`, those behind so many."""
+    """Return the blocks of one prompt; with `first`, only those after the first `first` blocks."""
     keys = [f"{name}{number}".encode() for number in range(first + blocks)]
     parents = [None, *keys[:-1]]
     return [Waiting(key, parent, 0) for key, parent in zip(keys, parents, strict=True)][first:]
@@ -27,7 +27,7 @@ def keys(blocks: list[Waiting]) -> list[str]:
     return [each.key.decode() for each in blocks]
 
 
-def test_the_oldest_prompt_goes_first_with_what_came_later_of_it() -> None:
+def test_the_oldest_prompt_goes_first_including_its_later_blocks() -> None:
     queue: WaitingBlocks[Waiting] = WaitingBlocks(10)
     for each in [*chain("a", 2), *chain("b", 2), *chain("a", 1, first=2)]:
         assert queue.add(each)
@@ -35,7 +35,7 @@ def test_the_oldest_prompt_goes_first_with_what_came_later_of_it() -> None:
     assert keys(queue.take(4)) == ["b1"] and not queue and queue.take(1) == []
 
 
-def test_of_too_many_the_ends_of_the_oldest_prompts_go() -> None:
+def test_when_too_many_wait_the_oldest_prompts_ends_are_cut() -> None:
     queue: WaitingBlocks[Waiting] = WaitingBlocks(10)
     for each in [*chain("a", 3), *chain("b", 3)]:
         queue.add(each)
@@ -44,7 +44,7 @@ def test_of_too_many_the_ends_of_the_oldest_prompts_go() -> None:
     assert keys(queue.take(5)) == ["b0", "b1"] and queue.cut(1) == []
 
 
-def test_what_follows_a_block_that_was_cut_is_not_taken_until_that_is_there_again() -> None:
+def test_followers_of_a_cut_block_are_refused_until_it_is_back() -> None:
     queue: WaitingBlocks[Waiting] = WaitingBlocks(10)
     for each in chain("a", 3):
         queue.add(each)
@@ -55,8 +55,9 @@ def test_what_follows_a_block_that_was_cut_is_not_taken_until_that_is_there_agai
     assert not queue._chain_of
 
 
-def test_when_there_are_not_too_many_any_more_what_was_cut_is_forgotten() -> None:
-    """Another engine may have stored it since."""
+def test_cuts_are_forgotten_once_there_is_room() -> None:
+    """Followers of a cut block are accepted again when there is room, because another engine may have stored the block
+    meanwhile."""
     queue: WaitingBlocks[Waiting] = WaitingBlocks(10)
     for each in chain("a", 3):
         queue.add(each)
@@ -65,7 +66,7 @@ def test_when_there_are_not_too_many_any_more_what_was_cut_is_forgotten() -> Non
     assert all(queue.add(each) for each in chain("a", 1, first=3))
 
 
-def test_what_waits_twice_or_goes_another_way_is_followed_by_others() -> None:
+def test_a_block_queued_twice_or_stored_otherwise_can_have_followers() -> None:
     queue: WaitingBlocks[Waiting] = WaitingBlocks(10)
     for each in [*chain("a", 3), *chain("a", 3)]:
         queue.add(each)
@@ -88,7 +89,7 @@ def test_blocks_can_be_removed_from_the_middle() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_in_any_order_each_block_leaves_once_and_none_is_sent_behind_one_that_was_cut(seed: int) -> None:
+def test_each_block_leaves_once_and_none_is_sent_behind_a_cut(seed: int) -> None:
     rng = random.Random(seed)
     queue: WaitingBlocks[Waiting] = WaitingBlocks(remember=10_000)
     token, inside = 0, set()
@@ -124,7 +125,7 @@ def test_in_any_order_each_block_leaves_once_and_none_is_sent_behind_one_that_wa
         assert len(queue) == len(inside)
 
 
-def test_what_it_remembers_of_blocks_that_were_cut_is_bounded() -> None:
+def test_the_memory_of_cut_blocks_is_bounded() -> None:
     queue: WaitingBlocks[Waiting] = WaitingBlocks(remember=3)
     for each in chain("a", 100):
         queue.add(each)

@@ -20,7 +20,7 @@ from kvstore_client.vllm import new_weights  # noqa: E402
 
 
 class Odd(torch.nn.Module):  # type: ignore[misc, name-defined]
-    """Parameters of every kind: views, other types, one element, none."""
+    """A model with parameters of every kind: views, several types, one element, no element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def taken(prints: Fingerprints) -> bytes:
 @pytest.mark.parametrize(
     "name", ["wide.weight", "wide.bias", "turned", "packed", "small", "scale", "experts", "complex", "mean"]
 )
-def test_a_change_of_any_tensor_is_seen(name: str) -> None:
+def test_a_change_of_any_tensor_is_noticed(name: str) -> None:
     model = Odd()
     prints = Fingerprints(lambda: [model])
     before = taken(prints)
@@ -68,7 +68,7 @@ def test_a_change_of_any_tensor_is_seen(name: str) -> None:
     ],
     ids=["a module", "a parameter", "its memory"],
 )
-def test_what_is_replaced_is_seen(change: Callable[[Any], None]) -> None:
+def test_a_replaced_tensor_is_noticed(change: Callable[[Any], None]) -> None:
     model = Odd()
     prints = Fingerprints(lambda: [model])
     before = taken(prints)
@@ -76,8 +76,8 @@ def test_what_is_replaced_is_seen(change: Callable[[Any], None]) -> None:
     assert taken(prints) != before
 
 
-def test_a_small_step_of_training_in_bfloat16_is_seen() -> None:
-    """Few of the elements change at all: their type has too few bits."""
+def test_a_small_training_step_in_bfloat16_is_noticed() -> None:
+    """Only a few elements change, because most steps are too small for bfloat16."""
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(40)))
     prints = Fingerprints(lambda: [model])
     before = taken(prints)
@@ -88,7 +88,7 @@ def test_a_small_step_of_training_in_bfloat16_is_seen() -> None:
     assert taken(prints) != before
 
 
-def test_what_a_model_computes_in_its_scratch_memory_is_not_seen() -> None:
+def test_changes_of_a_models_scratch_memory_are_ignored() -> None:
     model = Odd()
     prints = Fingerprints(lambda: [model])
     before = taken(prints)
@@ -96,7 +96,7 @@ def test_what_a_model_computes_in_its_scratch_memory_is_not_seen() -> None:
     assert taken(prints) == before
 
 
-def test_a_drafting_model_counts() -> None:
+def test_a_draft_model_counts() -> None:
     models = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)]
     prints = Fingerprints(lambda: models)
     before = taken(prints)
@@ -104,7 +104,7 @@ def test_a_drafting_model_counts() -> None:
     assert taken(prints) != before
 
 
-def test_memory_that_is_not_there_is_not_touched() -> None:
+def test_missing_memory_is_not_touched() -> None:
     def touched() -> list[Any]:
         raise AssertionError
 
@@ -113,7 +113,7 @@ def test_memory_that_is_not_there_is_not_touched() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 1000), (1000, 3), (7, 1, 90), (64, 64, 64)])
-def test_the_elements_are_spread_over_a_tensor(shape: tuple[int, ...]) -> None:
+def test_sampled_elements_are_spread_over_a_tensor(shape: tuple[int, ...]) -> None:
     numbers = torch.arange(max(1, torch.Size(shape).numel())).reshape(shape)
     for tensor in (numbers, numbers.permute(tuple(reversed(range(numbers.dim()))))):
         found = torch.cat(diagonal(tensor, 16)).tolist()
@@ -131,7 +131,7 @@ class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(4, 4)
-        self.linear.weight.data.fill_(1.0)  # what a change adds can be taken back exactly
+        self.linear.weight.data.fill_(1.0)  # the effect of the change can be undone exactly
 
     def change(self, by: float = 1.0) -> None:
         self.linear.weight.data.add_(by)
@@ -141,7 +141,7 @@ def watch(model: Model, *, alone: bool = True) -> WeightsWatch:
     return WeightsWatch(Fingerprints(lambda: [model]), "", alone=alone)
 
 
-def test_what_was_computed_is_sent_once_a_check_behind_it_agrees() -> None:
+def test_computed_blocks_are_sent_once_a_later_check_agrees() -> None:
     rank = watch(Model())
     assert rank.all_agree(1) is None
     rank.begin(StepPlan(check=1, covering=1, weights=""))
@@ -151,7 +151,7 @@ def test_what_was_computed_is_sent_once_a_check_behind_it_agrees() -> None:
     assert report is not None and report.agreed == [1]
 
 
-def test_nothing_is_sent_or_used_after_a_change_until_the_weights_are_back() -> None:
+def test_after_a_change_nothing_is_sent_or_used_until_weights_return() -> None:
     model = Model()
     rank = watch(model)
     rank.begin(StepPlan(check=1, covering=1, weights=""))
@@ -165,7 +165,7 @@ def test_nothing_is_sent_or_used_after_a_change_until_the_weights_are_back() -> 
     assert rank.all_agree(2) is False and rank.all_agree(3) is True
 
 
-def test_a_rank_of_several_waits_for_the_others() -> None:
+def test_one_of_several_ranks_waits_for_the_others() -> None:
     rank = watch(Model(), alone=False)
     rank.begin(StepPlan(check=1, covering=1, weights=""))
     assert rank.mine_agree(1) is True and rank.all_agree(1) is None
@@ -173,7 +173,7 @@ def test_a_rank_of_several_waits_for_the_others() -> None:
     assert rank.all_agree(1) is True
 
 
-def test_a_plan_that_was_made_before_a_new_name_was_heard_of_is_void() -> None:
+def test_a_plan_made_before_a_rename_is_void() -> None:
     model = Model()
     rank = watch(model)
     model.change()
@@ -188,10 +188,10 @@ def test_a_plan_that_was_made_before_a_new_name_was_heard_of_is_void() -> None:
     assert rank.all_agree(2) is True
 
 
-def test_a_name_is_for_one_kind_of_weights() -> None:
+def test_a_name_belongs_to_one_kind_of_weights() -> None:
     model = Model()
     rank = watch(model)
-    rank.rename("step-1")  # of the weights of the start
+    rank.rename("step-1")  # the name of the initial weights
     rank.rename("step-1")
     model.change()
     with pytest.raises(ValueError, match="expected a new name"):

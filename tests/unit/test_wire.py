@@ -1,7 +1,7 @@
-"""The codec against golden vectors, against any bytes, and at its limits.
+"""The codec, tested with golden vectors, with arbitrary bytes, and at its limits.
 
-A vector is a file of hexadecimal digits in `wire/`; what follows a `#` explains. The files are the authority: a test
-that fails here means that the wire changed, and then `PROTOCOL_VERSION` must, too.
+A vector is a file of hexadecimal digits in `wire/`, with comments after `#`. The files define the protocol: if a test
+here fails, the wire format has changed, and `PROTOCOL_VERSION` must change, too.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ REQUESTS: dict[str, wire.Request] = {
     "noted": wire.Noted(0, 1_790_000_000_000_000_001),
     "release": wire.Release(3, 64),
     "share": wire.Share(13, 2, 16 << 20),
-    "promise": wire.Promise(14, 10_000, 64, 16, 30_000),
+    "promise": wire.MakePromise(14, 10_000, 64, 16, 30_000),
     "withdraw": wire.Withdraw(15, 1_000, 64, 16),
     "expire": wire.Expire(16, 10_000, 64, 17, 86_400.0),
 }
@@ -239,29 +239,30 @@ def test_every_message_has_a_vector() -> None:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_is_its_vector(name: str) -> None:
+def test_a_request_equals_its_vector(name: str) -> None:
     assert wire.encode(REQUESTS[name]).hex(" ") == vector(name).hex(" ")
     assert wire.decode_request(vector(name)) == REQUESTS[name]
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_a_reply_is_its_vector(name: str) -> None:
+def test_a_reply_equals_its_vector(name: str) -> None:
     assert wire.encode(REPLIES[name]).hex(" ") == vector(name).hex(" ")
     assert wire.decode_reply(vector(name)) == REPLIES[name]
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_a_zmtp_frame_is_its_vector(name: str) -> None:
+def test_a_zmtp_frame_equals_its_vector(name: str) -> None:
     assert FRAMES[name].hex(" ") == vector(name).hex(" ")
 
 
-def test_the_canonical_namespace_and_its_id_are_their_vectors() -> None:
+def test_the_canonical_namespace_and_id_equal_their_vectors() -> None:
     assert vector("namespace") == CANONICAL
     assert wire.namespace_id(CANONICAL) == vector("namespace_id")
 
 
-def test_a_whole_set_is_its_vector() -> None:
-    """Two 8-byte blocks under 8-byte keys: header, keys, one payload frame, checksums."""
+def test_a_whole_set_equals_its_vector() -> None:
+    """The SET has two blocks of 8 bytes with keys of 8 bytes. Its frames are the header, the keys, one payload frame
+    and the checksums."""
     frames = [
         wire.encode(wire.Set(9, 1000, 2, 8)),
         b"key--001key--002",
@@ -272,13 +273,13 @@ def test_a_whole_set_is_its_vector() -> None:
     assert message.hex(" ") == vector("message_set").hex(" ")
 
 
-def test_info_carries_the_shard() -> None:
+def test_info_contains_the_shard() -> None:
     reply = wire.decode_reply(vector("info_reply"))
     assert isinstance(reply, wire.InfoReply)
     assert msgspec.msgpack.decode(reply.info, type=wire.ShardInfo) == SHARD_INFO
 
 
-def test_the_info_of_a_shard_without_a_disk_tier_says_so() -> None:
+def test_a_shard_without_a_disk_tier_says_so_in_info() -> None:
     info = msgspec.structs.replace(SHARD_INFO, disk=None)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(info))["disk"] is None
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=wire.ShardInfo) == info
@@ -298,12 +299,12 @@ def test_fields_appended_by_a_newer_peer_are_ignored(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_with_more_or_fewer_fields_says_the_same(name: str) -> None:
+def test_a_part_decodes_with_more_or_fewer_fields(name: str) -> None:
     assert wire.decode_reply(vector(name)) == TWO_BLOCKS
 
 
 def test_parts_are_written_with_all_fields() -> None:
-    """By the codec, and by the code that writes most of them."""
+    """Both the codec and the code that writes most PARTs write all fields."""
     assert wire.encode(TWO_BLOCKS).hex(" ") == vector("part_of_10_fields").hex(" ")
     positions, sums = np.frombuffer(TWO_BLOCKS.positions, "<u4"), np.frombuffer(TWO_BLOCKS.sums, "<u8")
     memory = np.frombuffer(b"block001block000", dtype=np.uint8)
@@ -314,7 +315,7 @@ def test_parts_are_written_with_all_fields() -> None:
         assert theirs.recv(1000) == zmtp.frame(vector("part_of_10_fields"), True) + zmtp.frame(bytes(memory), False)
 
 
-def test_optional_fields_may_be_left_out() -> None:
+def test_optional_fields_may_be_omitted() -> None:
     assert wire.decode_request(msgspec.msgpack.encode([1, 5, 1])) == wire.Hello(5, 1, b"", "", b"", 1)
     assert wire.decode_request(msgspec.msgpack.encode([2, 5, 100, 1, 8])) == wire.Set(5, 100, 1, 8, False, 0, False)
     assert wire.decode_request(msgspec.msgpack.encode([2, 5, 100, 1, 8, True, 3])) == wire.Set(
@@ -326,15 +327,15 @@ def test_optional_fields_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("oldest", "newest", "spoken"),
     [
-        (3, 0, 3),  # a client of the release before, which knows no ranges
+        (3, 0, 3),  # a client of the previous release, which does not know ranges
         (3, 4, 4),
         (4, 0, 4),
         (4, 4, 4),
-        (4, 9, 4),  # one of a later release, that still speaks this version
+        (4, 9, 4),  # a client of a later release that still speaks this version
         (1, 3, 3),
     ],
 )
-def test_a_connection_has_the_highest_version_that_both_sides_speak(oldest: int, newest: int, spoken: int) -> None:
+def test_a_connection_uses_the_highest_common_version(oldest: int, newest: int, spoken: int) -> None:
     assert (wire.OLDEST_PROTOCOL, wire.PROTOCOL_VERSION) == (3, 4)
     assert wire.agreed_protocol(wire.Hello(1, oldest, newest=newest)) == spoken
 
@@ -355,7 +356,7 @@ def test_a_connection_has_the_highest_version_that_both_sides_speak(oldest: int,
         ),
     ],
 )
-def test_who_speaks_no_common_version_is_told_both_ranges(oldest: int, newest: int, said: str) -> None:
+def test_without_a_common_version_the_error_has_both_ranges(oldest: int, newest: int, said: str) -> None:
     with pytest.raises(WireError, match=said) as caught:
         wire.agreed_protocol(wire.Hello(8, oldest, newest=newest))
     assert (caught.value.code, caught.value.request_id) == (ErrorCode.VERSION, 8)
@@ -368,13 +369,13 @@ def test_who_speaks_no_common_version_is_told_both_ranges(oldest: int, newest: i
         ("set_reply", {"outcomes": b"", "evicted": 0, "generation": 0}),
     ],
 )
-def test_the_replies_of_an_older_shard_are_read(name: str, since: dict[str, Any]) -> None:
+def test_replies_of_an_older_shard_are_read(name: str, since: dict[str, Any]) -> None:
     fields = msgspec.msgpack.decode(vector(name))
     older = msgspec.msgpack.encode(fields[: len(fields) - len(since)])
     assert wire.decode_reply(older) == msgspec.structs.replace(REPLIES[name], **since)
 
 
-def test_the_transport_that_older_peers_know_has_its_flag_too() -> None:
+def test_the_transport_known_to_older_peers_has_its_flag_too() -> None:
     for greeting in (wire.Hello(0, 3), REPLIES["welcome"]):
         assert isinstance(greeting, wire.Hello | wire.Welcome)
         for name, flag in (("nixl", True), ("fabric", False), ("", False)):
@@ -384,7 +385,7 @@ def test_the_transport_that_older_peers_know_has_its_flag_too() -> None:
         assert wire.transport_of(older) == "nixl"
 
 
-def test_the_info_of_an_older_shard_is_read() -> None:
+def test_info_of_an_older_shard_is_read() -> None:
     older = msgspec.msgpack.decode(msgspec.msgpack.encode(SHARD_INFO))
     del older["policy"], older["index_bytes"], older["disk"]
     for name in ("disk_blocks", "disk_bytes", "disk_evicted", "replicas"):
@@ -408,7 +409,7 @@ def refused(data: bytes) -> WireError:
 @example(b"\x95\x01\x01\x01\xc4\x00\xa1\xff")  # a HELLO whose client name is no UTF-8
 @example(b"\x91" * 5000)
 @example(b"\x92\x01" + b"\xcf" + b"\xff" * 8)
-def test_any_bytes_are_a_request_or_a_wire_error(data: bytes) -> None:
+def test_any_bytes_decode_to_a_request_or_a_wire_error(data: bytes) -> None:
     try:
         request = wire.decode_request(data)
     except WireError as error:
@@ -419,7 +420,7 @@ def test_any_bytes_are_a_request_or_a_wire_error(data: bytes) -> None:
 
 @given(st.binary(max_size=200))
 @example(b"\x94\x7f\x01\x01\xa1\xff")  # an ERROR whose text is no UTF-8
-def test_any_bytes_are_a_reply_or_a_wire_error(data: bytes) -> None:
+def test_any_bytes_decode_to_a_reply_or_a_wire_error(data: bytes) -> None:
     try:
         wire.decode_reply(data)
     except WireError as error:
@@ -438,7 +439,7 @@ _values = _scalars | st.lists(_scalars, max_size=3) | st.dictionaries(st.text(ma
 
 
 @given(st.integers(0, 130), st.lists(_values, max_size=9))
-def test_any_fields_are_a_request_or_a_wire_error(tag: int, fields: list[Any]) -> None:
+def test_any_fields_decode_to_a_request_or_a_wire_error(tag: int, fields: list[Any]) -> None:
     data = msgspec.msgpack.encode([tag, *fields])
     try:
         request = wire.decode_request(data)
@@ -460,7 +461,7 @@ def test_any_fields_are_a_request_or_a_wire_error(tag: int, fields: list[Any]) -
 
 
 @given(st.sampled_from([*REQUESTS, *REPLIES]), st.data())
-def test_a_damaged_vector_is_read_or_refused(name: str, data: st.DataObject) -> None:
+def test_a_damaged_vector_decodes_or_is_refused(name: str, data: st.DataObject) -> None:
     damaged = bytearray(vector(name))
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
@@ -595,7 +596,7 @@ def test_an_id_out_of_range_is_refused(request_id: int) -> None:
     assert error.code is ErrorCode.PROTOCOL and str(request_id) in str(error) and error.request_id == 0
 
 
-def test_a_broken_header_still_tells_which_request_it_was() -> None:
+def test_a_broken_header_still_names_its_request() -> None:
     assert refused(msgspec.msgpack.encode([3, 77, "soon", 1, 8])).request_id == 77
     assert refused(msgspec.msgpack.encode([3, "77", 1000, 1, 8])).request_id == 0
     assert refused(b"").request_id == 0
@@ -629,7 +630,7 @@ def test_a_bad_namespace_is_refused(canonical: bytes, code: ErrorCode, part: str
 
 
 @given(st.binary(max_size=100))
-def test_any_bytes_are_a_namespace_or_a_wire_error(data: bytes) -> None:
+def test_any_bytes_decode_to_a_namespace_or_a_wire_error(data: bytes) -> None:
     with pytest.raises(WireError):
         wire.decode_namespace(data)
 
@@ -639,7 +640,7 @@ def test_any_bytes_are_a_namespace_or_a_wire_error(data: bytes) -> None:
 @example(wire.MAX_BLOCK_BYTES)
 @example(wire.FRAME_BYTES)
 @example(wire.FRAME_BYTES + 1)
-def test_frames_stay_inside_their_limits(block_bytes: int) -> None:
+def test_frames_stay_within_their_limits(block_bytes: int) -> None:
     per_frame = wire.frame_blocks(block_bytes)
     assert 1 <= per_frame <= wire.MAX_FRAME_BLOCKS
     assert per_frame == 1 or per_frame * block_bytes <= wire.FRAME_BYTES

@@ -1,4 +1,5 @@
-"""The ZMTP receiver over a real socket pair: whatever the pieces, exactly the frames that were sent come out."""
+"""The ZMTP receiver over a real socket pair: in whatever pieces the bytes arrive, it gives exactly the frames that were
+sent."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ BUDGET = 1 << 30
 
 
 class Sink:
-    """Collects frames; those of `direct_from` bytes and more are placed in views of its own, cut as `cuts` says."""
+    """Collects frames. Frames of at least `direct_from` bytes are received into `cuts` views of a buffer."""
 
     def __init__(self, direct_from: int = 1 << 60, cuts: int = 1) -> None:
         self.direct_from = direct_from
@@ -68,7 +69,7 @@ def connected(sink: Sink) -> Iterator[tuple[socket.socket, Receiver]]:
 
 
 def feed(sender: socket.socket, receiver: Receiver, data: bytes, cuts: list[int], budget: int = BUDGET) -> None:
-    """Send `data` in the pieces that `cuts` make of it; receive after each."""
+    """Send `data` in pieces that end at `cuts`, and receive after each piece."""
     bounds = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     for start, end in itertools.pairwise(bounds):
         for at in range(start, end, 1 << 16):
@@ -99,7 +100,7 @@ _sizes = st.integers(0, 300) | st.integers(0, 20_000) | st.sampled_from([8191, 8
 )
 @example(sizes=[(300_000, False)] * 3, cuts=[], direct_from=1, views=4, budget=BUDGET)
 @example(sizes=[(0, True), (0, False)], cuts=[1, 2, 3], direct_from=0, views=1, budget=1)
-def test_frames_arrive_as_they_were_sent(
+def test_frames_arrive_as_sent(
     sizes: list[tuple[int, bool]], cuts: list[int], direct_from: int, views: int, budget: int
 ) -> None:
     frames = [(payload(size, number), more) for number, (size, more) in enumerate(sizes)]
@@ -113,7 +114,7 @@ def test_frames_arrive_as_they_were_sent(
 
 
 class MessageSink(Sink):
-    """Takes small messages whole."""
+    """A `Sink` that takes small messages as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ class MessageSink(Sink):
 @example(messages=[[30, 16_384]] * 3, commands=set(), cuts=[], budget=BUDGET)
 @example(messages=[[0, 0], [0]], commands={0, 1}, cuts=[1, 2, 3], budget=1)
 @example(messages=[[300, 255]] * 2, commands=set(), cuts=[308, 309, 310], budget=1)
-def test_messages_that_come_whole_hold_the_frames_that_were_sent(
+def test_whole_messages_contain_the_sent_frames(
     messages: list[list[int]], commands: set[int], cuts: list[int], budget: int
 ) -> None:
     data, frames = b"", []
@@ -162,7 +163,7 @@ def test_messages_that_come_whole_hold_the_frames_that_were_sent(
         (zmtp.frame(b"a", True) + zmtp.frame(b"b" * 16_385, False), 0),
     ],
 )
-def test_a_message_of_one_or_two_small_frames_is_told_once(data: bytes, whole: int) -> None:
+def test_a_message_of_one_or_two_small_frames_is_delivered_once(data: bytes, whole: int) -> None:
     sink = MessageSink()
     with connected(sink) as (sender, receiver):
         feed(sender, receiver, data + zmtp.frame(b"last", False), [len(data)])
@@ -171,7 +172,7 @@ def test_a_message_of_one_or_two_small_frames_is_told_once(data: bytes, whole: i
 
 
 @pytest.mark.parametrize("flags", [8, 0x10, 0x80])
-def test_a_message_whose_second_frame_has_reserved_flags_is_refused(flags: int) -> None:
+def test_reserved_flags_in_a_messages_second_frame_are_refused(flags: int) -> None:
     sink = MessageSink()
     with connected(sink) as (sender, receiver):
         sender.sendall(zmtp.frame(b"a", True) + bytes([flags, 1]) + b"b")
@@ -183,7 +184,7 @@ def test_a_message_whose_second_frame_has_reserved_flags_is_refused(flags: int) 
 @pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("size", [2**64 - 1, 2**64 - 9, 2**64 - 50, 2**64 - 16_384, 2**63, 2**63 - 1, 2**32])
 @pytest.mark.parametrize("second", [False, True])
-def test_a_size_beyond_all_bounds_is_asked_about_and_never_taken_for_what_has_come(
+def test_a_huge_announced_size_is_reported_and_never_counted_as_received(
     sink: type[Sink], more: bool, size: int, second: bool
 ) -> None:
     class Refusing(sink):  # type: ignore[misc,valid-type] # a class that is a parameter
@@ -204,7 +205,7 @@ def test_a_size_beyond_all_bounds_is_asked_about_and_never_taken_for_what_has_co
     assert taken.frames == ([(b"first", True)] if second else [])
 
 
-def test_a_sink_that_wants_no_more_leaves_the_messages_behind_in_the_buffer() -> None:
+def test_a_paused_sink_leaves_later_messages_in_the_buffer() -> None:
     class Slow(MessageSink):
         def go_on(self) -> bool:
             return len(self.frames) % 2 == 0
@@ -217,7 +218,7 @@ def test_a_sink_that_wants_no_more_leaves_the_messages_behind_in_the_buffer() ->
         assert receiver.receive(BUDGET)
         assert (len(sink.frames), receiver.paused) == (3, True)
         assert receiver.receive(BUDGET)
-        assert (len(sink.frames), receiver.paused) == (5, True)  # it is not known yet that nothing is behind the last
+        assert (len(sink.frames), receiver.paused) == (5, True)  # it may not be the last one
         assert receiver.receive(BUDGET)
         assert (len(sink.frames), receiver.paused) == (5, False)
         sender.sendall(zmtp.frame(b"y", False))
@@ -226,7 +227,7 @@ def test_a_sink_that_wants_no_more_leaves_the_messages_behind_in_the_buffer() ->
 
 
 @given(cuts=st.lists(st.integers(0, 1 << 20), max_size=10), size=st.integers(0, 600))
-def test_commands_between_frames_are_told_apart(cuts: list[int], size: int) -> None:
+def test_commands_between_frames_are_recognised(cuts: list[int], size: int) -> None:
     data = (
         zmtp.ready(b"DEALER")
         + zmtp.frame(b"first", True)
@@ -243,7 +244,7 @@ def test_commands_between_frames_are_told_apart(cuts: list[int], size: int) -> N
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, 4096, 9000, 149_999])
-def test_a_frame_whose_rest_is_discarded_leaves_its_memory_alone(cut: int) -> None:
+def test_a_frame_whose_rest_is_discarded_leaves_memory_unchanged(cut: int) -> None:
     frame = payload(150_000, 1)
     sink = Sink(direct_from=1)
     with connected(sink) as (sender, receiver):
@@ -276,7 +277,7 @@ def test_reserved_bits_are_refused(flags: int) -> None:
     assert f"{flags:#04x}" in fails(bytes([flags, 0]))
 
 
-def test_an_overlong_command_is_refused_before_it_is_read() -> None:
+def test_an_overlong_command_is_refused_before_reading() -> None:
     message = fails(b"\x06" + struct.pack(">Q", zmtp.MAX_COMMAND_BYTES + 1))
     assert str(zmtp.MAX_COMMAND_BYTES + 1) in message and str(zmtp.MAX_COMMAND_BYTES) in message
 
@@ -300,7 +301,7 @@ def test_the_sink_may_refuse_a_frame_of_any_size() -> None:
 # ---- greeting and READY --------------------------------------------------------------------------------------------
 
 
-def test_our_greeting_is_one_we_accept() -> None:
+def test_our_own_greeting_is_accepted() -> None:
     assert len(zmtp.greeting()) == zmtp.GREETING_BYTES
     zmtp.check_greeting(zmtp.greeting())
 
@@ -330,7 +331,7 @@ def test_a_foreign_greeting_is_refused(greeting: bytes, part: str) -> None:
 
 def test_a_newer_minor_version_is_welcome() -> None:
     zmtp.check_greeting(changed(10, b"\x03\x09"))
-    zmtp.check_greeting(changed(1, bytes(8)))  # libzmq fills the signature's padding as it likes
+    zmtp.check_greeting(changed(1, bytes(8)))  # libzmq may fill the signature's padding with anything
 
 
 @given(st.binary(min_size=64, max_size=64))
@@ -341,12 +342,12 @@ def test_any_greeting_is_accepted_or_refused(data: bytes) -> None:
 @given(st.binary(max_size=300))
 @example(b"\x0bSocket-Type\x00\x00\x00\xff")
 @example(b"\x0b")
-def test_any_ready_names_a_socket_type_or_none(body: bytes) -> None:
+def test_any_ready_names_at_most_one_socket_type(body: bytes) -> None:
     assert isinstance(zmtp.socket_type(body), bytes)
 
 
 @given(st.binary(max_size=2000))
-def test_any_bytes_are_frames_or_a_zmtp_error(data: bytes) -> None:
+def test_any_bytes_decode_to_frames_or_a_zmtp_error(data: bytes) -> None:
     class Bounded(Sink):
         def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
             if size > 10_000:
@@ -368,18 +369,18 @@ def _no_other_error(call: Callable[[], None]) -> None:
 
 
 @given(st.lists(st.binary(max_size=20), max_size=6), st.integers(0, 130))
-def test_advance_keeps_what_was_not_sent(views: list[bytes], sent: int) -> None:
+def test_advance_keeps_unsent_bytes(views: list[bytes], sent: int) -> None:
     whole = b"".join(views)
     sent = min(sent, len(whole))
     assert b"".join(zmtp.advance(views, sent)) == whole[sent:]
     assert bool(b"".join(zmtp.advance(views, sent))) == (sent < len(whole))
 
 
-def test_who_waits_for_what_comes_late_uses_no_processor_time() -> None:
-    """It looks before it sleeps only while what it waits for comes at once."""
+def test_waiting_for_late_events_uses_no_cpu() -> None:
+    """The receiver polls before it sleeps only as long as the events that it waits for come quickly."""
     sink = Sink()
     with connected(sink) as (sender, receiver):
-        for _ in range(20):  # closely, so that it looks
+        for _ in range(20):  # in quick succession, so that it polls
             sender.sendall(zmtp.frame(b"x", False))
             receiver.receive(BUDGET, -1, 0.05)
         used = time.thread_time()

@@ -1,8 +1,9 @@
-"""A client of either release, for test_rolling.py: reads the same blocks again and again, and sets what it missed.
+"""A client of either release, for test_rolling.py. It reads the same blocks again and again, and sets those that it
+missed.
 
-python client.py URL sync|async    prints a JSON line a round, until its standard input is closed
+python client.py URL sync|async    prints a line of JSON in each round, until its standard input is closed
 
-Its bytes follow from a block's key, so every client checks what the others have set.
+The bytes of a block follow from its key, so every client can check the blocks of the others.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def told_to_end() -> bool:
 
 
 async def done(result: Any) -> Any:
-    """The result of a call of either client."""
+    """Return the result of a call of the synchronous or the asynchronous client."""
     return await result if inspect.isawaitable(result) else result
 
 

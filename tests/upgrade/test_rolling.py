@@ -1,6 +1,6 @@
-"""A cluster of the last release is upgraded node by node, while clients of both releases read and set.
+"""A cluster of the last release is upgraded node by node while clients of both releases read and set blocks.
 
-Only `make upgrade` runs it, because the last release is built first. The short form, which runs always, is
+Only `make upgrade` runs it, because the last release must be built first. The short form, which always runs, is
 tests/integration/test_last_release.py.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.wire.asking import Asking
+from kvstore.wire.queries import ShardQueries
 from tests.support import last_release
 from tests.support.cluster import Cluster
 from tests.support.etcd import Etcd
@@ -29,13 +29,13 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 NODES = ("n1", "n2", "n3")
-ROUNDS = 5  # of each client, between two steps
+ROUNDS = 5  # the rounds of each client between two steps
 SERVE_S = 60.0
 OLD, NEW = 3, 4  # versions of the protocol
 
 
 class Client:
-    """A client in a process of its own, and what it has found so far."""
+    """A client in a process of its own, and its results so far."""
 
     def __init__(self, name: str, release: Release, kind: str, url: str) -> None:
         self.name = name
@@ -56,7 +56,7 @@ class Client:
             self.rounds.append(json.loads(line))
 
     def work(self) -> None:
-        """Wait until it has done some rounds more."""
+        """Wait until the client has done some more rounds."""
         wanted = len(self.rounds) + ROUNDS
         wait_until(
             lambda: len(self.rounds) >= wanted or self._process.poll() is not None, SERVE_S, f"{self.name} works"
@@ -96,11 +96,11 @@ def start(cluster: Cluster, node: str, release: Release, folder: Path) -> None:
 
 
 def spoken(cluster: Cluster) -> list[int]:
-    """The version of the protocol that this release speaks with each node."""
+    """Return the protocol version that this release uses with each node."""
     versions = []
     for node in NODES:
         server = cluster.nodes[node]
-        with Asking((server.host, server.port), 5.0) as asking:
+        with ShardQueries((server.host, server.port), 5.0) as asking:
             versions.append(asking.welcome.protocol)
     return versions
 

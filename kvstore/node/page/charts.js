@@ -1,4 +1,4 @@
-// Line charts of a few lists of numbers over time, as SVG. A chart draws itself anew with each update and when its
+// Line charts of a few lists of numbers over time, as SVG. A chart is drawn again with each update and when its
 // width changes; a pointer over it shows the values at that time.
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -11,7 +11,7 @@ function shape(name, attributes, text) {
   return made;
 }
 
-// The next of 1, 2, 5, 10 … above a number, so that the axis does not jump with every look.
+// The next of 1, 2, 5, 10 … above a number, so that the axis does not jump with every poll.
 function ceiling(most) {
   if (!(most > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(most));
@@ -19,7 +19,7 @@ function ceiling(most) {
 }
 
 export class Chart {
-  // lines: names of one or two lines. format: a number to text. most: the axis' end; without it, what the numbers need.
+  // lines: names of one or two lines. format: makes text of a number. most: the axis' end; default: what they need.
   constructor(figure, lines, format, most) {
     this.lines = lines;
     this.format = format;

@@ -1,19 +1,11 @@
 // Shows /status.json and keeps it current. Names in it come from clients: they become text, never markup.
 
 import { Chart } from "./charts.js";
+import { by, count, element, fill, number, rowHeader, share, took } from "./parts.js";
 
-const PAUSE_MS = 1000; // half of what lies between two looks of the server
+const PAUSE_MS = 1000; // half of the server's time between two polls
 const PATIENCE_MS = 5000; // for an answer of the server
-const LATE_S = 10; // a look that is older than that is not current any more
-
-const by = (id) => document.getElementById(id);
-
-function element(name, content, className) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  made.append(...[content].flat());
-  return made;
-}
+const LATE_S = 10; // an older poll is not current any more
 
 // ---- numbers as text --------------------------------------------------------------------------------------------
 
@@ -24,16 +16,8 @@ function scaled(value, step, units) {
 }
 const size = (bytes) => scaled(bytes, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
 const speed = (bytes) => scaled(bytes, 1000, ["B/s", "kB/s", "MB/s", "GB/s"]);
-const count = (value) => value.toLocaleString("en");
 const rate = (value) => (value < 10 ? Number(value.toFixed(1)).toString() : scaled(value, 1000, ["", "k", "M"]));
-const share = (value) => (value === null ? "–" : `${(100 * value).toFixed(value === 1 ? 0 : 1)} %`);
 const percent = (value) => `${Math.round(100 * value)} %`;
-
-function took(seconds) {
-  if (seconds === null) return "–";
-  if (seconds < 0.001) return `${Math.round(seconds * 1e6)} µs`;
-  return seconds < 1 ? `${(seconds * 1e3).toFixed(seconds < 0.1 ? 1 : 0)} ms` : `${seconds.toFixed(1)} s`;
-}
 
 function duration(seconds) {
   const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60), days = Math.floor(hours / 24);
@@ -44,32 +28,13 @@ function duration(seconds) {
 
 // ---- tables -----------------------------------------------------------------------------------------------------
 
-const number = (text) => element("td", text, "number");
-
 function filled(used, limit) {
   const bar = element("span", element("span", ""), "bar");
   bar.firstChild.style.width = `${Math.min(100, (100 * used) / (limit || 1))}%`;
   return element("td", [`${size(used)} of ${size(limit)}`, bar]);
 }
 
-function rowHeader(content, title) {
-  const cell = element("th", content);
-  cell.scope = "row";
-  if (title) cell.title = title;
-  return cell;
-}
-
-function fill(id, rows, empty) {
-  const body = by(id).tBodies[0];
-  if (!rows.length) {
-    const cell = element("td", empty, "empty");
-    cell.colSpan = by(id).tHead.rows[0].cells.length;
-    rows = [[cell]];
-  }
-  body.replaceChildren(...rows.map((cells) => element("tr", cells)));
-}
-
-// The server names the fields of INFO that have a column in the table's head.
+// The table's head, from the server, names the fields of INFO that have a column.
 const COLUMNS = [...by("shards").tHead.rows[0].cells].filter((cell) => cell.dataset.field);
 const UNITS = { bytes: size, s: took };
 
@@ -99,6 +64,7 @@ function namespaceRow(space) {
   return [
     rowHeader(space.model || "(no name)", space.model),
     element("td", element("code", space.id.slice(0, 12))),
+    element("td", space.tenant || "–"),
     number(size(space.block_bytes)),
     number(share(space.hit_rate)),
     number(count(space.blocks)),
@@ -106,6 +72,18 @@ function namespaceRow(space) {
     number(count(space.disk_blocks)),
     number(count(space.created)),
     number(count(space.evicted)),
+  ];
+}
+
+function tenantRow(tenant) {
+  const used = (bytes, limit) => (limit === null ? element("td", size(bytes)) : filled(bytes, limit));
+  return [
+    rowHeader(tenant.tenant || "(none)"),
+    used(tenant.memory_bytes, tenant.memory_limit_bytes),
+    number(size(tenant.memory_guaranteed_bytes)),
+    used(tenant.disk_bytes, tenant.disk_limit_bytes),
+    number(count(tenant.connections)),
+    number(count(tenant.refused)),
   ];
 }
 
@@ -161,7 +139,7 @@ function showTiles(status) {
   by("tiles").replaceChildren(...tiles);
 }
 
-// A list is only touched when it has changed, so that a screen reader does not read it out every two seconds.
+// A list is replaced only when it has changed, so that a screen reader does not read it out every two seconds.
 function showMessages(status) {
   const told = JSON.stringify(status.messages);
   if (showMessages.told === told) return;
@@ -189,6 +167,8 @@ function show(status) {
   fill("requests", status.requests.map((row) => [
     rowHeader(row.verb), element("td", row.tier), number(count(row.count)), number(took(row.p50_s)), number(took(row.p99_s)),
   ]), "There was none.");
+  by("tenants-section").hidden = !status.tenants.length;
+  fill("tenants", status.tenants.map(tenantRow), "");
   fill("namespaces", status.namespaces.map(namespaceRow), "The store holds no blocks yet.");
   by("namespaces-about").textContent = "Hit rates are those of the last minute." +
     (status.namespaces_left_out ? ` ${count(status.namespaces_left_out)} more with less traffic are not shown.` : "");
@@ -211,16 +191,19 @@ function lost(reason) {
 }
 
 let timer = 0;
-let newest = { time: 0, at: 0 }; // the newest look, and when it came: clocks may differ
+let newest = { time: 0, at: 0 }; // the newest poll, and when it came: clocks may differ
 
-// -> the state; null, and says why, when there is none
+// Browsers refuse to fetch an address with a password in it. The page's own address may have one; origin has none.
+const STATUS = new URL("status.json", location.origin + location.pathname);
+
+// Returns the state. If there is none, shows why and returns null.
 async function ask() {
   try {
-    const answer = await fetch("status.json", { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+    const answer = await fetch(STATUS, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
     if (answer.ok) return await answer.json();
     lost(`The server answers ${answer.status}: ${(await answer.text()).trim()}.`);
-  } catch {
-    lost("The server does not answer.");
+  } catch (error) {
+    lost(`The server does not answer: ${error.message}.`);
   }
   return null;
 }

@@ -1,1 +1,1 @@
-"""The transports that come with kvstore: each module here is one, and its `sharing()` is what `plugins` finds."""
+"""The transports that come with kvstore. Each module here is one transport, and `plugins` finds its `sharing()`."""

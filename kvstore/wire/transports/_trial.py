@@ -1,4 +1,4 @@
-"""A library tried by a process of its own: where its native code crashes, this process does not."""
+"""Tries a library in a separate process, so that a crash of its native code does not end this process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import subprocess
 import sys
 from typing import Final
 
-TRIAL_S: Final = 30.0  # for the process; it takes about a second
+TRIAL_S: Final = 30.0  # how long the separate process may take; it needs about a second
 
 
 def trial(module: str) -> str:
-    """Run a module, as ``python -m`` does. -> why it did not end well; empty: it did."""
+    """Run a module, as ``python -m`` does. Return why it failed, or an empty string."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", module]
     try:

@@ -1,13 +1,12 @@
-"""Blocks read with NIXL: with RDMA where there is a network card for it, else with what UCX finds.
+"""Reads blocks with NIXL, which uses RDMA if a network card supports it, and otherwise the best way that UCX finds.
 
-The extra ``llm-kvstore[nixl]`` brings the library. The owner registers its pieces; a reader gets their keys, and has
-its card read blocks into memory of its own that is registered as well, from which they are copied to where they belong
-and hashed on the way. A UCX that has no such card needs the owner's help: it makes progress only inside calls. NIXL has
-a thread for that, which takes a whole core even while nothing happens, so it is not started; the owner calls `progress`
-while blocks are lent.
+The extra ``llm-kvstore[nixl]`` installs NIXL. The owner registers its pieces of memory. A reader gets their keys, and
+its card reads blocks into registered memory of the reader. From there the blocks are copied to their places, and hashed
+on the way. Without a card, UCX needs the owner's help, because it makes progress only inside calls. NIXL's thread for
+these calls always takes a whole core, so it is not started, and the owner calls `progress` while blocks are lent.
 
-Agents are made on first use, one a process: a child that was forked makes its own. Before that, another process tries
-the library: it is native code, and on some machines it crashes.
+Each process makes one agent on first use, and a forked child makes its own. Before that, a separate process tries the
+library, because it is native code that crashes on some machines.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import numpy.typing as npt
 from kvstore._cext import IdRing, LentBlocks, copy_blocks, distinct_files
 from kvstore.wire.remote_memory import (
     Handle,
-    Places,
+    Offsets,
     RemoteBlocks,
     RemoteMemoryError,
     Sums,
@@ -42,28 +41,28 @@ from kvstore.wire.remote_memory import (
 )
 from kvstore.wire.transports._trial import trial
 
-GROUP_BYTES: Final = 8 << 20  # read at a time, or one block: the next ones arrive while these are copied
-SPARE_LANDINGS: Final = 4  # kept registered for the next reads
-READ_TIMEOUT_S: Final = 1.0  # for a group; an owner that is gone may never answer, and the call waits for so long
-SPINS: Final = 200  # looks at a read that is under way, before the thread sleeps between them
+NIXL_GROUP_BYTES: Final = 8 << 20  # read at a time (at least one block), while the group before is being copied
+SPARE_LANDINGS: Final = 4  # pieces of memory that stay registered for the next reads
+READ_TIMEOUT_S: Final = 1.0  # per group, because an owner that is gone may never answer
+SPINS: Final = 200  # how often a read in progress is checked before the thread sleeps between checks
 NAP_S: Final = 50e-6
 
-_PACKAGES: Final = ("nixl_cu12", "nixl_cu13", "nixl_rocm")  # by the version of CUDA; without a GPU each of them works
+_PACKAGES: Final = ("nixl_cu12", "nixl_cu13", "nixl_rocm")  # one for each GPU platform; each works without a GPU
 
 log = logging.getLogger(__name__)
 
 
 def nixl_package() -> str:
-    """-> the name of the installed package of NIXL; empty: there is none."""
+    """Return the name of the installed NIXL package; empty if there is none."""
     return next((package for package in _PACKAGES if importlib.util.find_spec(package)), "")
 
 
 class _Piece(msgspec.Struct, array_like=True, frozen=True):
-    """What a handle says of a piece of memory."""
+    """The content of a handle to a piece of memory."""
 
     address: int
     nbytes: int
-    metadata: bytes  # the owner's agent, how to reach it, and the key to this piece alone
+    metadata: bytes  # the owner's agent, how to reach it, and the key to this piece only
 
 
 _decode_piece: Final = msgspec.msgpack.Decoder(_Piece).decode
@@ -79,13 +78,15 @@ class _Landing:
 
 @dataclass(eq=False)
 class _Owner:
-    """An agent of another process, as this process's agent knows it. `pieces`: by address, what was loaded. `problem`:
-    why it cannot be reached."""
+    """An agent of another process, as this process's agent knows it.
+
+    `pieces`: the loaded pieces, by address. `problem`: why the agent cannot be reached; empty if it can.
+    """
 
     name: str
     problem: str = ""
     pieces: dict[int, _Piece] = field(default_factory=dict)
-    reading: threading.Lock = field(default_factory=threading.Lock)  # held for a read, and to change `pieces`
+    reading: threading.Lock = field(default_factory=threading.Lock)  # held during a read, and to change `pieces`
 
 
 class Nixl:
@@ -95,7 +96,7 @@ class Nixl:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may run while its thread holds it
-        self._kept: list[Any] = []  # what must not be freed: of a process that forked, or of reads that did not end
+        self._kept: list[Any] = []  # must not be freed: made before a fork, or used by reads that did not end
         self._forget()
         os.register_at_fork(after_in_child=self._after_fork)
 
@@ -112,7 +113,7 @@ class Nixl:
 
     @property
     def agent(self) -> Any:
-        """This process's agent; for who holds the lock. Raises `OSError`."""
+        """This process's agent. The caller must hold the lock. Raises `OSError`."""
         if self._agent is None:
             api = importlib.import_module(f"{nixl_package()}._api")
             logging.getLogger("nixl").setLevel(logging.WARNING)
@@ -120,14 +121,14 @@ class Nixl:
             try:
                 config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)
                 self._agent = api.nixl_agent(f"kvstore-{uuid.uuid4().hex}", config)
-            except Exception as error:  # NIXL's errors have no base but this
+            except Exception as error:  # NIXL's errors have no other common base
                 raise OSError(f"NIXL cannot be used: {error}") from error
         return self._agent
 
     # ---- the owner -------------------------------------------------------------------------------------------
 
     def offer(self, memory: memoryview, descriptor: Callable[[], int]) -> Handle:
-        """Register memory, unless it is registered already. Raises `OSError`."""
+        """Register memory, unless it is registered already. Return its handle. Raises `OSError`."""
         address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
         with self._lock:
             if address not in self._offered:
@@ -142,7 +143,7 @@ class Nixl:
             return self._offered[address][1]
 
     def withdraw(self, memory: memoryview) -> None:
-        """End a registration: nobody can read this memory with its key any more."""
+        """End a registration, so that no process can read this memory with its key any more."""
         address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
         with self._lock:
             found = self._offered.pop(address, None)
@@ -150,12 +151,12 @@ class Nixl:
                 self.agent.deregister_memory(found[0])
 
     def progress(self) -> None:
-        """Let UCX answer those who read without a network card, or connect. Short."""
+        """Let UCX serve readers that have no network card or that are connecting. This takes little time."""
         with self._lock:
             if self._agent is not None:
                 try:
                     self._agent.get_new_notifs()
-                except Exception as error:  # see `agent`; readers that wait in vain go on in band
+                except Exception as error:  # see `agent`; readers without an answer continue in band
                     log.warning("nixl: no progress: %s", error)
 
     # ---- the reader ------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class Nixl:
         return _NixlMemory(self)
 
     def load(self, piece: _Piece) -> _Owner:
-        """Learn the key to a piece. -> its owner. Raises `RemoteMemoryError`, and `OSError` when there is no agent."""
+        """Load a piece's key, and return the owner. Raises `RemoteMemoryError`, and `OSError` if there is no agent."""
         with self._lock:
             agent = self.agent
             try:
@@ -180,7 +181,7 @@ class Nixl:
         with owner.reading:
             before = owner.pieces.get(piece.address, piece)
             owner.pieces[piece.address] = piece
-            if before != piece:  # where a piece was, there is another one: forget the old key
+            if before != piece:  # this piece has replaced another one at its address: forget the old key
                 with self._lock:
                     agent.remove_remote_agent(name)
                     for each in owner.pieces.values():
@@ -188,7 +189,7 @@ class Nixl:
         return owner
 
     def _unload(self, name: str) -> None:
-        """Nobody reads an owner's pieces any more."""
+        """Remove an owner that no connection reads from any more."""
         with self._lock:
             if self._agent is not None and name not in self._owners:
                 try:
@@ -198,9 +199,9 @@ class Nixl:
 
     @contextlib.contextmanager
     def landing(self, size: int) -> Iterator[npt.NDArray[np.uint8]]:
-        """Registered memory for two groups of blocks of this size. Raises `RemoteMemoryError`."""
-        nbytes = 2 * max(GROUP_BYTES // size, 1) * size
-        landing = self._take_landing(max(nbytes, 2 * GROUP_BYTES))
+        """Provide registered memory for two groups of blocks of this size. Raises `RemoteMemoryError`."""
+        nbytes = 2 * max(NIXL_GROUP_BYTES // size, 1) * size
+        landing = self._take_landing(max(nbytes, 2 * NIXL_GROUP_BYTES))
         try:
             yield landing.memory
         except BaseException:  # a read that did not end may still write there
@@ -224,9 +225,9 @@ class Nixl:
             except Exception as error:  # see `agent`
                 raise RemoteMemoryError(f"{nbytes} bytes cannot be registered: {error}") from error
 
-    def begin(self, owner: _Owner, local: Places, remote: Places, size: int) -> Any:
-        """Begin to read blocks from the owner's addresses to addresses here. -> the read. Raises
-        `RemoteMemoryError`."""
+    def begin(self, owner: _Owner, local: Offsets, remote: Offsets, size: int) -> Any:
+        """Begin to read blocks from addresses of the owner to addresses of this process. Return the read in progress.
+        Raises `RemoteMemoryError`."""
         with self._lock:
             agent = self.agent
             try:
@@ -238,7 +239,7 @@ class Nixl:
                 )
                 agent.transfer(read)
             except Exception as error:  # see `agent`
-                raise RemoteMemoryError(f"reading began in vain: {error}") from error
+                raise RemoteMemoryError(f"the read could not begin: {error}") from error
             return read
 
     def finish(self, read: Any) -> None:
@@ -261,10 +262,10 @@ class Nixl:
 
 @functools.cache
 def sharing() -> Nixl | None:
-    """-> what this process uses; None: NIXL does not work here, as the log says. Raises `ImportError` if it is not
-    installed. Takes a second."""
+    """Return the `Nixl` of this process, or None if NIXL does not work here; the log says why. Raises `ImportError` if
+    NIXL is not installed. The call takes a second."""
     if not nixl_package():
-        raise ImportError("NIXL is not installed; expected pip install llm-kvstore[nixl]")
+        raise ImportError("NIXL is not installed; run pip install llm-kvstore[nixl]")
     problem = trial(__name__)
     if problem:
         log.warning("nixl is not used: %s", problem)
@@ -276,8 +277,8 @@ def _register(agent: Any, address: int, nbytes: int) -> Any:
     return agent.register_memory([(address, nbytes, 0, "")], "DRAM")
 
 
-def _rows(addresses: Places, size: int) -> npt.NDArray[np.uint64]:
-    """Blocks as NIXL takes them: address, size, number of the device."""
+def _rows(addresses: Offsets, size: int) -> npt.NDArray[np.uint64]:
+    """Return the blocks in NIXL's form: a row of address, size and device number for each block."""
     rows = np.zeros((len(addresses), 3), dtype=np.uint64)
     rows[:, 0], rows[:, 1] = addresses, size
     return rows
@@ -288,10 +289,10 @@ def _text(name: str | bytes) -> str:
 
 
 class _NixlBlocks:
-    def __init__(self, nixl: Nixl, owner: _Owner, addresses: Places, size: int) -> None:
+    def __init__(self, nixl: Nixl, owner: _Owner, addresses: Offsets, size: int) -> None:
         self._nixl, self._owner, self._addresses, self._size = nixl, owner, addresses, size
 
-    def read(self, out: Any, places: Places, in_all: int = 0) -> Sums:
+    def read(self, out: Any, places: Offsets, in_all: int = 0) -> Sums:
         nixl, size, count = self._nixl, self._size, len(places)
         if self._owner.problem:
             raise RemoteMemoryError(self._owner.problem)
@@ -300,8 +301,8 @@ class _NixlBlocks:
             group = len(memory) // 2 // size
             offsets = np.arange(2 * group, dtype=np.int64) * size
 
-            def begin(start: int) -> tuple[Any, Places]:
-                """Have a group read to one half of the landing, the other half for the one after it."""
+            def begin(start: int) -> tuple[Any, Offsets]:
+                """Begin to read a group into one half of `memory`. The next group goes to the other half."""
                 addresses = self._addresses[start : start + group]
                 half = offsets[start // group % 2 * group :][: len(addresses)]
                 return nixl.begin(self._owner, half + memory.ctypes.data, addresses, size), half
@@ -325,7 +326,7 @@ class _NixlBlocks:
 
 
 class _NixlMemory:
-    """The pieces that one connection was given the keys to."""
+    """The pieces whose keys one connection has received."""
 
     waiting = 0
 
@@ -338,7 +339,7 @@ class _NixlMemory:
             os.close(descriptor)
 
     def discard(self) -> None:
-        """No descriptor belongs to a piece."""
+        """Do nothing, because no descriptor belongs to a piece."""
 
     def attach(self, number: int, nbytes: int, handle: bytes) -> None:
         try:
@@ -346,15 +347,15 @@ class _NixlMemory:
         except msgspec.DecodeError as error:
             raise RemoteMemoryError(f"piece {number}: {error}: expected an address and a key") from None
         if number in self._pieces or not 0 < nbytes == piece.nbytes or not 0 < piece.address < 1 << 63:
-            raise RemoteMemoryError(f"piece {number} of {nbytes} bytes: it is attached, or its key is of other memory")
+            raise RemoteMemoryError(f"piece {number} of {nbytes} bytes: it is attached, or its key is for other memory")
         try:
             owner = self._nixl.load(piece)
-        except (RemoteMemoryError, OSError) as error:  # its process may have ended: no fault of the message's
+        except (RemoteMemoryError, OSError) as error:  # the owner may have ended, but its message is valid
             owner = _Owner("", str(error))
         self._pieces[number] = owner, piece
 
     def attach_ring(self, nbytes: int) -> IdRing:
-        raise RemoteMemoryError("a release ring: this memory is not mapped")
+        raise RemoteMemoryError("a release ring cannot be used: this memory is not mapped")
 
     def detach(self, number: int) -> None:
         self._pieces.pop(number, None)
@@ -363,11 +364,11 @@ class _NixlMemory:
         distinct, which = distinct_files(numbers)
         missing = [number for number in distinct if number not in self._pieces]
         if missing or not distinct:
-            raise RemoteMemoryError(f"a block in piece {missing}, which was not shared")
+            raise RemoteMemoryError(f"a block is in piece {missing}, which was not shared")
         found = [self._pieces[number] for number in distinct]
         owner = next((each for each, _ in found if each.problem), found[0][0])
         if not owner.problem and any(each is not owner for each, _ in found):
-            raise RemoteMemoryError("blocks of two processes: expected those of the one that this connection goes to")
+            raise RemoteMemoryError("blocks of two processes: expected blocks of this connection's peer only")
         places = places_inside(offsets, size, which, [piece.nbytes for _, piece in found])
         starts = np.array([piece.address for _, piece in found], dtype=np.int64)
         return _NixlBlocks(self._nixl, owner, starts[which] + places, size)
@@ -377,7 +378,7 @@ class _NixlMemory:
 
 
 def _try_out() -> None:
-    """Read some memory of one agent with another. Raises what goes wrong."""
+    """Try the library: read memory of one agent with another. Raises an error if that fails."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     owner, reader = Nixl(), Nixl()
     blocks = np.arange(4 * 4096, dtype=np.uint64).view(np.uint8).reshape(-1, 4096)
@@ -392,7 +393,7 @@ def _try_out() -> None:
         owner.progress()
         reading.join(0.001)
     if not (out == blocks).all():
-        raise RuntimeError("what was read is not what was there")
+        raise RuntimeError("the bytes that were read differ from those in memory")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Copies between a CUDA device and host memory, on streams beside the model's.
+"""Makes copies between a CUDA device and host memory, on other streams than the model's.
 
-Copies out have a side stream, and each load has one of its own, so that neither direction waits for the other, and no
-load for another one. A copy is ordered with the model's work by an event on the model's stream: a copy out waits for
-all work queued before it, a copy in for all work queued before the ``Fence`` of its load. The fence is needed because
-the engine may be a step ahead of its GPU: a step that was queued earlier may still write to blocks that the scheduler
-has freed and given away since.
+All copies out of the cache use one side stream, and each load uses a stream of its own. So neither direction waits for
+the other, and no load waits for another one. An event on the model's stream orders a copy with the model's work. A copy
+out of the cache waits for all work that was queued before it. A copy into the cache waits for all work that was queued
+before the ``Fence`` of its load. The fence is needed because the engine may be a step ahead of its GPU. A step that was
+queued earlier may still write to blocks that the scheduler has meanwhile freed and given to another request.
 
-One call hands the driver up to `RUNS_PER_CALL` runs of a copy. No kernel of ours runs, and no device memory is taken.
+One call passes up to `RUNS_PER_CALL` runs of a copy to the driver. This module runs no kernels and allocates no device
+memory.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ Addresses = npt.NDArray[np.int64]
 
 
 class BatchedCopy(Protocol):
-    """``src``, ``dst``, ``sizes``: int64 tensors in host memory; addresses and bytes. ``is_src_access_order_any``: the
-    sources may be read before the stream comes to the copy, because nothing that is queued writes to them."""
+    """A function that queues copies. `src`, `dst`, `sizes`: the addresses and sizes in bytes, as int64 tensors in host
+    memory. `is_src_access_order_any`: whether the sources may be read before the stream reaches the copy, because no
+    queued work writes to them."""
 
     def __call__(
         self, src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, /, *, is_src_access_order_any: bool = False
@@ -35,30 +37,32 @@ class BatchedCopy(Protocol):
 
 def _no_adapter() -> NoReturn:
     raise RuntimeError(
-        f"kvstore: the KV cache lies on a device, and nothing copies from and to it; the engine's adapter must set "
+        f"kvstore: the KV cache is on a device, but no function copies from and to it; the engine's adapter must set "
         f"batched_copy and host_register in {__name__}"
     )
 
 
-# What copies from and to a device need of its driver. Engines have it, so an engine's adapter sets both, before it
-# makes a layout of tensors on a device.
+# Copies from and to a device need two functions of its driver. Engines have them, so an engine's adapter sets both
+# variables before it makes a layout of tensors on a device.
 #
-# batched_copy: -> the function that queues, on the current stream, copies of ``sizes[i]`` bytes from address ``src[i]``
-# to ``dst[i]`` for every i: in one call to the driver where possible (cuMemcpyBatchAsync, CUDA 12.8).
-# host_register: -> two functions: one page-locks memory given as ``(address, bytes)`` and returns False, with a
-# warning, if the system refuses; the other undoes that for an ``address``.
+# batched_copy: returns a function that queues copies on the current stream. For every i, it copies `sizes[i]` bytes
+# from address `src[i]` to address `dst[i]`. Where possible, it uses one call to the driver (cuMemcpyBatchAsync, CUDA
+# 12.8).
+# host_register: returns two functions. The first page-locks memory, given as `(address, bytes)`. It returns False, and
+# logs a warning, if the system refuses. The second unlocks the memory at an `address`.
 batched_copy: Callable[[], BatchedCopy] = _no_adapter
 host_register: Callable[[], tuple[Callable[[int, int], bool], Callable[[int], None]]] = _no_adapter
 
-# Batches of over 50 000 runs are known to have crashed a driver. A call costs microseconds, so more calls cost nothing.
+# Batches of over 50 000 runs are known to have crashed a driver. A call takes microseconds, so smaller batches cost
+# almost nothing.
 RUNS_PER_CALL = 8192
-# Memory is locked in pieces of about this size: drivers refuse hundreds of GiB in one call.
-PIECE_BYTES = 16 << 30
+# Memory is locked in pieces of about this size, because drivers refuse hundreds of GiB in one call.
+PINNED_PIECE_BYTES = 16 << 30
 
 
 class DeviceCopy:
-    """A copy on a side stream. It keeps the memory that it reads and writes alive. Thread-safe. The methods raise the
-    device's errors."""
+    """A copy on a side stream. The object keeps alive the memory that the copy reads and writes. Thread-safe. The
+    methods raise the device's errors."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device, keep: object) -> None:
         self._event = event
@@ -76,7 +80,7 @@ class DeviceCopy:
 
 
 class Runs(NamedTuple):
-    """Dense runs of bytes to copy: ``sizes[i]`` bytes between the addresses ``cache[i]`` and ``rows[i]``."""
+    """Dense runs of bytes to copy: `sizes[i]` bytes between the addresses `cache[i]` and `rows[i]`."""
 
     cache: Addresses
     rows: Addresses
@@ -84,15 +88,15 @@ class Runs(NamedTuple):
 
 
 class Fence(NamedTuple):
-    """Copies that come after it, on `stream`, wait for all work that was queued before it."""
+    """A point in the model's work. Copies after the fence, on `stream`, wait for all work that was queued before it."""
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
 
 
 class SideStreams:
-    """The copies of one device. Thread-safe. Copies out are made in the order of the calls, and so are those in of one
-    fence."""
+    """Makes the copies of one device. Thread-safe. Copies out of the cache are made in the order of the calls. So are
+    copies into the cache with the same fence."""
 
     def __init__(self, device: torch.device) -> None:
         self._copy_batch = batched_copy()
@@ -100,24 +104,27 @@ class SideStreams:
         self._out = torch.cuda.Stream(device)
 
     def fence(self) -> Fence:
-        """Called by the model's thread. -> what makes copies in wait for all work queued on its stream up to now."""
+        """Return a fence that makes copies into the cache wait for all work queued so far on the calling thread's
+        stream. Call this from the model's thread."""
         return Fence(torch.cuda.Stream(self._device), self._event_of_the_current_stream())
 
     def copy_out(self, runs: Runs, keep: object) -> DeviceCopy:
-        """Copy from the cache to the rows, after all work queued on the calling thread's stream. ``keep``: an object
-        that must outlive the copy, such as the array of the rows."""
+        """Copy from the cache to the rows, after all work queued on the calling thread's stream. `keep`: an object that
+        must live until the copy has ended, such as the array of the rows."""
         return self._copy(
             self._out, self._event_of_the_current_stream(), runs.cache, runs.rows, runs.sizes, keep, False
         )
 
     def copy_in(self, runs: Runs, keep: object, after: Fence | None) -> DeviceCopy:
-        """Copy from the rows to the cache, after the fence. Without one, blocks until the device is idle."""
-        # Not torch.cuda.device(): on leaving it, a thread that never chose a device would open a context on device 0.
+        """Copy from the rows to the cache, after the fence `after`. If it is None, this call first blocks until the
+        device is idle. `keep` is as for `copy_out`."""
+        # torch.cuda.device() is not used, because it would open a context on device 0 when it ends in a thread that
+        # never chose a device.
         torch.cuda.set_device(self._device)
         if after is None:
             torch.cuda.synchronize(self._device)
             after = self.fence()
-        # Nothing queued writes to the rows: what was copied or received there was complete before the load began.
+        # No queued work writes to the rows, because the bytes in them were complete before the load began.
         return self._copy(after.stream, after.event, runs.rows, runs.cache, runs.sizes, keep, True)
 
     def _event_of_the_current_stream(self) -> torch.cuda.Event:
@@ -135,7 +142,7 @@ class SideStreams:
         keep: object,
         any_order: bool,
     ) -> DeviceCopy:
-        """any_order: no work queued on any stream writes to what is read, so it may be read early."""
+        """`any_order`: whether the sources may be read early, because no work queued on any stream writes to them."""
         batch = [torch.from_numpy(array) for array in (src, dst, sizes)]
         done = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps instead of spinning
         with torch.cuda.stream(stream):
@@ -150,16 +157,17 @@ class SideStreams:
 def pinned_rows(
     rows: int, row_bytes: int, device: torch.device, pool: npt.NDArray[np.uint8] | None = None
 ) -> npt.NDArray[np.uint8]:
-    """Uninitialized page-locked memory of shape (rows, row_bytes), freed when the last view of it is gone. `pool`:
-    memory of that shape, at the beginning of a page, to be locked; None: it is made. Raises ValueError if the system
-    refuses to lock that much: copies from and to other memory are slow, and copies out would block the model.
+    """Return uninitialized page-locked memory of shape (rows, row_bytes). It is freed when its last view is gone.
+    `pool`: memory of that shape to lock, at the beginning of a page. If it is None, memory is allocated. Raises
+    ValueError if the system refuses to lock that much memory. Copies from and to memory that is not locked are slow,
+    and copies out of the cache would block the model.
 
-    torch's own pinned memory is not used: its size is rounded up to a power of two, up to twice what is needed.
+    torch's own pinned memory is not used, because torch rounds its size up to a power of two, which may double it.
     """
     size = rows * row_bytes
     memory = None if pool is None else pool.base
     if pool is None or memory is None:
-        # Memory is locked in whole pages, so these pages must hold nothing else.
+        # Memory is locked in whole pages, so no other data may be in these pages.
         memory = np.empty(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE, dtype=np.uint8)
         first = -memory.ctypes.data % mmap.PAGESIZE
         pool = memory[first : first + size].reshape(rows, row_bytes)
@@ -175,14 +183,14 @@ def pinned_rows(
 def lock_in_pieces(
     address: int, size: int, row_bytes: int, register: Callable[[int, int], bool], unregister: Callable[[int], None]
 ) -> list[int]:
-    """Page-lock memory with `register(address, bytes)`, which returns whether it could. -> the addresses to unlock.
-    Raises ValueError, with nothing locked, if some of it cannot be locked.
+    """Page-lock memory with `register(address, bytes)`, which returns whether it succeeded. Return the addresses to
+    unlock. If some memory cannot be locked, unlock the rest and raise ValueError.
 
-    A piece ends where a row and a page end: a copy from or to a row must not touch two pieces.
+    A piece ends where both a row and a page end, because a copy from or to a row must not touch two pieces.
     """
     locked: list[int] = []
     whole = math.lcm(row_bytes, mmap.PAGESIZE)
-    piece = max(1, PIECE_BYTES // whole) * whole
+    piece = max(1, PINNED_PIECE_BYTES // whole) * whole
     for start in range(address, address + size, piece):
         if not register(start, min(piece, address + size - start)):
             _unlock(locked, unregister)

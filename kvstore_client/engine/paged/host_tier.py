@@ -1,10 +1,11 @@
-"""The index of the host tier: which slot of the workers' host pools holds which block, and which block is evicted next.
+"""The index of the host tier. It knows which slot of the workers' host pools has which block, and which block to evict
+next.
 
-It is the server's own index (`kvstore._index.BlockIndex`) over one segment, with its eviction policies. Without a CPU
-tier (``keep=False``), blocks only wait in the slots until they are sent, and the slots are free again afterwards.
+It uses the server's index (`kvstore._index.BlockIndex`) for a single segment, with the same eviction policies. Without
+a CPU tier (``keep=False``), blocks only wait in the slots until they are sent, and the slots are free again afterwards.
 
-A slot is first reserved (being written), then committed (readable). References protect a slot from eviction while
-workers read it. Only the scheduler's thread uses this module.
+A slot is first reserved, which means that it is being written. When it is committed, it becomes readable. References
+protect a slot from eviction while workers read it. Only the scheduler's thread uses this module.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Slots = npt.NDArray[np.int32]
 
 
 class HostTier:
-    """An index of slots 0 … ``slots`` - 1. All keys must have one length. ``keep``: whether blocks stay in their slots
-    after they were sent. ``policy``: one of `BlockIndex.POLICIES`. Not thread-safe."""
+    """An index of the slots from 0 to `slots` - 1. All keys must have the same length. `keep`: whether blocks stay in
+    their slots after they were sent. `policy`: the eviction policy, one of `BlockIndex.POLICIES`. Not thread-safe."""
 
     def __init__(self, slots: int, *, keep: bool, policy: str = "default") -> None:
         self.slots = slots
@@ -34,39 +35,40 @@ class HostTier:
 
     @property
     def blocks(self) -> int:
-        """Readable blocks."""
+        """The number of readable blocks."""
         return self._index.ready if self._index is not None else 0
 
     @property
     def busy(self) -> int:
-        """Slots that are being written, and slots that are still read although their blocks were dropped."""
+        """The number of slots that are either being written, or still being read although their blocks were dropped."""
         return self._index.writing + self._index.gone if self._index is not None else 0
 
     def find(self, keys: Sequence[bytes]) -> Slots:
-        """The slot of each key, negative where the key has none."""
+        """Return the slot of each key. It is negative for a key without a slot."""
         slots = self.acquire(keys, refresh=False)
         self.release(slots)
         return slots
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count a use of the chain's leading blocks that are here. The tail of a chain is evicted before its head."""
+        """Count a use of the chain's leading blocks that have slots. The tail of a chain is evicted before its head."""
         if self._index is not None and keys:
             self._index.match_prefix(b"".join(keys), time.monotonic(), True, self._ticks(len(keys)))
 
     def acquire(self, keys: Sequence[bytes], *, refresh: bool = True) -> Slots:
-        """Like `find`, and take a reference on each slot found. ``refresh``: count this as a use of the blocks."""
+        """Do the same as `find`, and also take a reference on each slot found. `refresh`: whether to count this call as
+        a use of the blocks."""
         if self._index is None or not keys:
             return np.full(len(keys), -1, dtype=np.int32)
         return self._index.acquire(b"".join(keys), time.monotonic(), self._ticks(len(keys)), refresh)
 
     def release(self, slots: Slots | Sequence[int]) -> None:
-        """Give references back; negative slots are skipped."""
+        """Release one reference on each slot. Negative slots are skipped."""
         if self._index is not None and len(slots):
             self._index.release(np.asarray(slots, dtype=np.int32))
 
     def reserve(self, keys: Sequence[bytes]) -> Slots:
-        """Reserve a slot to write for each new key, evicting other blocks if need be. -> the slots, negative where the
-        block is known already (see `is_known`) or there is no room."""
+        """Reserve a slot for each new key, and evict other blocks if necessary. Return the slots. A slot is negative
+        either if the block is known already (see `is_known`) or if there is no room."""
         if not keys:
             return np.empty(0, dtype=np.int32)
         if self._index is None:
@@ -79,7 +81,7 @@ class HostTier:
         return self._index.reserve(packed, False, self._ticks(len(keys)))
 
     def take_evicted(self) -> list[bytes]:
-        """The keys of the blocks that were evicted since the last call."""
+        """Return the keys of the blocks that were evicted since the last call."""
         if not self._evicted or self._index is None:
             return []
         keys, size = bytes(self._evicted), self._index.key_bytes
@@ -88,25 +90,28 @@ class HostTier:
 
     @staticmethod
     def is_known(slot: int) -> bool:
-        """Whether this result of `reserve` means that the block is here or being written."""
+        """Return whether this result of `reserve` means that the block has a slot already, perhaps one that is being
+        written."""
         return slot in (BlockIndex.EXISTED, BlockIndex.DUPLICATE)
 
     def commit(self, slots: Slots | Sequence[int]) -> None:
-        """Make reserved slots readable: they have been written."""
+        """Make reserved slots readable, because they have been written."""
         if self._index is not None and len(slots):
-            # No checksums: host memory is trusted as much as the engine's own. The store has checksums of its own.
+            # The checksums are 0, because host memory is trusted as much as the engine's own memory. The store has
+            # checksums of its own.
             self._index.commit(
                 np.asarray(slots, dtype=np.int32), np.zeros(len(slots), dtype=np.uint64), self._ticks(len(slots))
             )
 
     def link(self, keys: Sequence[bytes], parents: Sequence[bytes | None]) -> None:
-        """Say which block each one follows in its chain (None: it is the first): it is evicted before that one."""
+        """Set the parent of each block in its chain (None for the first block). A block is evicted before its
+        parent."""
         if self._index is not None and keys:
             nothing = bytes(len(keys[0]))
             self._index.link(b"".join(keys), b"".join(parent or nothing for parent in parents))
 
     def abort(self, slots: Slots | Sequence[int]) -> None:
-        """Free reserved slots: they will not be written. Negative slots are skipped."""
+        """Free reserved slots that will not be written. Negative slots are skipped."""
         if self._index is not None and len(slots):
             self._index.abort(np.asarray(slots, dtype=np.int32))
 

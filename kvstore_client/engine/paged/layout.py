@@ -1,22 +1,24 @@
-"""The engine's paged KV cache, seen as blocks of bytes, and the copies of blocks between it and host memory.
+"""Presents the engine's paged KV cache as blocks of bytes, and copies these blocks from and to host memory.
 
-An engine hands over every layer's cache as a tensor of logical shape (num_blocks, heads, tokens, content), where
-content is K and V together, with whatever strides the attention backend asked for. With small kernel blocks the shape
-is (num_blocks * r, ...). The content is the backend's own (the CPU backend stores K in tiles of the instruction set),
-so a block is opaque here: for every layer, in layer order, the page's bytes in the order they have in memory. This
-order gives the longest runs to copy. ``description`` records it, because two engines that share blocks must have it in
-common.
+An engine passes the cache of every layer as a tensor. The tensor's logical shape is (num_blocks, heads, tokens,
+content), where content is K and V together. The strides are chosen by the attention backend. If the kernel's blocks are
+smaller than the engine's, the shape is (num_blocks * r, ...).
 
-Layers may have pages of different sizes. In a model with several groups of layers, caches of different groups lie over
-each other, since a block belongs to one group at a time; if their pages differ, such as those of attention and of
-states, the block has all bytes that any of them covers.
+The content has the backend's own format. For example, the CPU backend stores K in tiles of the instruction set. So this
+module treats a block as opaque bytes. A block has the bytes of the page of every layer, in layer order. Within a page,
+the bytes are in memory order, which gives the longest runs to copy. `description` records this order, because engines
+that share blocks must use the same one.
 
-A block may be cut into parts of as many layers each, which are copied one by one, while others are still computed.
-Then a row is one part, and each block has as many rows, one after the other.
+Layers may have pages of different sizes. In a model with several groups of layers, caches of different groups overlay
+each other, because a block belongs to only one group at a time. If the pages of these groups differ, as those of
+attention and of states do, the block has all bytes that any of the pages covers.
 
-Parts are copied straight between the paged tensors and the rows of a pool, one copy of every byte. ``kvstore._cext``
-copies host tensors: within the call, but for large copies out of the cache, which a thread makes. Tensors of a CUDA
-device are copied on a side stream, as the dense runs of bytes that ``runs`` finds.
+A block may be cut into slices, each with the same number of layers. Each slice can be copied while later ones are still
+being computed. A row then has one slice, and the slices of a block are in consecutive rows.
+
+Slices are copied directly between the paged tensors and the rows of a pool, so every byte is copied once. Host tensors
+are copied by `kvstore._cext`. It copies within the call, except for large copies out of the cache, which a thread
+makes. Tensors of a CUDA device are copied on a side stream, as the dense runs of bytes that `runs` finds.
 """
 
 from __future__ import annotations
@@ -53,17 +55,17 @@ def _shared_rows(rows: int, row_bytes: int) -> Rows | None:
 
 
 class Copy(Protocol):
-    """A copy under way. The caller keeps it until it is done. Thread-safe."""
+    """A copy in progress. The caller keeps it until it is done. Thread-safe."""
 
     def done(self) -> bool:
-        """Whether the copy is done. Never blocks."""
+        """Return whether the copy is done. Never blocks."""
 
     def wait(self) -> None:
-        """Blocks until the copy is done."""
+        """Block until the copy is done."""
 
     def order(self) -> None:
-        """Have what the calling thread's stream is given from now on wait for the copy. Devices: never blocks. Host
-        tensors: blocks until the copy is done."""
+        """Make all work that is queued on the calling thread's stream from now on wait for the copy. For a device, this
+        never blocks. For host tensors, it blocks until the copy is done."""
 
 
 class FinishedCopy:
@@ -80,64 +82,69 @@ class FinishedCopy:
 
 
 class DetachedError(RuntimeError):
-    """The cache's memory is not there: the engine sleeps."""
+    """The cache's memory is not available, because the engine sleeps."""
 
     def __init__(self) -> None:
         super().__init__("kvstore: the engine sleeps, so its KV cache is not in memory; expected one that is awake")
 
 
-def rows_of(slots: Sequence[int], parts: int, part: int) -> list[int]:
-    """The rows of the host pool where this one of so many parts of the blocks in these slots is."""
-    return [slot * parts + part for slot in slots]
+def rows_of(slots: Sequence[int], slices: int, slice_index: int) -> list[int]:
+    """Return the rows of the host pool that have slice `slice_index` of the blocks in these slots. `slices`: the number
+    of slices of a block."""
+    return [slot * slices + slice_index for slot in slots]
 
 
 class BlockLayout:
-    """Copies the parts of blocks between KV cache tensors and rows of ``part_bytes`` bytes: ``parts`` of them a block,
-    1 unless that was asked for.
+    """Copies the slices of blocks between KV cache tensors and rows. A row has `slice_bytes` bytes. A block has
+    `slices` slices, by default 1.
 
-    The tensors belong to the engine and live as long as it does, at one address; their memory may be taken away and be
-    given back in between, see ``detach``. For host tensors, the caller orders the copies with the model's own reads and
-    writes; for tensors of a device see each method.
+    The tensors belong to the engine and exist as long as it does, always at the same address. Their memory may be freed
+    and allocated again meanwhile; see `detach`. For host tensors, the caller must order the copies with the model's own
+    reads and writes. For tensors of a device, see each method.
     """
 
     def __init__(
-        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, ranges: int = 1, *, parts: int = 1
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, ranges: int = 1, *, slices: int = 1
     ) -> None:
-        """kv_caches: layer name -> tensor, as given to ``register_kv_caches``. Layers that share one cache appear
-        once in a block. ranges: a part has so many ranges of heads, one after the other, each as a block of its own
-        would be. parts: of consecutive layers, as many in each. Raises ValueError when there is no cache, when the
-        pages of the layers overlap in part or cannot be cut into these ranges, when the layers cannot be cut
-        into these parts, or when the tensors lie neither on the CPU nor on one CUDA device."""
+        """Raises ValueError if there are no tensors, if they are not all on the CPU or all on one CUDA device, or if
+        pages overlap in part. It is also raised if the layers cannot be cut into these ranges or slices.
+
+        kv_caches: the tensor of each layer, by layer name, as passed to `register_kv_caches`. If several layers share a
+            cache, a block has it once.
+        ranges: the number of consecutive ranges of heads in a slice. Each has the bytes of a block of only these heads.
+        slices: the number of slices of a block. Each has the same number of consecutive layers.
+        """
         views: dict[tuple[object, ...], torch.Tensor] = {}
-        viewing: dict[str, int] = {}  # layer name -> the number of its view
+        viewing: dict[str, int] = {}  # the number of each layer's view, by layer name
         for name in sorted(kv_caches, key=_layer_order):
             tensor = kv_caches[name]
             view = (tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype)
             views.setdefault(view, tensor)
             viewing[name] = list(views).index(view)
         if not views:
-            raise ValueError("kvstore: the engine registered no KV cache, there is nothing to store")
+            raise ValueError("kvstore: the engine registered no KV cache, so there is nothing to store")
         whole, numbers = merged_caches(list(views.values()), num_blocks)
-        sharing = {name: numbers[view] for name, view in viewing.items()}  # layer name -> the number of its cache
-        if len(whole) % parts:
+        sharing = {name: numbers[view] for name, view in viewing.items()}  # the number of each layer's cache
+        if len(whole) % slices:
             raise ValueError(
-                f"kvstore: layer_parts is {parts}, but a block has the caches of {len(whole)} layers on this rank; "
-                "expected a divisor of that"
+                f"kvstore: layer_parts is {slices}, but a block has the caches of {len(whole)} layers on this rank; "
+                "expected a divisor of this number"
             )
-        layers = len(whole) // parts
-        by_part = [
+        layers = len(whole) // slices
+        by_slice = [
             [piece for cut in zip(*(_cut(tensor, ranges) for tensor in some), strict=True) for piece in cut]
             for some in (whole[first : first + layers] for first in range(0, len(whole), layers))
         ]
-        tensors = list(itertools.chain.from_iterable(by_part))
+        tensors = list(itertools.chain.from_iterable(by_slice))
 
         self.num_blocks = num_blocks
-        self.parts = parts
-        # All layers that read or write a part.
+        self.slices = slices
+        # For each slice, all layers that read or write it.
         self.layers = [
-            frozenset(name for name, cache in sharing.items() if cache // layers == part) for part in range(parts)
+            frozenset(name for name, cache in sharing.items() if cache // layers == slice_index)
+            for slice_index in range(slices)
         ]
-        paged = [[pages_of_bytes(tensor, num_blocks) for tensor in some] for some in by_part]
+        paged = [[pages_of_bytes(tensor, num_blocks) for tensor in some] for some in by_slice]
         devices = {tensor.device for tensor in tensors}
         self._device = devices.pop()
         if devices or self._device.type not in ("cpu", "cuda"):
@@ -146,21 +153,21 @@ class BlockLayout:
                 "it must lie on the CPU or on one CUDA device"
             )
         self._strips = [_strips(some) for some in paged] if self._device.type == "cpu" else None
-        self._host_copies = HostCopies()  # has no thread before it is used
+        self._host_copies = HostCopies()  # starts its thread when it is first used
         self._streams = SideStreams(self._device) if self._device.type == "cuda" else None
         self._runs = [_runs_of(some) for some in paged]
         self._access = threading.Condition()
         self._detached = False
-        self._starting = 0  # calls that begin a copy, or make one
+        self._starting = 0  # calls that are starting or making a copy
 
         sizes = {int(runs.sizes.sum()) for runs in self._runs}
         if len(sizes) > 1:
             raise ValueError(
-                f"kvstore: layer_parts is {parts}, but the layers of this model differ in their pages, so parts of as "
-                f"many layers have {', '.join(map(str, sorted(sizes)))} bytes; expected one size. Leave out layer_parts"
+                f"kvstore: layer_parts is {slices}, but the layers of this model differ in their pages, so slices with "
+                f"the same number of layers have {', '.join(map(str, sorted(sizes)))} bytes. Leave out layer_parts"
             )
-        [self.part_bytes] = sizes
-        # One layer of each range of heads says it for all: the ranges of a page are alike.
+        [self.slice_bytes] = sizes
+        # The first range of heads of each layer is enough, because all ranges of a page are alike.
         kinds = Counter(kind(_cut(tensor, ranges)[0]) for tensor in views.values())
         self.dtype = "/".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in views.values()))
         self.description = "+".join(f"{count}x{kind}" for kind, count in kinds.items())
@@ -169,32 +176,32 @@ class BlockLayout:
 
     @property
     def block_bytes(self) -> int:
-        """The size of all parts of a block."""
-        return self.part_bytes * self.parts
+        """The size of all slices of a block together, in bytes."""
+        return self.slice_bytes * self.slices
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the cache lies on a device."""
+        """Whether the cache is on a device."""
         return self._streams is not None
 
     def pool(self, rows: int, shared: bool = False) -> Rows:
-        """Uninitialized host memory of shape (rows, part_bytes), uint8: page-locked if the cache lies on a device,
-        else pages that nobody has touched yet. `shared`: memory from which a server on this host copies blocks by
-        itself, if the system has such memory."""
-        memory = _shared_rows(rows, self.part_bytes) if shared else None
+        """Return uninitialized host memory of shape (rows, slice_bytes) and type uint8. If the cache is on a device,
+        the memory is page-locked; otherwise its pages are untouched. `shared`: whether to use memory from which a
+        server on this host can itself copy blocks, if the system supports it."""
+        memory = _shared_rows(rows, self.slice_bytes) if shared else None
         if memory is not None:
             return self.locked(memory)
         if self._streams is not None:
-            return pinned_rows(rows, self.part_bytes, self._device)
-        return np.empty((rows, self.part_bytes), dtype=np.uint8)
+            return pinned_rows(rows, self.slice_bytes, self._device)
+        return np.empty((rows, self.slice_bytes), dtype=np.uint8)
 
     def locked(self, pool: Rows) -> Rows:
-        """The same memory, from `host_memory`: page-locked if the cache lies on a device."""
-        return pool if self._streams is None else pinned_rows(len(pool), self.part_bytes, self._device, pool)
+        """Return the same memory, which must come from `host_memory`. It is page-locked if the cache is on a device."""
+        return pool if self._streams is None else pinned_rows(len(pool), self.slice_bytes, self._device, pool)
 
     def detach(self) -> None:
-        """The cache's memory is about to be taken away. When this returns, no copy is under way that a device makes, or
-        into host tensors, and none begins before ``attach``. Waits for those that have begun."""
+        """Prepare for the cache's memory to be freed. This waits for copies that have begun. When it returns, no copy
+        by a device or into host tensors is in progress, and none begins before `attach`."""
         with self._access:
             self._detached = True
             self._access.wait_for(lambda: not self._starting)
@@ -202,7 +209,7 @@ class BlockLayout:
             torch.cuda.synchronize(self._device)
 
     def attach(self) -> None:
-        """The cache's memory is there again, with anything in it."""
+        """Allow copies again, because the cache's memory is back. Its content does not matter."""
         with self._access:
             self._detached = False
 
@@ -220,57 +227,64 @@ class BlockLayout:
                 self._access.notify_all()
 
     def fence(self) -> Fence | None:
-        """Called by the model's thread before other threads may call ``swap_in``, for each load. -> what its copies
-        wait for: all work queued on the model's stream by now, such as writes of earlier steps to blocks that were
-        given to another request since. Never blocks; None for host tensors."""
+        """Return the fence of a load, or None for host tensors. The load's copies then wait for all work that is queued
+        on the model's stream now. This work may include writes of earlier steps to blocks that now belong to another
+        request. For each load, the model's thread must call this before other threads call `swap_in`. Never blocks."""
         return self._streams.fence() if self._streams is not None else None
 
-    def swap_out(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int], part: int = 0) -> Copy:
-        """Copy this part of block ``block_ids[i]`` to ``pool[slots[i]]``, after all work queued on the calling thread's
-        stream: the model's thread calls this behind the part's last layer. Host tensors: done on return up to
-        `AT_ONCE_BYTES`, else in the background. Devices: never blocks if the pool is page-locked memory from ``pool``.
+    def swap_out(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int], slice_index: int = 0) -> Copy:
+        """Copy this slice of block `block_ids[i]` to `pool[slots[i]]`, after all work queued on the calling thread's
+        stream. The model's thread calls this after the slice's last layer. For host tensors, a copy of up to
+        `AT_ONCE_BYTES` is done on return, and a larger one runs in the background. For a device, this never blocks if
+        the pool is page-locked memory from `pool`.
 
         Until the copy is done, the blocks must not change and the slots must not be used. Raises IndexError for a block
-        or a slot that does not exist, ValueError for a pool that does not fit, and DetachedError, before any byte
-        moves. If a slot is given twice, it is undefined which block it holds.
+        or a slot that does not exist, ValueError for a pool of another shape, and DetachedError after `detach`. After
+        an error, nothing was copied. If a slot is given twice, it is undefined which block it gets.
         """
         with self._attached():
             if self._streams is not None:
-                return self._streams.copy_out(self.runs(block_ids, pool, slots, part), keep=pool)
+                return self._streams.copy_out(self.runs(block_ids, pool, slots, slice_index), keep=pool)
             self._check_rows(pool)
             ids, places = self._checked_indices(block_ids, pool, slots)
-            if len(ids) * self.part_bytes > AT_ONCE_BYTES:
-                return self._host_copies.start(functools.partial(self._gather, ids, pool, places, part))
-            self._gather(ids, pool, places, part)
+            if len(ids) * self.slice_bytes > AT_ONCE_BYTES:
+                return self._host_copies.start(functools.partial(self._gather, ids, pool, places, slice_index))
+            self._gather(ids, pool, places, slice_index)
             return FinishedCopy()
 
-    def _gather(self, block_ids: Addresses, pool: Rows, slots: Addresses, part: int) -> None:
-        for strip, rows in self._by_strip(pool, part):
+    def _gather(self, block_ids: Addresses, pool: Rows, slots: Addresses, slice_index: int) -> None:
+        for strip, rows in self._by_strip(pool, slice_index):
             _cext.gather(strip, block_ids, rows, slots=slots)
 
     def swap_in(
-        self, pool: Rows, slots: Sequence[int], block_ids: Sequence[int], after: Fence | None = None, part: int = 0
+        self,
+        pool: Rows,
+        slots: Sequence[int],
+        block_ids: Sequence[int],
+        after: Fence | None = None,
+        slice_index: int = 0,
     ) -> Copy:
-        """Copy ``pool[slots[i]]`` to this part of block ``block_ids[i]``. Called by any thread. Host tensors: done on
-        return. Devices: after the ``fence``; without one, after all work that was queued, for which the call waits.
+        """Copy `pool[slots[i]]` to this slice of block `block_ids[i]`. Any thread may call this. For host tensors, the
+        copy is done on return. For a device, the copy waits for the fence `after`. Without a fence, the call itself
+        waits for all queued work.
 
-        From the fence until the copy is done, nobody else may use these blocks or change the slots. Raises as
-        ``swap_out``. One slot may be copied to several blocks.
+        From the fence until the copy is done, no other code may use these blocks or change the slots. Raises the same
+        errors as `swap_out`. A slot may be copied to several blocks.
         """
         with self._attached():
             if self._streams is not None:
-                return self._streams.copy_in(self.runs(block_ids, pool, slots, part), pool, after)
+                return self._streams.copy_in(self.runs(block_ids, pool, slots, slice_index), pool, after)
             self._check_rows(pool)
-            for strip, rows in self._by_strip(pool, part):
+            for strip, rows in self._by_strip(pool, slice_index):
                 _cext.scatter(rows, strip, _int64(block_ids), slots=_int64(slots))
             return FinishedCopy()
 
-    def runs(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int], part: int = 0) -> Runs:
-        """Where the bytes of this part of these blocks lie, in the cache and in the rows of the pool, as few dense runs
-        as possible. Raises as ``swap_out``."""
+    def runs(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int], slice_index: int = 0) -> Runs:
+        """Return the addresses of this slice of these blocks, both in the cache and in the rows of the pool, as the
+        fewest dense runs. Raises the same errors as `swap_out`, except DetachedError."""
         self._check_rows(pool)
         ids, places = self._checked_indices(block_ids, pool, slots)
-        runs = self._runs[part]
+        runs = self._runs[slice_index]
         cache = runs.addresses + ids[:, np.newaxis] * runs.strides
         rows = runs.offsets + (pool.ctypes.data + places[:, np.newaxis] * pool.strides[0])
         return Runs(cache.ravel(), rows.ravel(), np.tile(runs.sizes, len(ids)))
@@ -282,22 +296,22 @@ class BlockLayout:
             raise ValueError(f"kvstore: {len(block_ids)} blocks cannot be copied from or to {len(slots)} slots")
         return _checked(block_ids, self.num_blocks, "block"), _checked(slots, len(pool), "slot")
 
-    def _by_strip(self, pool: Rows, part: int) -> Iterator[tuple[Sequence[Rows], Rows]]:
-        """Pages of one shape, and the columns of the pool for them; for all of a part."""
+    def _by_strip(self, pool: Rows, slice_index: int) -> Iterator[tuple[Sequence[Rows], Rows]]:
+        """For each strip of the slice, yield its pages and the columns of the pool that have their bytes."""
         assert self._strips is not None
-        for strip in self._strips[part]:
+        for strip in self._strips[slice_index]:
             yield strip.pages, pool[:, strip.first : strip.end]
 
     def _check_rows(self, pool: Rows) -> None:
-        if pool.dtype != np.uint8 or pool.shape[1:] != (self.part_bytes,) or (len(pool) and pool.strides[1] != 1):
+        if pool.dtype != np.uint8 or pool.shape[1:] != (self.slice_bytes,) or (len(pool) and pool.strides[1] != 1):
             raise ValueError(
-                f"kvstore: the pool must be dense rows of {self.part_bytes} bytes, got shape {pool.shape} "
-                f"of {pool.dtype}, strides {pool.strides}"
+                f"kvstore: the pool has shape {pool.shape}, type {pool.dtype} and strides {pool.strides}; expected "
+                f"dense rows of {self.slice_bytes} bytes, of type uint8"
             )
 
 
 class _Strip(NamedTuple):
-    """Pages of one shape that follow each other in a row, and the bytes of the row that they are."""
+    """Consecutive pages of the same shape. Their bytes are those from `first` to `end` of a row."""
 
     pages: list[Rows]
     first: int
@@ -305,7 +319,8 @@ class _Strip(NamedTuple):
 
 
 def _strips(pages: Sequence[torch.Tensor]) -> list[_Strip]:
-    """Those of a part. A host tensor and its array share memory, so scatter writes into the engine's cache."""
+    """Return the strips of a slice. A host tensor and its array share memory, so `_cext.scatter` writes into the
+    engine's cache."""
     strips: list[_Strip] = []
     end = 0
     for _, some in itertools.groupby(pages, lambda page: page.shape[1:]):
@@ -316,20 +331,20 @@ def _strips(pages: Sequence[torch.Tensor]) -> list[_Strip]:
 
 
 def _cut(tensor: torch.Tensor, ranges: int) -> list[torch.Tensor]:
-    """The ranges of heads of a layer's cache. Raises ValueError if it has no heads to cut."""
+    """Return a layer's cache cut into ranges of heads. Raises ValueError if the cache cannot be cut in this way."""
     if ranges == 1:
         return [tensor]
     if tensor.ndim != 4 or tensor.shape[1] % ranges:
         raise ValueError(
             f"kvstore: a KV cache tensor of shape {tuple(tensor.shape)} cannot be cut into {ranges} ranges of heads; "
-            "expected (blocks, heads, tokens, content), and a multiple of so many heads. Leave out head_shards"
+            "expected (blocks, heads, tokens, content), with a multiple of that number of heads. Leave out head_shards"
         )
     return list(tensor.chunk(ranges, dim=1))
 
 
-class _PartRuns(NamedTuple):
-    """The dense runs of one part of a block, in the order of its bytes: their ``addresses`` in block 0, the ``strides``
-    to the next block, their ``offsets`` in a row and their ``sizes``, all in bytes."""
+class _SliceRuns(NamedTuple):
+    """The dense runs of one slice of a block, in the order of its bytes. `addresses` are those in block 0, `strides`
+    are the distances to the next block, and `offsets` are the positions in a row. All values are in bytes."""
 
     addresses: Addresses
     strides: Addresses
@@ -337,8 +352,9 @@ class _PartRuns(NamedTuple):
     sizes: Addresses
 
 
-def _runs_of(pages: Sequence[torch.Tensor]) -> _PartRuns:
-    """The runs of all pages. Adjoining runs, such as those of layers that lie side by side, become one."""
+def _runs_of(pages: Sequence[torch.Tensor]) -> _SliceRuns:
+    """Return the runs of all pages. Adjoining runs, such as those of layers that are adjacent in memory, become one
+    run."""
     runs: list[tuple[int, int, int]] = []  # address, stride, size
     for page in pages:
         starts, size = dense_runs(page)
@@ -349,7 +365,7 @@ def _runs_of(pages: Sequence[torch.Tensor]) -> _PartRuns:
             else:
                 runs.append((address, stride, size))
     addresses, strides, sizes = np.array(runs, dtype=np.int64).T
-    return _PartRuns(addresses, strides, np.cumsum(sizes) - sizes, sizes)
+    return _SliceRuns(addresses, strides, np.cumsum(sizes) - sizes, sizes)
 
 
 def _int64(indices: Sequence[int]) -> Addresses:
@@ -360,10 +376,10 @@ def _checked(indices: Sequence[int], count: int, what: str) -> Addresses:
     checked = _int64(indices)
     wrong = checked[(checked < 0) | (checked >= count)]
     if len(wrong):
-        raise IndexError(f"kvstore: {what} {wrong[0]} is not there, they are 0 .. {count - 1}; nothing was copied")
+        raise IndexError(f"kvstore: {what} {wrong[0]} does not exist, expected 0 to {count - 1}; nothing was copied")
     return checked
 
 
 def _layer_order(name: str) -> list[tuple[int, int, str]]:
-    """Sort key that puts layer 10 after layer 9: digits compare as numbers."""
+    """Return a sort key that compares digits as numbers, so that layer 10 comes after layer 9."""
     return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name) if part]

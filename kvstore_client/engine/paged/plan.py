@@ -1,8 +1,8 @@
-"""The messages between the halves of an adapter: a plan for every step, and the workers' reports.
+"""The messages between the two halves of an adapter: a plan for every step, and the workers' reports.
 
-Both travel pickled through the engine. A *slot* is a row of every worker's host pool. The scheduler's half alone
-assigns slots, so that slot 7 holds the parts of one and the same block on all ranks. Ranks with the same part may have
-one pool in common.
+The engine transmits both of them pickled. A *slot* is a place for a block in every worker's host pool. Only the
+scheduler's half assigns slots, so that a slot has slices of the same block on all ranks. Ranks that have the same slice
+may share one pool.
 """
 
 from __future__ import annotations
@@ -14,43 +14,51 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvstore_client import Namespace
-from kvstore_client.engine.parts import HeadParts
+from kvstore_client.engine.slices import HeadSlices
 from kvstore_client.engine.transfer_out import SendAs
 
-# In the place of the check of a load, or of saves: none will agree.
+# Takes the place of the number of a check if no rank will agree.
 VOID: Final = -1
 
 
 @dataclass(frozen=True)
 class RankStore:
-    """What the scheduler's half must know of a worker: the namespace of its part of every block, how many blocks its
-    host pool has room for, which ranges of heads it has, if blocks are kept as such, in how many parts of layers the
-    store has each block, whether other ranks have the same host pool, and whether it can check its weights."""
+    """The description of a worker for the scheduler's half.
+
+    namespace: the namespace of the worker's slice of every block.
+    slots: the number of blocks for which its host pool has room.
+    head_slices: the worker's ranges of heads, if blocks are kept in such ranges.
+    layer_parts: the number of layer slices of each block in the store.
+    shares_rows: whether other ranks use the same host pool.
+    checks: whether the worker can check its weights.
+    """
 
     namespace: Namespace
     slots: int
-    head_parts: HeadParts | None = None
+    head_slices: HeadSlices | None = None
     layer_parts: int = 1
     shares_rows: bool = False
     checks: bool = False
 
     @property
-    def part(self) -> tuple[str, HeadParts | None]:
-        """Equal for ranks that have the same part of every block."""
-        return self.namespace.id, self.head_parts
+    def slice_id(self) -> tuple[str, HeadSlices | None]:
+        """A value that is equal for ranks that have the same slice of every block."""
+        return self.namespace.id, self.head_slices
 
 
 @dataclass
 class Load:
-    """Blocks that must be in the cache before ``request_id`` may run.
+    """Blocks that must be in the cache before request `request_id` may run.
 
-    The worker copies ``host_slots[i]`` to cache block ``host_block_ids[i]``. It fetches block ``keys[i]`` from the
-    store into ``slots[i]``, where the block stays for later, and copies it to cache block ``block_ids[i]``. With
-    ``slots`` None it fetches into staging rows of its own instead, or, if ranks have a pool in common, through the
-    rows of ``passage`` there. What has not come ``within_s``, from when its turn begins, or ``latest_s`` from now, is
-    missing; with ``waits``, blocks that are promised are waited for ``within_s``, from now on. ``number``: of this
-    load, the same for all ranks; each load has a higher one. ``check``: the check of the weights that must agree before
-    the blocks are used; 0: none.
+    The worker copies slot `host_slots[i]` to cache block `host_block_ids[i]`. It fetches block `keys[i]` from the store
+    into slot `slots[i]`, where the block stays for later, and copies it to cache block `block_ids[i]`. If `slots` is
+    None, the worker fetches into staging rows of its own. If ranks share a pool, it fetches into the rows of `passage`
+    in that pool instead.
+
+    Blocks are missing if they have not come `within_s` seconds after the transfer began, or `latest_s` seconds from
+    now. With `waits`, the worker waits for promised blocks, and `within_s` counts from now. `number`: the load's
+    number, which is the same on all ranks and rises from load to load. `check`: the check of the weights that must
+    agree before the blocks are used, or 0 if none is needed.
     """
 
     request_id: str
@@ -68,8 +76,9 @@ class Load:
 
 
 class SavedBlock(NamedTuple):
-    """A block to save: from ``slot`` it is sent to the store as ``key``, which follows ``parent`` in its chain.
-    ``block_id``: the block of the cache that is copied to the slot before; None: the slot has it already."""
+    """A block to save. It is sent from slot `slot` to the store under `key`, which follows `parent` in its chain.
+    `block_id`: the cache block that is first copied to the slot. It is None if the slot has the block already. `how`:
+    how it is sent."""
 
     key: bytes
     slot: int
@@ -80,12 +89,12 @@ class SavedBlock(NamedTuple):
 
 @dataclass
 class Saves:
-    """Blocks to save that are complete at the end of a step: ``copied`` out of the cache and sent, or in their slots
-    already and only ``sent``.
+    """Blocks that are complete at the end of a step and are to be saved. Blocks in `copied` are copied out of the cache
+    and then sent. Blocks in `sent` are in their slots already and are only sent.
 
-    ``job``: the number of these saves in the workers' reports. ``check``: the check of the weights that must agree on
-    all ranks before a block is sent; 0: none. ``generations``: in which the blocks were made, by the ids of the
-    namespaces.
+    `job`: the number of these saves in the workers' reports. `check`: the check of the weights that must agree on all
+    ranks before a block is sent, or 0 if none is needed. `generations`: the generations in which the blocks were
+    computed, by namespace id.
     """
 
     job: int
@@ -102,17 +111,21 @@ class Saves:
 class StepPlan:
     """The workers' tasks in one step.
 
-    cancelled: requests that have ended while their load is under way; it may end at once, and is reported as ever.
-    held: finished request -> a job; the engine keeps the request's blocks until all copies up to that job are made.
-    reusing: blocks of preempted requests, or blocks behind a window, may be given to others in this step, so copies out
-        of them must end first.
-    idle: no token is computed in this step; the engine comes back at once.
-    ending: the engine was told to end, and computes nothing any more.
-    check: the number of the check of the weights to be made before the step; 0: none.
-    covering: of the check that vouches for what this step computes; it may be a later step's.
-    agreed: all ranks agree up to this check.
-    weights: what the keys take the weights to be called; None: nothing is loaded or saved.
-    void_jobs, void_loads: jobs below, and loads up to these numbers are not to be sent or used any more.
+    loads: the loads to begin.
+    cancelled: requests that ended during their load. The load may end at once, and is still reported.
+    saves: the blocks to save, None if there are none.
+    held: for each finished request, the number of a job. The engine keeps the request's blocks until all copies of jobs
+        up to that number are made.
+    reusing: whether blocks of preempted requests, or blocks before a window, may be given to other requests in this
+        step. If so, copies out of these blocks must end first.
+    idle: whether no token is computed in this step. If so, the engine begins the next step at once.
+    ending: whether the engine is shutting down and computes nothing more.
+    check: the number of the check of the weights to make before the step, or 0 if none is to be made.
+    covering: the check on which the use of this step's blocks depends. It may be made in a later step.
+    agreed: the newest check up to which all ranks agree.
+    weights: the name of the weights that the keys assume. If it is None, nothing is loaded or saved.
+    void_jobs: blocks of jobs with lower numbers must not be sent any more.
+    void_loads: blocks of loads up to this number must not be used any more.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -132,18 +145,19 @@ class StepPlan:
 
 @dataclass
 class WorkerReport:
-    """What the workers have finished since their last report, counted in ranks.
+    """The results of the workers since their last report. The counters count ranks.
 
-    stores: of the workers whose first report this is.
-    copied: job -> ranks that have made its copies out of the cache, or given them up.
-    broken: jobs whose copies some rank has given up.
-    released: (job, slot) -> ranks that will not read the slot for this job any more.
-    stored: (job, slot) -> ranks that know the store to have their parts, of those that are released.
-    arrived_blocks, arriving_seconds: what came from the store, and for how long blocks were on their way.
-    agreed: check -> ranks whose weights are what they were.
-    changed: checks at which those of some rank were not.
-    check_seconds: what the last check took of the slowest rank's time.
-    names: rank -> what it was told that its weights are called.
+    stores: a description of each worker that reports for the first time.
+    copied: for each job, the number of ranks that have either made its copies out of the cache or given them up.
+    broken: the jobs whose copies at least one rank has given up.
+    released: for each job and slot, the number of ranks that will not read the slot for this job any more.
+    stored: for each job and slot, how many of these ranks know that the store has their slices.
+    arrived_blocks: the number of blocks that came from the store.
+    arriving_seconds: the time during which blocks were on their way from the store.
+    agreed: for each check, the number of ranks whose weights are unchanged.
+    changed: the checks in which the weights of at least one rank had changed.
+    check_seconds: the time that the slowest rank took for the last check.
+    names: for each rank by number, the name that it was given for its weights.
     """
 
     stores: list[RankStore] = field(default_factory=list)
@@ -170,7 +184,7 @@ class WorkerReport:
         )
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        """The sum of two ranks' reports."""
+        """Return the sum of the reports of two ranks."""
         return WorkerReport(
             self.stores + other.stores,
             self.copied + other.copied,

@@ -1,8 +1,8 @@
-"""The loads of one rank: from the store and from the host pool, into the KV cache.
+"""The loads of one rank, from the store and from the host pool into the KV cache.
 
-Copies of a block from the store: message -> row -> cache. Ranks with the same part of every block may have one host
-pool: then each reads its share of a load, see ``engine/shared_rows.py``. Of blocks in parts, each part is fetched and
-placed by a transfer of its own.
+A block from the store is copied from the message to a row, and from there to the cache. Ranks with the same slice of
+every block may share one host pool. In that case, each of them reads its share of a load (see
+``engine/shared_rows.py``). If blocks are in slices, each slice is fetched and placed by a transfer of its own.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.jobs import Rows, Within
 from kvstore_client.engine.paged.layout import BlockLayout, rows_of
 from kvstore_client.engine.paged.plan import Load
-from kvstore_client.engine.paged.rank_load import PartLoad, RankLoad, Staging
+from kvstore_client.engine.paged.rank_load import RankLoad, SliceLoad, StagingRows
 from kvstore_client.engine.paged.shared_pool import SharedPool
 from kvstore_client.engine.paged.weights import WeightsWatch
-from kvstore_client.engine.parts import part_keys
+from kvstore_client.engine.slices import slice_keys
 from kvstore_client.engine.transfer_in import TransferIn
 
 log = logging.getLogger("kvstore_client")
 
-# Loads at a time whose blocks get no slot of the CPU tier; others wait for their turn. Two are on the wire, and two may
-# wait for a slow shard.
+# The most loads in progress whose blocks get no slot of the CPU tier. Further loads wait. Two of these loads are on the
+# wire, and two may wait for a slow shard.
 STAGED_LOADS = 4
-# The same, of those that wait for blocks that another engine computes.
+# The same limit for loads that wait until another engine has computed their blocks.
 STAGED_WAITING_LOADS = 16
-# How long a step without tokens waits for the end of a transfer. Without this wait, such steps would spin and take the
-# GIL from the transfers.
+# How long a step without tokens waits for a load to end. Without this wait, such steps would follow each other without
+# a pause and take the GIL from the transfers.
 IDLE_WAIT_S = 0.0003
 
 
 class RankLoads:
-    """Call every method from the model's thread. A failure does not raise: a block whose load fails is reported as not
-    loaded. Only `take_loaded` (for `IDLE_WAIT_S`) and `close` wait.
+    """The loads of one rank. Call every method from the model's thread. A failure raises no error; a block whose load
+    fails is reported as not loaded. Only two methods wait: `take_loaded`, for up to `IDLE_WAIT_S`, and `close`.
 
     idle: whether the present step has no tokens.
     """
@@ -54,105 +54,108 @@ class RankLoads:
         counters: Counters,
         weights: WeightsWatch,
     ) -> None:
-        """pool, shared, recompute_whole, weights: see `WorkerHalf`."""
+        """For `pool`, `shared`, `recompute_whole` and `weights`, see `WorkerHalf`."""
         self.idle = False
-        self._newest = -1  # the highest number of a load
-        self._void_until = -1  # what loads up to this number bring is not to be used
+        self._newest = -1  # the number of the newest load
+        self._void_until = -1  # blocks of loads up to this number must not be used
         self._weights = weights
         self._layout = layout
         self._pool = pool
         self._shared = shared
         self._counters = counters
         self._recompute_whole = recompute_whole
-        self._in = TransferIn(guard, counters=counters, parts=layout.parts)
+        self._in = TransferIn(guard, counters=counters, slices=layout.slices)
         self._swaps = ThreadPoolExecutor(1, thread_name_prefix="kvstore-swap-in")
-        # Two chunks for each load, so that one can be placed while the next arrives. Made now: to lock pages takes time
-        # that a request would wait for. Most engines never wait for blocks of others, and most loads of ranks that
-        # share a pool go there.
+        # There are rows for two chunks of each load, so that one chunk can be placed while the next arrives. The rows
+        # for ordinary loads are made now, because otherwise a request would wait while pages are locked. If ranks share
+        # a pool, most loads use it, so these rows are made when they are needed. The rows for loads that wait are also
+        # made when needed, because most engines never wait for other engines.
         self._staged_blocks, self._waited_blocks = 2 * self._in.chunk_blocks, 2 * self._in.waited_chunk_blocks
-        self._staging = Staging(lambda: layout.pool(self._staged_blocks), STAGED_LOADS, made_now=shared is None)
-        self._waiting_staging = Staging(lambda: layout.pool(self._waited_blocks), STAGED_WAITING_LOADS * layout.parts)
+        self._staging = StagingRows(lambda: layout.pool(self._staged_blocks), STAGED_LOADS, made_now=shared is None)
+        self._waiting_staging = StagingRows(
+            lambda: layout.pool(self._waited_blocks), STAGED_WAITING_LOADS * layout.slices
+        )
         self._lock = threading.Lock()
-        self._loading: dict[str, RankLoad] = {}  # from the store
+        self._loading: dict[str, RankLoad] = {}  # loads from the store
         self._ended: list[RankLoad] = []
         self._failed_to_tell: set[int] = set()
         self._failed_requests_to_tell: set[str] = set()
         self._news = threading.Event()
 
     def load(self, load: Load) -> None:
-        """Start a load. Whatever happens, `take_loaded` names the request in the end, and `take_failed_block_ids` its
-        missing blocks, or `take_failed_requests` itself."""
+        """Start a load. In any case, `take_loaded` returns the request in the end. If blocks are missing, either
+        `take_failed_block_ids` returns these blocks or `take_failed_requests` returns the request."""
         self._newest = max(self._newest, load.number)
         loading = RankLoad(load, self._layout, self._pool)
         if load.keys:
-            loading.parts = [self._part(loading, part) for part in range(self._layout.parts)]
+            loading.slices = [self._slice(loading, slice_index) for slice_index in range(self._layout.slices)]
         try:
             loading.fence = self._layout.fence()
         except Exception:
-            log.exception("kvstore: no copy into the KV cache can be started; request %s is computed", load.request_id)
+            log.exception("kvstore: no copy into the KV cache can begin; request %s will be computed", load.request_id)
             self._counters.add("defects")
-            for each in loading.parts:
+            for each in loading.slices:
                 each.finish()
             self._end(loading)
             return
-        if not load.keys:  # not behind loads that wait for the network
+        if not load.keys:  # it need not wait for loads from the network
             self._swaps.submit(self._loaded, loading)
             return
         within = Within(load.within_s, time.monotonic() + load.latest_s)
         with self._lock:
             self._loading[load.request_id] = loading
-        for each in loading.parts:
+        for each in loading.slices:
             loading.jobs.append(
                 self._in.submit(
-                    self._part_keys(load.keys, each.part),
+                    self._slice_keys(load.keys, each.slice_index),
                     each.begin,
                     each.slots,
                     within=within,
                     arrived=each.arrived,
-                    done=functools.partial(self._part_loaded, loading, each),
+                    done=functools.partial(self._slice_loaded, loading, each),
                     waits=load.waits,
                     stripe=each.stripe,
                 )
             )
 
-    def _part(self, loading: RankLoad, part: int) -> PartLoad:
-        """What is to be fetched, and where it goes: rows that ranks have in common, slots, or rows of its own."""
+    def _slice(self, loading: RankLoad, slice_index: int) -> SliceLoad:
+        """Return the load of one slice, with its rows. These are rows that ranks share, slots, or staging rows."""
         load = loading.load
-        stripe = self._shared.stripe(load, part) if self._shared is not None else None
+        stripe = self._shared.stripe(load, slice_index) if self._shared is not None else None
         if stripe is not None:
-            return PartLoad(loading, part, self._pool, stripe.rows, stripe)
+            return SliceLoad(loading, slice_index, self._pool, stripe.rows, stripe)
         if load.slots is not None:
-            return PartLoad(loading, part, self._pool, rows_of(load.slots, self._layout.parts, part))
+            return SliceLoad(loading, slice_index, self._pool, rows_of(load.slots, self._layout.slices, slice_index))
         staging, most = (
             (self._waiting_staging, self._waited_blocks) if load.waits else (self._staging, self._staged_blocks)
         )
-        return PartLoad(loading, part, staging, [index % most for index in range(len(load.keys))])
+        return SliceLoad(loading, slice_index, staging, [index % most for index in range(len(load.keys))])
 
     def avoid(self, void_until: int) -> None:
-        """What loads up to this number bring is not to be used."""
+        """Use no blocks of loads with numbers up to this one."""
         self._void_until = max(self._void_until, void_until)
 
     def avoid_all(self) -> None:
-        """Nor what any load brings that has begun."""
+        """Use no blocks of any load that has begun."""
         self.avoid(self._newest)
 
     def cancel(self, request_id: str) -> None:
-        """Nobody needs this request's blocks any more: end its load soon. It is reported as ever."""
+        """End the load of this request soon, because its blocks are no longer needed. The load is still reported."""
         with self._lock:
             loading = self._loading.get(request_id)
         for job in loading.jobs if loading is not None else ():
             self._in.cancel(job)
 
-    def _part_keys(self, keys: Sequence[bytes], part: int) -> Sequence[bytes]:
-        return part_keys(keys, range(part, part + 1)) if self._layout.parts > 1 else keys
+    def _slice_keys(self, keys: Sequence[bytes], slice_index: int) -> Sequence[bytes]:
+        return slice_keys(keys, range(slice_index, slice_index + 1)) if self._layout.slices > 1 else keys
 
-    def _part_loaded(self, loading: RankLoad, part: PartLoad) -> None:
+    def _slice_loaded(self, loading: RankLoad, fetched: SliceLoad) -> None:
         started = time.monotonic()
         try:
-            part.finish()
+            fetched.finish()
         except Exception:
             self._failed(loading)
-        part.seconds += time.monotonic() - started
+        fetched.seconds += time.monotonic() - started
         if loading.part_ends():
             self._loaded(loading)
 
@@ -178,8 +181,9 @@ class RankLoads:
         self._news.set()
 
     def take_loaded(self) -> set[str]:
-        """The requests whose loads ended since the last call, and whose checks of the weights have. What a check did
-        not agree on is not loaded. In an idle step, waits up to `IDLE_WAIT_S` for one."""
+        """Return the requests whose loads have ended and whose checks of the weights have a result. Each is returned
+        once. Blocks whose check does not agree count as not loaded. In an idle step, wait up to `IDLE_WAIT_S` for a
+        load to end."""
         if self.idle:
             self._news.wait(IDLE_WAIT_S)
         self._news.clear()
@@ -187,8 +191,8 @@ class RankLoads:
         with self._lock:
             ended, self._ended = self._ended, []
         finished: set[str] = set()
-        # What failed is told in the same step as the request: told a step later, the request would run on blocks that
-        # are not there.
+        # Failures are reported in the same step as the request. One step later, the request would already run with
+        # blocks that were not loaded.
         self._failed_to_tell, self._failed_requests_to_tell = set(), set()
         for each in ended:
             load = each.load
@@ -206,17 +210,18 @@ class RankLoads:
         return finished
 
     def take_failed_block_ids(self) -> set[int]:
-        """The cache blocks that could not be loaded, of the requests that `take_loaded` named last."""
+        """Return the cache blocks that could not be loaded, for the requests of the last call of `take_loaded`."""
         failed, self._failed_to_tell = self._failed_to_tell, set()
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """The requests to be computed from their beginning, of those that `take_loaded` named last."""
+        """Return those requests of the last call of `take_loaded` that must be computed from their beginning."""
         failed, self._failed_requests_to_tell = self._failed_requests_to_tell, set()
         return failed
 
     def take_pace(self) -> tuple[float, float]:
-        """-> blocks that came from the store since the last call, and in how many seconds of transfers."""
+        """Return the number of blocks that came from the store since the last call, and the time of their transfers in
+        seconds."""
         return self._in.take_pace()
 
     def close(self) -> None:

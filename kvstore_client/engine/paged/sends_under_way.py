@@ -1,6 +1,7 @@
-"""Which slots of the host pools the workers still read for which block on its way to the store.
+"""Tracks which slots of the host pools the workers still read, and which blocks they send from these slots to the
+store.
 
-Thread: the engine core's.
+Only the engine core's thread uses this module.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from kvstore_client.engine.paged.plan import Saves
 
 
 class Sent(NamedTuple):
-    """A block that no rank reads any more. is_void: nobody counts on it, and another block may have its key by now."""
+    """A block that no rank reads any more. `is_stored`: whether the store has it. `is_void`: whether the block is not
+    expected in the store. Another block may then have the same key by now."""
 
     key: bytes
     slot: int
@@ -22,26 +24,27 @@ class Sent(NamedTuple):
 
 
 class SendsUnderWay:
-    """Of one engine. Not thread-safe.
+    """The sends in progress of one engine. Not thread-safe.
 
-    void_below: what jobs below this number have copied is not to be sent any more.
+    void_below: blocks of jobs with numbers below this one must not be sent any more.
     """
 
-    def __init__(self, *, ranks: int, parts: int) -> None:
-        """ranks: workers, each of which reports on every save. parts: in how many parts the store has each block."""
+    def __init__(self, *, ranks: int, slices: int) -> None:
+        """`ranks`: the number of workers. Each of them reports every save. `slices`: the number of slices of each
+        block in the store."""
         self.void_below = 0
         self._ranks = ranks
-        self._parts = parts
-        self._reading: dict[tuple[int, int], int] = {}  # (job, slot) -> ranks that still read it
-        self._keys: dict[tuple[int, int], bytes] = {}  # of those
-        self._stored: Counter[tuple[int, int]] = Counter()  # (job, slot) -> parts that the store has
+        self._slices = slices
+        self._reading: dict[tuple[int, int], int] = {}  # for each (job, slot), how many ranks still read it
+        self._keys: dict[tuple[int, int], bytes] = {}  # the keys of these blocks
+        self._stored: Counter[tuple[int, int]] = Counter()  # for each (job, slot), how many slices are stored
 
     def __len__(self) -> int:
         return len(self._reading)
 
     @property
     def keys(self) -> Iterator[bytes]:
-        """Of blocks that will be sent."""
+        """The keys of blocks that will be sent."""
         return (key for (job, _), key in self._keys.items() if job >= self.void_below)
 
     def begin(self, saves: Saves) -> None:
@@ -50,8 +53,8 @@ class SendsUnderWay:
             self._keys[saves.job, block.slot] = block.key
 
     def update(self, released: Mapping[tuple[int, int], int], stored: Mapping[tuple[int, int], int]) -> Sequence[Sent]:
-        """So many ranks read these slots no more, and so many parts are in the store. -> the blocks that no rank reads
-        any more."""
+        """Process the ranks' reports, and return the blocks that no rank reads any more. `released`: for each job and
+        slot, how many ranks have stopped reading it. `stored`: for each job and slot, how many slices were stored."""
         self._stored.update(stored)
         ended = []
         for sent, ranks in released.items():
@@ -59,6 +62,6 @@ class SendsUnderWay:
             if not self._reading[sent]:
                 del self._reading[sent]
                 job, slot = sent
-                is_stored = self._stored.pop(sent, 0) >= self._parts
+                is_stored = self._stored.pop(sent, 0) >= self._slices
                 ended.append(Sent(self._keys.pop(sent), slot, is_stored, job < self.void_below))
         return ended

@@ -1,15 +1,17 @@
-"""Whether the engine shares blocks: while the weights of all its ranks are those that its keys name.
+"""Decides whether the engine shares blocks. It does while the weights of all its ranks are those that its keys name.
 
-Each rank looks at its weights when a plan asks for that (`weights`): a *check*. What a step computes is covered by the
-next check, which may be in the same step, as checks are made before the model's work. It is sent when all ranks agree
-at that check. A step in which loads begin has a check, and so has one that saves what another engine waits for, one
-without tokens if anything waits for a check, and otherwise one step in so many that checks take 0.2 % of the engine's
-time.
+A *check* is made when a plan asks for it: each rank then checks its weights (`weights`). The blocks that a step
+computes are covered by the check of the same step if there is one, because checks are made before the model's work.
+Otherwise, the next check covers them. The blocks are sent when all ranks agree in their check.
 
-When a rank's weights have changed, sharing stops. It goes on when they are the old ones again, or when all ranks were
-told one new name.
+A check is made in each step that begins loads, and in each step that saves blocks for which another engine waits. It is
+also made in a step without tokens if blocks wait for a check. Other checks are made so rarely that they take 0.2 % of
+the engine's time.
 
-Thread: the engine core's.
+When a rank's weights have changed, sharing stops. It resumes either when all ranks have the old weights again, or when
+all ranks were given the same new name for their weights.
+
+Only the engine core's thread uses this module, except where a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -22,63 +24,64 @@ from typing import Final
 
 from kvstore_client.engine.paged.plan import StepPlan, WorkerReport
 
-# The share of the engine's time that checks may take which nobody waits for, and how close they follow each other at
-# most.
+# For checks that no block waits for: the share of the engine's time that they take, and the shortest time between two.
 CHECKS_SHARE: Final = 0.002
 LEAST_PAUSE_S: Final = 0.1
-# The share of the slots whose blocks may wait for a check.
-WAITING_SHARE: Final = 0.125
-# How long an engine without requests goes on to step for an answer.
-ANSWER_S: Final = 1.0
+# The fraction of the slots whose blocks may wait for a check.
+CHECKS_WAITING_SHARE: Final = 0.125
+# How long an engine without requests continues to make steps in order to get the answer to a check.
+CHECK_ANSWER_S: Final = 1.0
 
 
-class Sharing:
+class SharingChecks:
     """The checks of one engine. Not thread-safe.
 
-    checks: whether all ranks can check their weights. name: what the weights are called; what they were called at the
-    start is the engine's `weights_version`. stopped: nothing may be loaded or saved.
+    checks: whether all ranks can check their weights.
+    name: the present name of the weights. At the start, it is the engine's `weights_version`.
+    stopped: whether nothing may be loaded or saved.
     """
 
     def __init__(self, ranks: int = 1, *, checks: bool = False, name: str = "", slots: int = 1) -> None:
-        """slots: of the host pool."""
+        """`ranks`: the number of ranks. `slots`: the number of slots of the host pool. `checks` and `name` are the
+        attributes of these names."""
         self.checks = checks
         self.name = self.first_name = name
         self.stopped = False
         self._ranks = ranks
-        self._most_waiting = max(1, int(slots * WAITING_SHARE))
+        self._most_waiting = max(1, int(slots * CHECKS_WAITING_SHARE))
         self._asked = 0
-        self._asked_now = False  # in the plan that is being made
+        self._asked_now = False  # whether the present plan has a check
         self._asked_at = -math.inf
-        self._wanted = False  # a check is to be made in any case
-        self._answers: Counter[int] = Counter()  # check -> ranks that agree
+        self._wanted = False  # whether the next plan must have a check
+        self._answers: Counter[int] = Counter()  # for each check, the number of ranks that agree
         self._agreed = 0
-        self._told = 0  # the ranks know of agreement up to this check
-        self._waiting = 0  # blocks that wait for a check
-        self._names: dict[int, str] = {}  # what each rank was told
+        self._told = 0  # up to this check, the ranks know that all agree
+        self._waiting = 0  # the number of blocks that wait for a check
+        self._names: dict[int, str] = {}  # the name that each rank was given
         self._costs: deque[float] = deque(maxlen=5)
-        self._asked_times: dict[int, float] = {}  # of checks that not all ranks have agreed on yet
-        self._fresh_at = -math.inf  # when the newest check was asked for that all ranks agree on
-        self._stopped_at = 0  # the last check that had been asked for when sharing stopped
+        self._asked_times: dict[int, float] = {}  # for checks in which not all ranks have agreed yet
+        self._fresh_at = -math.inf  # when the newest agreed check was requested
+        self._stopped_at = 0  # the last check that had been requested when sharing stopped
 
     @property
     def covering(self) -> int:
-        """The check that covers what is done in the plan that is being made; 0: there are no checks."""
+        """The number of the check that covers the step of the present plan, or 0 if there are no checks."""
         return self._asked + (not self._asked_now) if self.checks else 0
 
     @property
     def agreed(self) -> int:
-        """All ranks agree up to this check."""
+        """The number of the newest check up to which all ranks agree."""
         return self._agreed
 
     @property
     def is_named_in_part(self) -> bool:
-        """Whether some ranks were told another name than others."""
-        names = list(self._names.values())  # at once: other threads ask, too
+        """Whether some ranks were given a new name that the others were not given."""
+        names = list(self._names.values())  # a copy, because other threads read this property, too
         return bool(names) and (len(names) < self._ranks or len(set(names)) > 1)
 
     @property
     def waits(self) -> bool:
-        """Whether blocks wait for a check: an engine without requests should go on to step."""
+        """Whether blocks wait for a check, so that an engine without requests should continue to make steps."""
         answered = self._told >= self._asked or (self._ranks == 1 and self._agreed >= self._asked)
         if not self._waiting and answered:
             return False
@@ -86,7 +89,7 @@ class Sharing:
 
     @property
     def _waiting_in_vain(self) -> bool:
-        unanswered = self._agreed < self._asked and time.monotonic() - self._asked_at > ANSWER_S
+        unanswered = self._agreed < self._asked and time.monotonic() - self._asked_at > CHECK_ANSWER_S
         return self.stands_still or unanswered
 
     @property
@@ -95,10 +98,11 @@ class Sharing:
         return self.stopped or self.is_named_in_part
 
     def is_unheard(self, since: float) -> bool:
-        """Whether no check agrees that was made after this time, by `time.monotonic`; one is made with the next step.
-        False as well when the ranks do not answer."""
+        """Return whether the ranks have not yet answered a check that was requested after `since`, a time of
+        `time.monotonic`. If no such check was requested yet, the next step makes one. Return False if the ranks do not
+        answer for too long."""
         now = time.monotonic()
-        if not self.checks or self.stands_still or self._fresh_at >= since or now - since > ANSWER_S:
+        if not self.checks or self.stands_still or self._fresh_at >= since or now - since > CHECK_ANSWER_S:
             return False
         self._wanted |= self._asked_at < since
         return True
@@ -108,7 +112,7 @@ class Sharing:
         return max(LEAST_PAUSE_S, statistics.median(self._costs or [0.0]) / CHECKS_SHARE)
 
     def ask(self) -> int:
-        """Have a check made with this plan. -> its number; 0: there are no checks."""
+        """Request a check in the present plan. Return its number, or 0 if there are no checks."""
         if self.checks and not self._asked_now:
             self._asked += 1
             self._asked_now = True
@@ -116,7 +120,8 @@ class Sharing:
         return self.covering
 
     def plan(self, plan: StepPlan, *, hurries: bool) -> None:
-        """The plan is complete but for its check. hurries: another engine waits for what it saves."""
+        """Complete a plan with its check, if one is due. `hurries`: whether another engine waits for blocks that the
+        plan saves."""
         if not self.checks:
             plan.weights = self.name
             return
@@ -138,7 +143,7 @@ class Sharing:
         self._asked_now = False
 
     def take(self, report: WorkerReport) -> None:
-        """What ranks have told; `new_name`, `has_changed` and `is_restored` say what follows from it."""
+        """Process a report of the ranks. Afterwards, call `new_name`, `has_changed` and `is_restored`."""
         self._names.update(report.names)
         if report.check_seconds:
             self._costs.append(report.check_seconds)
@@ -152,7 +157,8 @@ class Sharing:
             del self._answers[check]
 
     def new_name(self) -> str | None:
-        """The name that all ranks were told, once. The weights are called so from now on, and sharing goes on."""
+        """If all ranks were given the same new name, return it, and None in later calls. From now on, the weights have
+        this name, and sharing resumes."""
         if not self._names or self.is_named_in_part:
             return None
         name = next(iter(self._names.values()))
@@ -165,14 +171,14 @@ class Sharing:
         return name
 
     def has_changed(self, report: WorkerReport) -> bool:
-        """Whether the report says for the first time that some rank has other weights than before: sharing stops."""
+        """Return whether this report is the first to say that a rank's weights have changed. If so, stop sharing."""
         if self.stopped or not report.changed:
             return False
         self.stop()
         return True
 
     def is_restored(self) -> bool:
-        """Whether a check agrees that was asked for after sharing had stopped: it goes on."""
+        """Return whether all ranks agree in a check that was requested after sharing stopped. If so, resume sharing."""
         if not self.stopped or not self.checks or self._agreed <= self._stopped_at:
             return False
         self.stopped = False
@@ -180,19 +186,20 @@ class Sharing:
         return True
 
     def stop(self) -> None:
-        """From now on nothing is loaded or saved."""
+        """Stop all loads and saves from now on."""
         self.stopped = True
         self._stopped_at = self._asked
         self.distrust()
 
     def distrust(self) -> None:
-        """What was checked before says nothing any more."""
+        """Ignore all earlier checks from now on."""
         self._waiting = 0
         self._wanted = True
         self._fresh_at = -math.inf
         self._asked_times.clear()
 
 
-def salt_name(sharing: Sharing) -> str:
-    """What the keys must name: nothing while the weights are those of the start, which the namespace names."""
+def salt_name(sharing: SharingChecks) -> str:
+    """Return the name of the weights for the keys. It is empty while the engine has the weights of its start, because
+    the namespace names those weights."""
     return "" if sharing.name == sharing.first_name else sharing.name

@@ -1,18 +1,20 @@
-"""Whether a rank's weights are those that its blocks are named for: a fingerprint of them, taken again and again.
+"""Repeatedly takes a fingerprint of a rank's weights, to check whether they are still the weights that the keys of its
+blocks name.
 
-Weights may change while the engine runs, and engines do not say so. A fingerprint is a hash of a few elements of every
-parameter, and of every buffer that is saved with a model: those on a diagonal of the tensor, so of many rows and
-columns. Whatever trains, merges, reloads or discards weights changes some of them; what changes only other elements is
-not seen.
+Weights may change while the engine runs, and engines do not report it. A fingerprint is a hash of a few elements of
+every parameter, and of every buffer that is saved with a model. The elements are on a diagonal of the tensor, so they
+come from many rows and columns. Training, merging, reloading or discarding weights changes some of these elements. A
+change that affects only other elements is not noticed.
 
-The elements are views, which are kept. To take a fingerprint is one concatenation of the views: on a CPU at once, on a
-device on a stream beside the model's, behind the work queued so far. Nothing waits for the device.
+The elements are accessed through views, which are kept. To take a fingerprint, the views are concatenated. On a CPU,
+this is done immediately. On a device, it is done on another stream than the model's, after the work queued so far, and
+no thread waits for the device.
 
-A *check* is a fingerprint with a number, which the scheduler's half gives. Its verdict is known some time later. What
-was computed since the last check that agreed is not to leave the rank before the next one agrees. A rank whose engine
-has others learns from the scheduler's half what all agree on.
+A *check* is a fingerprint with a number that the scheduler's half assigns. Its result is known some time later. Blocks
+that were computed since the last agreeing check must not leave the rank before the next check agrees. If the engine has
+several ranks, the scheduler's half informs each of them in which checks all ranks agree.
 
-Thread: the model's, but for `all_agree`.
+Only the model's thread uses this module, except for `all_agree`.
 """
 
 from __future__ import annotations
@@ -35,22 +37,23 @@ from kvstore_client.engine.paged.plan import VOID, StepPlan
 
 log = logging.getLogger("kvstore_client")
 
-# Elements of each tensor. Small updates of bfloat16 weights change one element in a hundred; there are thousands.
-SAMPLES: Final = 16
-# Kernels that index with 32 bits read a view only if it spans less.
+# The number of elements taken from each tensor. A small update of bfloat16 weights changes one element in a hundred,
+# but thousands of elements are taken in total.
+SAMPLES_PER_WEIGHT: Final = 16
+# The largest extent of a view in elements that kernels with 32-bit indices can read.
 MOST_SPAN: Final = (1 << 31) - 1
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class AsleepError(RuntimeError):
-    """The weights' memory is not there."""
+    """The weights are not in memory, because the engine sleeps."""
 
     def __init__(self) -> None:
         super().__init__("kvstore: the engine sleeps, so its weights are not in memory; expected one that is awake")
 
 
-class Taken:
-    """A fingerprint that is being taken. Thread: the model's."""
+class RunningFingerprint:
+    """A fingerprint that is being taken. Only the model's thread may use it."""
 
     def __init__(self, parts: Sequence[npt.NDArray[Any]], shapes: bytes, event: torch.cuda.Event | None) -> None:
         self._parts = parts
@@ -61,7 +64,7 @@ class Taken:
         return self._event is None or bool(self._event.query())
 
     def value(self) -> bytes:
-        """Waits for the device unless it is `done`."""
+        """Return the fingerprint. This waits for the device unless it is `done`."""
         if self._event is not None:
             self._event.synchronize()
         found = xxhash.xxh3_128(self._shapes)
@@ -76,24 +79,24 @@ class Fingerprints:
     def __init__(
         self, models: Callable[[], Sequence[torch.nn.Module]], awake: Callable[[], bool] = lambda: True
     ) -> None:
-        """models: the engine's model and those that draft for it, as they are now. awake: whether the memory of the
-        weights may be touched."""
+        """`models`: a function that returns the engine's present model and its draft models. `awake`: a function that
+        returns whether the memory of the weights may be accessed."""
         self._models = models
         self._awake = awake
         self._roots: Sequence[torch.nn.Module] = ()
-        # Where a model holds what, modules and tensors: what is in each dictionary under a name.
+        # The dictionaries of the models, and for each a name and the module or tensor that it has under this name.
         self._holders: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._held: list[object] = []
-        self._tensors: list[torch.Tensor] = []  # those with memory of their own
-        self._addresses: list[int] = []  # and where these were
-        self._on_host: list[npt.NDArray[Any]] = []  # views, of the same memory, like those on devices
+        self._tensors: list[torch.Tensor] = []  # tensors with memory of their own
+        self._addresses: list[int] = []  # the addresses of these tensors
+        self._on_host: list[npt.NDArray[Any]] = []  # views of the tensors' memory
         self._on_devices: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
         self._shapes = b""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def take(self) -> Taken:
-        """Raises AsleepError, RuntimeError of torch, and what ``models`` raises."""
+    def take(self) -> RunningFingerprint:
+        """Start to take a fingerprint. Raises AsleepError, RuntimeError of torch, and the errors of `models`."""
         if not self._awake():
             raise AsleepError
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -113,12 +116,12 @@ class Fingerprints:
                     copied = torch.empty_like(found, device="cpu", pin_memory=True)
                     copied.copy_(found, non_blocking=True)
                     parts.append(copied.numpy())
-                    event = torch.cuda.Event()  # of the last one; a rank has one device
+                    event = torch.cuda.Event()  # the last copy's event is enough, because a rank has one device
                     event.record(stream)
-        return Taken(parts, self._shapes, event)
+        return RunningFingerprint(parts, self._shapes, event)
 
     def _is_as_seen(self, models: Sequence[torch.nn.Module]) -> bool:
-        """Whether the models hold the same tensors as before, at the same places."""
+        """Return whether the models have the same tensors as before, at the same addresses."""
         return (
             len(models) == len(self._roots)
             and all(map(operator.is_, models, self._roots))
@@ -160,16 +163,18 @@ class Fingerprints:
         self._addresses.append(tensor.data_ptr())
         bits = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         bits = bits.view(_BITS[bits.element_size()])
-        views = diagonal(bits, SAMPLES)
+        views = diagonal(bits, SAMPLES_PER_WEIGHT)
         if bits.device.type == "cpu":
-            # Joined in one call, which widens smaller integers. A call of torch for as many takes ten times as long.
+            # numpy concatenates these views in one call, which widens smaller integers. A torch call for the same views
+            # takes ten times as long.
             self._on_host += [view.numpy() for view in views]
         else:
             self._on_devices.setdefault((bits.device, bits.element_size()), []).extend(views)
 
 
 def _plain(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors with memory of their own of which this one consists: itself, or those that a quantized one wraps."""
+    """Yield the tensors that make up this tensor and have memory of their own. These are either the tensor itself or
+    the tensors that a quantized tensor wraps."""
     if hasattr(tensor, "__tensor_flatten__"):
         for inner in tensor.__tensor_flatten__()[0]:
             yield from _plain(getattr(tensor, inner), f"{name}.{inner}")
@@ -178,8 +183,8 @@ def _plain(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Te
 
 
 def diagonal(tensor: torch.Tensor, most: int) -> list[torch.Tensor]:
-    """So many elements of a tensor, or as many as its longest side has: evenly spread along each side that is long
-    enough. Views of one dimension."""
+    """Return `most` elements of a tensor, or fewer if its longest side has fewer. They are evenly spread along each
+    side that is long enough. The result is a list of views with one dimension."""
     count = min(most, max(tensor.shape, default=1))
     steps = [(size - 1) // (count - 1) if count > 1 else 0 for size in tensor.shape]
     starts = [(size - 1 - step * (count - 1)) // 2 for size, step in zip(tensor.shape, steps, strict=True)]
@@ -194,8 +199,9 @@ def diagonal(tensor: torch.Tensor, most: int) -> list[torch.Tensor]:
 
 @dataclass
 class CheckReport:
-    """What a rank tells of its checks since the last report. cost_s: how long the model's thread was at the last one.
-    name: of its weights, if the scheduler's half does not know it."""
+    """A rank's report about its checks since the last report. `agreed`, `changed`: the numbers of the checks with this
+    result. `cost_s`: how long the last check occupied the model's thread. `name`: the name of the rank's weights, if
+    the scheduler's half does not know it."""
 
     agreed: list[int]
     changed: list[int]
@@ -204,32 +210,33 @@ class CheckReport:
 
 
 class WeightsWatch:
-    """What a rank knows of its weights. Thread: the model's; `all_agree` may be called from any."""
+    """A rank's knowledge of its weights. Only the model's thread may use it, but any thread may call `all_agree`."""
 
     def __init__(self, fingerprints: Fingerprints | None, name: str, *, alone: bool) -> None:
-        """fingerprints: None: the weights cannot be looked at, and no check is asked for. name: what they are called at
-        the start. alone: the engine has one rank. Raises what `Fingerprints.take` raises."""
+        """`fingerprints`: takes the fingerprints. If it is None, the weights cannot be checked, and no check is
+        requested. `name`: the name of the weights at the start. `alone`: whether the engine has only one rank. Raises
+        the errors of `Fingerprints.take`."""
         self.name = name
         self._fingerprints = fingerprints
         self._alone = alone
         self._lock = threading.Lock()
         self._expected = fingerprints.take().value() if fingerprints is not None else b""
-        self._named = {name: self._expected}  # all names given so far
-        self._under_way: list[tuple[int, Taken, float]] = []
-        self._mine = 0  # up to this check the weights are what they were, as far as this rank knows
-        self._all = 0  # and all ranks
-        self._void = 0  # what these checks were for must not be used any more
+        self._named = {name: self._expected}  # the fingerprint for each name so far
+        self._under_way: list[tuple[int, RunningFingerprint, float]] = []
+        self._mine = 0  # up to this check, this rank's weights are unchanged
+        self._all = 0  # up to this check, all ranks agree
+        self._void = 0  # blocks of checks up to this one must not be used
         self._report = CheckReport([], [], 0.0, None)
         watches.add(self)
 
     @property
     def checks(self) -> bool:
-        """Whether the weights can be looked at."""
+        """Whether the weights can be checked."""
         return self._fingerprints is not None
 
     def begin(self, plan: StepPlan) -> None:
-        """A step begins. If its plan was made before the scheduler's half heard what the weights are called now, what
-        it loads and saves is void."""
+        """Note that a step begins. If its plan was made before the scheduler's half knew the present name of the
+        weights, the plan's loads and saves are void."""
         self.poll()
         check, agreed, name = plan.check, plan.agreed, plan.weights
         with self._lock:
@@ -248,14 +255,14 @@ class WeightsWatch:
             except AsleepError:
                 self._avoid(check)
             except Exception:
-                log.exception("kvstore: the weights cannot be looked at, so nothing is loaded or saved in this step")
+                log.exception("kvstore: the weights cannot be read, so nothing is loaded or saved in this step")
                 self._avoid(check)
             else:
                 self._under_way.append((check, taken, time.monotonic() - began))
                 self.poll()
 
     def poll(self) -> None:
-        """Take in which checks are done."""
+        """Process the checks that are done."""
         while self._under_way and self._under_way[0][1].done():
             check, taken, cost_s = self._under_way.pop(0)
             began = time.monotonic()
@@ -276,20 +283,23 @@ class WeightsWatch:
             self._void = max(self._void, check)
 
     def mine_agree(self, check: int) -> bool | None:
-        """Whether this rank's weights are right for what the check was for. None: not known yet."""
+        """Return whether this rank's weights are right for the blocks of this check, or None if that is not known
+        yet."""
         if not check or check <= self._void:
             return not check
         return True if check <= self._mine else None
 
     def all_agree(self, check: int) -> bool | None:
-        """Whether those of all ranks are."""
+        """Return whether the weights of all ranks are right for the blocks of this check, or None if that is not known
+        yet."""
         with self._lock:
             if not check or check <= self._void:
                 return not check
             return True if check <= self._all else None
 
     def finish(self) -> None:
-        """Take a last check: no step follows. An engine of several ranks cannot know what the others would say."""
+        """Make a last check, because no further step follows. With several ranks, no check is made, because no rank
+        would learn the results of the others."""
         if self._alone and self._fingerprints is not None:
             last = max([self._mine, self._void, *(check for check, *_ in self._under_way)]) + 1
             try:
@@ -297,16 +307,16 @@ class WeightsWatch:
                 self._under_way[-1][1].value()
                 self.poll()
             except Exception as error:
-                log.warning("kvstore: blocks that wait for a last look at the weights are not sent: %s", error)
+                log.warning("kvstore: blocks that wait for a last check of the weights are not sent: %s", error)
 
     def rename(self, name: str) -> None:
-        """The weights that are loaded now have this name. What was not sent yet, and loads under way, are given up.
-        Raises ValueError if other weights had the name before, and what `Fingerprints.take` raises."""
+        """Give the present weights this name. Unsent blocks and loads in progress are given up. Raises ValueError if
+        other weights had this name before. Also raises the errors of `Fingerprints.take`."""
         found = self._fingerprints.take().value() if self._fingerprints is not None else b""
         if self._named.get(name, found) != found:
             raise ValueError(
-                f"kvstore: the weights are called {name!r}, as other weights of this engine were; expected a new name "
-                "for new weights"
+                f"kvstore: other weights of this engine already had the name {name!r}; expected a new name for new "
+                "weights"
             )
         if (name, found) != (self.name, self._expected):
             self._avoid(max([self._mine, self._void, self._all, *(check for check, *_ in self._under_way)]))
@@ -316,10 +326,10 @@ class WeightsWatch:
         self._report.name = name
 
     def take_report(self) -> CheckReport | None:
-        """What is to be told; None: nothing."""
+        """Return the report about the time since the last call, or None if there is nothing to report."""
         self.poll()
         report, self._report = self._report, CheckReport([], [], 0.0, None)
         return report if report.agreed or report.changed or report.name is not None else None
 
 
-watches: weakref.WeakSet[WeightsWatch] = weakref.WeakSet()  # of this process
+watches: weakref.WeakSet[WeightsWatch] = weakref.WeakSet()  # all watches of this process

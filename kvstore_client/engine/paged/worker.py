@@ -1,10 +1,10 @@
-"""The half of an adapter beside the model: it moves blocks between the KV cache, the host pool and the store.
+"""The half of an adapter next to the model. It moves blocks between the KV cache, the host pool and the store.
 
-Threads: the engine calls everything here from the model's thread, which never waits for the network. Transfers run on
-threads of their own. A transfer touches only blocks and slots that were given to it, until it reports its end.
+Threads: the engine makes all calls from the model's thread, which never waits for the network. Transfers run on threads
+of their own. A transfer accesses only the blocks and slots that were given to it, and only until it reports its end.
 
-A block may be in parts of some layers each. A row of the pool is a part, and a slot has as many rows as there are
-parts.
+A block may be cut into slices, each with some of its layers. A row of the pool has one slice, and a slot has a row for
+each slice.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvstore_client.engine.paged.weights import WeightsWatch
 
 
 class WorkerHalf:
-    """The transfers of one rank: its ``loads`` and its ``saves``. Call every method from the model's thread.
+    """The transfers of one rank, which are its `loads` and its `saves`. Call every method from the model's thread.
 
-    It owns the host pool, and closes the guard; the scheduler's half assigns the pool's slots.
+    This object owns the host pool and closes the guard. The scheduler's half assigns the pool's slots.
     """
 
     def __init__(
@@ -40,18 +40,24 @@ class WorkerHalf:
         weights: WeightsWatch | None = None,
         number: int = 0,
     ) -> None:
-        """store: what the scheduler's half is told of this rank. timeout_s: how long `close` may send on. replica: the
-        index of this rank among the ranks with the same part of every block, and their number; one of them sends each
-        block. store_on_host: a server on this host is to copy blocks out of the host pool by itself. recompute_whole: a
-        request of which a block is missing is told, not the block. shared: the host pool, if these ranks have one in
-        common; None: it is made. weights: what it knows of its weights; None: they are not looked at. number: of this
-        rank among all of the engine."""
+        """Make the host pool, unless it is shared, and start the transfers.
+
+        store: the description of this rank for the scheduler's half.
+        timeout_s: how long `close` may continue to send, in seconds.
+        replica: the index of this rank among the ranks with the same slice of every block, and the number of these
+            ranks. Each block is sent by only one of them.
+        store_on_host: whether a server on this host itself copies blocks out of the host pool.
+        recompute_whole: whether to report the request instead of the block if a block is missing.
+        shared: the host pool, if these ranks share one. If it is None, a pool is made.
+        weights: the watch of the rank's weights. If it is None, the weights are not checked.
+        number: the number of this rank among all ranks of the engine.
+        """
         self._guard = guard
         self._layout = layout
         self._number = number
         self._weights = WeightsWatch(None, "", alone=True) if weights is None else weights
         self._timeout_s = timeout_s
-        pool = layout.pool(store.slots * layout.parts, shared=store_on_host) if shared is None else shared.rows.pool
+        pool = layout.pool(store.slots * layout.slices, shared=store_on_host) if shared is None else shared.rows.pool
         self.loads = RankLoads(
             guard,
             layout,
@@ -73,8 +79,8 @@ class WorkerHalf:
         )
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Take in the step's plan, but for its loads."""
-        self.saves.avoid(plan.void_jobs)  # before a check may agree, under a new name, on what is void
+        """Carry out the plan of a step, except for its loads."""
+        self.saves.avoid(plan.void_jobs)  # before `begin`, because a check may agree under the new name
         self.loads.avoid(plan.void_loads)
         self._weights.begin(plan)
         self.loads.idle = plan.idle
@@ -85,7 +91,8 @@ class WorkerHalf:
         self.saves.begin(plan.saves, plan.held)
 
     def take_report(self) -> WorkerReport | None:
-        """The report to the scheduler's half: what ended since the last call; None if nothing did."""
+        """Return the report for the scheduler's half about the time since the last call, or None if there is nothing to
+        report."""
         checks = self._weights.take_report()
         report = self.saves.take_report(self.loads.take_pace())
         if checks is None:
@@ -99,17 +106,17 @@ class WorkerHalf:
         return report
 
     def detach(self) -> None:
-        """Touch the KV cache no more, until ``attach``; loads that are under way bring nothing. Waits for copies."""
+        """Stop all access to the KV cache until `attach`. Loads in progress end without blocks. Waits for copies."""
         self.loads.avoid_all()
         self._layout.detach()
 
     def attach(self) -> None:
-        """The KV cache is there again."""
+        """Allow access to the KV cache again."""
         self._layout.attach()
 
     def close(self) -> AtEnd:
-        """Send the blocks that wait, for at most as long as a transfer may take; then end the transfers. -> what became
-        of those blocks."""
+        """Send the waiting blocks for up to `timeout_s`, then end the transfers. Return how many of these blocks were
+        sent, and how many were lost."""
         self._weights.finish()
         at_end = self.saves.close(self._timeout_s)
         self.loads.close()

@@ -1,6 +1,7 @@
-"""The package that holds vLLM's connector: module path `kvstore_client.vllm.connector`, class `KVStoreConnector`.
+"""The package of vLLM's connector. The module path is `kvstore_client.vllm.connector`, and the class is
+`KVStoreConnector`.
 
-The class is imported on first access: it needs vLLM, and not all of the other modules do.
+The class is imported on first access, because it needs vLLM, while some of the other modules do not.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""The groups of a model's KV cache: layers that keep the same tokens share a group, and a request has blocks of each.
+"""The groups of a model's KV cache. Layers that keep the same tokens are in one group, and a request has blocks in each
+group.
 
-In a group of full attention a request has a block for all its tokens. In one with a sliding window it has blocks for
-the window alone: in the place of those before it is the null block, which holds nothing. So of a prefix that is loaded,
-every block is needed in the groups of full attention, and in the others those of the window at its end.
+In a group with full attention, a request has blocks for all its tokens. In a group with a sliding window, it has blocks
+only for the window; the null block, which has no content, stands in place of earlier blocks. So a load of a prefix
+needs every block in the groups with full attention. In the other groups, it needs only the blocks of the window at the
+prefix's end.
 
-In a group of layers with states (Mamba, linear attention, short convolutions) a block has the states behind its last
-token. Of a prefix the last block is needed alone, as with a window of one token before the next. The engine keeps few
-of them: where a step of a prompt ended, and those that decoding passed. So the store has them at some places only,
-which are asked for by themselves, and the engine says for each of them where it is; its table of blocks does not.
+In a group of layers with states (Mamba, linear attention, short convolutions), a block has the states after its last
+token. A prefix needs only its last block in this group, as if the group had a window of two tokens: the next token and
+the token before it. The engine keeps states only where a step of a prompt ended and where decoding passed the end of a
+block. So the store has a state for only some of the blocks, and states are looked up separately. The engine's table of
+blocks does not show where a state is, so the engine reports the block of each state.
 
-Blocks of all groups are of one size and lie in one cache, so they are blocks of one namespace. Where there is more
-than one group, a block's key is the engine's hash and one byte more: the number of the group.
+Blocks of all groups have the same size and are in one cache, so they belong to one namespace. If there are several
+groups, a block's key is the engine's hash followed by one byte, the number of the group.
 """
 
 from __future__ import annotations
@@ -25,22 +28,22 @@ import numpy.typing as npt
 import xxhash
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, iter_layer_specs
 
-from kvstore_client.engine.parts import GroupParts, part_keys
+from kvstore_client.engine.slices import GroupSlices, slice_keys
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 NULL_BLOCK: Final = 0
-STATE_WINDOW: Final = 2  # tokens: the next one, and the one whose states it goes on from
+STATE_WINDOW: Final = 2  # the next token, and the token before it, whose states the next token needs
 
-# (blocks, groups): whether a block is there in a group
+# An array of shape (blocks, groups), which says whether each block is available in each group.
 Presence = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A block of a request: the index in its chain, the group, and its number in the engine's cache."""
+class GroupBlock:
+    """A block of a request: its index in the chain, its group, and its number in the engine's cache."""
 
     index: int
     group: int
@@ -48,11 +51,15 @@ class Place:
 
 
 class BlockGroups:
-    """The groups of one engine. Used by one thread.
+    """The groups of one engine. Not thread-safe.
 
-    count: how many there are. whole: how many keep all tokens. windows: whether one does not. last: one that keeps
-    fewest. states: the numbers of those with states. tables: of the others.
-    decoded_states: whether states are saved that decoding passes, too.
+    count: the number of groups.
+    whole: the number of groups that keep all tokens.
+    windows: whether at least one group does not keep all tokens.
+    last: the number of a group that keeps the fewest tokens.
+    states: the numbers of the groups with states.
+    tables: the numbers of the other groups.
+    decoded_states: whether states after generated tokens are saved, too.
     """
 
     def __init__(
@@ -63,7 +70,8 @@ class BlockGroups:
         *,
         decoded_states: bool = True,
     ) -> None:
-        """windows: of each group, in tokens; 0: it keeps all. states: which of them have states."""
+        """`windows`: the window of each group in tokens, or 0 for a group that keeps all tokens. `states`: the numbers
+        of the groups with states. `decoded_states`: see the attribute of this name."""
         windows = [STATE_WINDOW if group in states else window for group, window in enumerate(windows)]
         self.count = len(windows)
         self.states = sorted(states)
@@ -78,7 +86,7 @@ class BlockGroups:
 
     @classmethod
     def of(cls, kv_cache_config: KVCacheConfig, block_tokens: int) -> BlockGroups:
-        """Those of an engine that `check_engine` accepts."""
+        """Return the groups of an engine, which `check_engine` must have accepted."""
         windows, states, ahead = [], [], 0
         for number, group in enumerate(kv_cache_config.kv_cache_groups):
             specs = iter_layer_specs(group.kv_cache_spec)
@@ -88,73 +96,75 @@ class BlockGroups:
                 if isinstance(spec, MambaSpec):
                     states.append(number)
                     ahead += spec.num_speculative_blocks
-        # With drafts, the states behind a block depend on which of them were accepted.
+        # With draft tokens, the states after a block depend on which draft tokens were accepted.
         return cls(windows, block_tokens, set(states), decoded_states=not ahead)
 
     @property
     def recompute_whole(self) -> bool:
-        """Whether a request must be computed from its beginning if one of its blocks is missing: what is before that
-        block is not all there, or the engine cannot tell whose block it is."""
+        """Whether a request must be computed from its beginning if one of its blocks is missing. This is necessary if
+        blocks before the missing one may not be in the cache, or if the engine cannot tell to which request the block
+        belongs."""
         return self.windows or self.count > 1
 
     # Keys.
 
     def keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The keys of blocks in all groups, block by block."""
-        return part_keys(keys, range(self.count)) if self.count > 1 else keys
+        """Return the keys of blocks in all groups, in the order of the blocks."""
+        return slice_keys(keys, range(self.count)) if self.count > 1 else keys
 
     def names_to_last_states(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys of all that a request needs to go on behind the last of these blocks: of the groups without states
-        all, and then the states."""
+        """Return the keys that a request needs in order to continue after the last of these blocks. These are the keys
+        of all blocks in the groups without states, followed by those of the last states."""
         names, count = self.keys(keys), self.count
         tables = [names[at + group] for at in range(0, len(names), count) for group in self.tables]
         return [*tables, *(names[-count + group] for group in self.states if names)]
 
     def of_chain(self, key: bytes) -> bytes:
-        """The key in its chain of one of the `keys`."""
+        """For a key that `keys` returned, return the key of the chain from which it was made."""
         return key[:-1] if self.count > 1 else key
 
     def keys_of(self, request: Request, chain: Sequence[bytes]) -> Sequence[bytes]:
-        """`keys` of a request's chain, of which those that are known are not made again."""
+        """Return the same as `keys` for a request's chain. Keys that were made by an earlier call are reused."""
         if self.count == 1:
             return chain
         known = self._keys.setdefault(request, [])
         done = len(known) // self.count
-        if done > len(chain) or (done and known[-1][:-1] != chain[done - 1]):  # vLLM took tokens back, or new weights
+        if done > len(chain) or (done and known[-1][:-1] != chain[done - 1]):  # tokens were removed, or weights changed
             known.clear()
             done = 0
         known += self.keys(chain[done:])
         return known
 
-    def key_at(self, keys: Sequence[bytes], place: Place) -> bytes:
-        """Of the keys of `keys`, that of one block."""
+    def key_at(self, keys: Sequence[bytes], place: GroupBlock) -> bytes:
+        """Return the key of one block. `keys` are the request's keys in all groups."""
         return keys[place.index * self.count + place.group]
 
-    def parent_at(self, keys: Sequence[bytes], place: Place) -> bytes | None:
-        """And that of the block it follows in its chain; states follow the block of tokens behind which they are. None:
-        it is the first."""
+    def parent_at(self, keys: Sequence[bytes], place: GroupBlock) -> bytes | None:
+        """Return the key of the block before this one in its chain, or None if it is the first. For a block of states,
+        return the key of the block of tokens that ends at the same token."""
         if place.group in self.states:
             return keys[place.index * self.count + self.tables[0]] if self.tables else None
         return keys[(place.index - 1) * self.count + place.group] if place.index else None
 
     def in_group(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
-        """Of the keys of `keys`, those of one group."""
+        """Return the keys of one group. `keys` are the request's keys in all groups."""
         return keys[group :: self.count] if self.count > 1 else keys
 
     @property
-    def parts(self) -> GroupParts | None:
-        """The groups as the store is asked for them; None: all of each block."""
-        return GroupParts(self.tables, self.states) if self.states else None
+    def slices(self) -> GroupSlices | None:
+        """The groups that a lookup in the store must name, or None if it needs all groups of each block."""
+        return GroupSlices(self.tables, self.states) if self.states else None
 
-    # What is there.
+    # Which blocks are available.
 
     def presence(self, there: npt.NDArray[np.bool_]) -> Presence:
-        """By block and group; `there`: by the keys of `keys`."""
+        """Return `there`, which is in the order of `keys`, as an array of shape (blocks, groups)."""
         return there.reshape(-1, self.count)
 
     def stored(self, blocks: int, local: int, run: int, states: Collection[int]) -> Presence:
-        """Of so many blocks that follow `local` others, those of a chain of which the store has the first `run`, and
-        the states behind so many leading blocks each."""
+        """Return the presence of `blocks` blocks that follow `local` other blocks, given that the store has the first
+        `run` blocks of the chain. `states`: the numbers N for which the store has the states after the first N
+        blocks."""
         present = np.zeros((blocks, self.count), dtype=np.bool_)
         present[: max(0, run - local), self.tables] = True
         ends = [end - local - 1 for end in states if local < end <= min(run, local + blocks)]
@@ -163,8 +173,9 @@ class BlockGroups:
         return present
 
     def run(self, present: Presence, local: int) -> int:
-        """How many of these blocks, which follow `local` others, can be loaded: the longest run that is there in all
-        groups of full attention, and in the others within the window at its end."""
+        """Return how many of these blocks, which follow `local` other blocks, can be loaded. The result is the length
+        of the longest run whose blocks are available in all groups with full attention. In the other groups, only the
+        blocks in the window at the run's end must be available."""
         full = [group for group, window in enumerate(self._windows) if not window]
         whole = np.asarray(present[:, full].all(axis=1))
         run = len(whole) if whole.all() else int(whole.argmin())
@@ -175,14 +186,15 @@ class BlockGroups:
         for group, window in enumerate(self._windows):
             if window:
                 gaps = np.where(present[:run, group], -1, np.arange(run))
-                start = np.maximum.accumulate(gaps) + 1 if run else gaps  # of the run that ends there
+                start = np.maximum.accumulate(gaps) + 1 if run else gaps  # the start of the run that ends at each block
                 fits &= start <= np.maximum(
                     0, self._first_needed(ends + local, window) - local
-                )  # the engine has others
+                )  # the engine itself has earlier blocks
         return int(np.flatnonzero(fits)[-1]) + 1 if fits.any() else 0
 
     def needed(self, present: Presence, local: int, run: int) -> npt.NDArray[np.bool_]:
-        """Of the first `run` of these blocks, whether all that a load of that run needs is there."""
+        """Return, for each of the first `run` blocks, whether it is available in every group where a load of these
+        `run` blocks needs it."""
         there = np.ones(run, dtype=np.bool_)
         for group, window in enumerate(self._windows):
             first = int(self._first_needed(np.array(local + run), window)) - local if window else 0
@@ -190,38 +202,40 @@ class BlockGroups:
         return there
 
     def _first_needed(self, ends: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:
-        """The first block that a prefix needs that ends behind so many blocks."""
+        """Return the index of the first block that a prefix of `ends` blocks needs in a group with this window."""
         first: npt.NDArray[np.int64] = np.maximum(0, ends * self._block_tokens - window + 1) // self._block_tokens
         return first
 
     # A request's blocks in the engine's cache.
 
-    def places(self, block_ids: Sequence[Sequence[int]], indices: Iterable[int]) -> Iterator[Place]:
-        """Blocks of a request, whose numbers are `block_ids` by group, as far as it has them."""
+    def places(self, block_ids: Sequence[Sequence[int]], indices: Iterable[int]) -> Iterator[GroupBlock]:
+        """Yield the blocks that a request has at these indices. `block_ids` has the numbers of the request's blocks, by
+        group."""
         for index in indices:
             for group, ids in enumerate(block_ids):
                 if ids[index] != NULL_BLOCK:
-                    yield Place(index, group, ids[index])
+                    yield GroupBlock(index, group, ids[index])
 
     def complete(self, block_ids: Sequence[Sequence[int]], index: int) -> bool:
-        """Whether a request has this block in all groups without states."""
+        """Return whether a request has this block in all groups without states."""
         return all(block_ids[group][index] != NULL_BLOCK for group in self.tables)
 
-    def in_tables(self, block_ids: Sequence[Sequence[int]], indices: Iterable[int]) -> Iterator[Place]:
-        """`places` in the groups without states, whose blocks are where the request's table of blocks says."""
+    def in_tables(self, block_ids: Sequence[Sequence[int]], indices: Iterable[int]) -> Iterator[GroupBlock]:
+        """Yield the same as `places`, but only for the groups without states. Only these groups have their blocks in
+        the request's table of blocks."""
         return (place for place in self.places(block_ids, indices) if place.group in self.tables)
 
     def table_blocks(self, block_ids: Sequence[Sequence[int]], at_most: int) -> int:
-        """How many blocks the request has in each of these groups, `at_most` so many."""
+        """Return how many blocks the request has in each of the groups without states, but at most `at_most`."""
         return min(at_most, *(len(block_ids[group]) for group in self.tables)) if self.tables else at_most
 
 
 def _kept(spec: SlidingWindowSpec) -> int:
-    """How many tokens the engine keeps of a window, at least 1."""
+    """Return how many tokens of a window the engine keeps, at least 1."""
     return max(1, int(spec.sliding_window) + int(spec.extra_retained_tokens))
 
 
 def groups_digest(kv_cache_config: KVCacheConfig) -> str:
-    """The number of groups, and a digest of which layers are in which; empty for one group."""
+    """Return the number of groups and a digest of the layers in each group. The result is empty for a single group."""
     groups = [",".join(sorted(group.layer_names)) for group in kv_cache_config.kv_cache_groups]
     return f"{len(groups)}-{xxhash.xxh3_64_hexdigest('/'.join(groups).encode())}" if len(groups) > 1 else ""

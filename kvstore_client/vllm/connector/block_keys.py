@@ -1,13 +1,14 @@
-"""The keys of a request's blocks in the store: the one place where they are made.
+"""Makes the keys of a request's blocks in the store. No other module makes such keys.
 
-A key must cover all that decides its block's bytes and that one namespace leaves open (`rank_namespace` says what
-that is). It is the engine's own hash of the block where that covers it, and otherwise a hash of that hash and of the
-rest. What cannot be known has no key: from there on a request's blocks are neither loaded, saved nor promised.
+A key must cover everything that determines its block's bytes, except what the namespace names already (see
+`rank_namespace`). If the engine's own hash of the block covers all of this, the key is that hash. Otherwise the key is
+a hash of that hash and of the rest. A block with an unknown input has no key. That block and all later blocks of the
+request are neither loaded, saved nor promised.
 
-What a request is made of (every field of vLLM's classes for it is in ``tests/engine/test_key_fields.py``):
+``tests/engine/test_key_fields.py`` lists every field of vLLM's classes for a request. For each field, it says whether
+the field affects the content of a block, and where the keys cover it.
 
-====================== ========================================================================================
-A key made here is as long as the hash it is made from, since all keys of one namespace have one length.
+A key has the same length as the hash from which it is made, because all keys of a namespace must have the same length.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass
 class _Adapter:
-    """salt: added to the keys of its blocks. stamp: the path, and names, sizes and times of the files when they were
-    read; None if they could not be read."""
+    """`salt`: bytes that are included in the keys of the adapter's blocks. `stamp`: the path, and the names, sizes and
+    times of the files when they were read. It is None if they could not be read."""
 
     salt: bytes
     stamp: tuple[str, tuple[tuple[str, int, int], ...]] | None
@@ -48,8 +49,11 @@ class _Adapter:
 
 @dataclass
 class _Named:
-    """The keys made so far for one request, and the hash that the last of them was made from. salt: what all of them
-    cover beside hashes and inputs; empty: nothing."""
+    """The keys made so far for one request.
+
+    last_hash: the hash from which the last of these keys was made.
+    salt: bytes that all keys cover in addition to hashes and inputs, empty if there are none.
+    """
 
     salt: bytes
     inputs: RequestInputs
@@ -58,12 +62,14 @@ class _Named:
 
 
 class BlockKeys:
-    """The keys of requests' blocks. Used by the scheduler's thread only. The first request of an adapter reads the
-    adapter's files, at most about a megabyte of each, and a request with media reads their data; a request of tokens
-    costs nothing until ``name_weights``."""
+    """Makes the keys of requests' blocks. Only the scheduler's thread may use it. For the first request of an adapter,
+    it reads at most about 1 MB of each of the adapter's files. For a request with media, it reads the data of the
+    media. For a request with only tokens, it has nothing to do before `name_weights` is called."""
 
     def __init__(self, block_tokens: int, *, trust_media_ids: bool = False, adapter_settings: str = "") -> None:
-        """adapter_settings: what the engine makes of every LoRA adapter, as `model_identity` says it."""
+        """`block_tokens`: the number of tokens of a block. `trust_media_ids`: whether identifiers of media are trusted.
+        `adapter_settings`: the settings with which the engine loads every LoRA adapter, as
+        `model_identity.adapter_settings` returns them."""
         self._block_tokens = block_tokens
         self._adapter_settings = adapter_settings
         self._media = MediaContents(trust_ids=trust_media_ids)
@@ -73,28 +79,28 @@ class BlockKeys:
         self._sessions: WeakSet[Request] = WeakSet()
 
     def note(self, request: Request) -> None:
-        """Take in what the engine is about to compute with. Every request must be noted when it comes, whatever becomes
-        of it: what others get of the engine's caches may be its."""
+        """Note the inputs of a request before the engine computes with them. Every request must be noted when it comes,
+        because other requests may get its blocks from the engine's caches, whatever happens to the request."""
         if request.resumable:
             self._sessions.add(request)
         if has_inputs(request):
             self._known(request)
 
     def note_sessions(self) -> None:
-        """The same for requests that get further inputs while they run; to be called in every step."""
+        """Do the same as `note` for requests that get further inputs while they run. Call this in every step."""
         for request in self._sessions:
             if has_inputs(request):
                 self._known(request)
 
     def of(self, request: Request) -> Sequence[bytes]:
-        """One key for each of ``request.block_hashes``, in their order, up to the first block that cannot be shared.
-        Valid until the request grows."""
+        """Return one key for each of `request.block_hashes`, in the same order, up to the first block that cannot be
+        shared. The result is valid until the request gets more tokens."""
         hashes: Sequence[bytes] = request.block_hashes
         if request.lora_request is None and not self._weights and not has_inputs(request):
             return hashes
         named = self._known(request)
         done = len(named.keys)
-        if done > len(hashes) or (done and hashes[done - 1] != named.last_hash):  # vLLM took tokens back
+        if done > len(hashes) or (done and hashes[done - 1] != named.last_hash):  # vLLM removed tokens
             named.keys, done = [], 0
         for index in range(done, len(hashes)):
             inputs = named.inputs.before((index + 1) * self._block_tokens)
@@ -105,8 +111,9 @@ class BlockKeys:
         return named.keys
 
     def tail(self, request: Request) -> bytes | None:
-        """The key of the block that the end of a prompt fills in part: a hash of the key before it and of what is in
-        it. None: there is no such block, or it cannot be shared."""
+        """Return the key of the last block of a prompt if the prompt fills it only in part. The key is a hash of the
+        previous block's key and of the block's content. Return None if there is no such block, or if it cannot be
+        shared."""
         end = request.num_prompt_tokens
         whole, rest = divmod(end, self._block_tokens)
         keys = self.of(request)
@@ -116,7 +123,7 @@ class BlockKeys:
         inputs = self._known(request).inputs.before(end) if has_inputs(request) else b""
         if inputs is None:
             return None
-        # At the places of embeddings there are no tokens, but zeros.
+        # The positions of embeddings have zeros instead of tokens.
         tokens = np.array(request.all_token_ids[start:end], dtype="<i8").tobytes()
         rows = embeddings_digest(request, start, end)
         salt = digest_of(inputs, rows)[: hashlib.blake2b.SALT_SIZE] if inputs or rows else b""
@@ -125,19 +132,20 @@ class BlockKeys:
         ).digest()
 
     def name_weights(self, name: str) -> None:
-        """From now on all keys cover this name of the weights, too. Empty: none."""
+        """Include this name of the weights in all keys from now on. An empty name is not included."""
         self._weights = name
         self._named.clear()
 
     def adapter(self, request: Request) -> str:
-        """A digest of the content of the request's LoRA adapter, and of what the engine makes of it; empty: none."""
+        """Return a digest of the content of the request's LoRA adapter and of how the engine loads it. It is empty if
+        the request has no adapter."""
         return self._salt(request.lora_request).hex() if request.lora_request is not None else ""
 
     def _known(self, request: Request) -> _Named:
         named = self._named.get(request)
         if named is None:
             named = _Named(self._salt(request.lora_request), RequestInputs(request, self._media))
-        while not named.inputs.are_still(request, self._media):  # two items of one request may call for that, too
+        while not named.inputs.are_still(request, self._media):  # repeats if two items of the request share an id
             named = _Named(named.salt, RequestInputs(request, self._media))
         self._named[request] = named
         return named
@@ -176,7 +184,8 @@ class BlockKeys:
 
 
 def _adapter_files(path: str) -> list[Path]:
-    """An adapter's weights and configuration. Never downloads: for an adapter named by its hub name, no files."""
+    """Return the files of an adapter's weights and configuration. The result is empty for an adapter with a hub name,
+    because nothing is downloaded."""
     folder = Path(path).expanduser()
     try:
         return sorted(

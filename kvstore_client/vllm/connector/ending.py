@@ -1,14 +1,16 @@
-"""How an engine ends, so that the blocks it has computed reach the store first.
+"""Lets an engine send the blocks that it has computed to the store before it ends.
 
-vLLM has SIGTERM and SIGINT sent to the process of the engine's core, and then kills it: `vllm serve` after
-``--shutdown-timeout`` seconds, which are 0 by default; the class `LLM` after 5 s. Three things are done about that:
+vLLM sends SIGTERM or SIGINT to the process of the engine's core, and kills the process some time later. `vllm serve`
+kills it after ``--shutdown-timeout`` seconds, by default 0; the class `LLM` kills it after 5 s. This module does three
+things to get the time to send the blocks:
 
-* `allow_time` has `vllm serve` wait where it would not. Requests are aborted at once all the same, because the core
-  keeps the 0 that it was started with.
-* `Ending` hears of the signal when the core does. The engine leaves the directory at once, not when its last block is
-  sent. And the core goes on to step while blocks wait: until it has done so a second signal changes nothing, while in
-  its teardown it would kill the process. (Ctrl-C and systemd send signals to all processes, and vLLM sends another.)
-* `check_time` warns where neither helps.
+* `allow_time` makes `vllm serve` wait if it would not wait otherwise. Requests are still aborted at once, because the
+  core keeps the timeout of 0 with which it was started.
+* `Ending` receives the signal when the core does. The engine leaves the directory of engines at once, not only after
+  its last block is sent. The core continues to make steps while blocks wait. During these steps, a second signal has no
+  effect. During the core's teardown, a second signal would kill the process. (A second signal is common: Ctrl-C and
+  systemd send signals to all processes, and vLLM then sends another one.)
+* `check_time` warns if neither of these helps.
 """
 
 from __future__ import annotations
@@ -29,28 +31,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-# What an engine takes to end beside sending: to finish a step, to free its memory.
+# The time that an engine needs at its end to finish a step and free its memory, in addition to the time for sending.
 TEARDOWN_S = 5
 
 
 def needed_s(timeout_s: float) -> int:
-    """How long an engine may take to end: it sends for `timeout_s`, and its last call may take as long again."""
+    """Return the time that an engine may need to end, in seconds. It sends blocks for `timeout_s`, and its last call
+    may take another `timeout_s`."""
     return math.ceil(2 * timeout_s) + TEARDOWN_S
 
 
 def allow_time(config: VllmConfig, timeout_s: float) -> None:
-    """Have the front end wait for its engine at the end. Called in the front end, after it has started the engine.
+    """Make the front end wait for its engine at shutdown. Call this in the front end, after it has started the engine.
 
-    Where the engine has several API servers, or this connector is one of several, `config` is not what vLLM will look
-    at, so nothing changes; see `check_time`.
+    This has no effect if the engine has several API servers or several connectors, because vLLM then does not read
+    `config`; see `check_time`.
     """
     if config.shutdown_timeout == 0:
         config.shutdown_timeout = needed_s(timeout_s)
 
 
 def check_time(config: VllmConfig, transfer: KVTransferConfig, engine: VllmConfig | None, timeout_s: float) -> None:
-    """Warn if `vllm serve` would kill this engine before its blocks are sent. transfer: this connector's own
-    configuration. engine: the configuration of all, where it is known."""
+    """Warn if `vllm serve` would kill this engine before its blocks are sent. `transfer`: this connector's own
+    configuration. `engine`: the configuration of the whole engine, if it is known."""
     given, needed = config.shutdown_timeout, needed_s(timeout_s)
     several = getattr(config.parallel_config, "_api_process_count", 1) > 1
     whole = engine.kv_transfer_config if engine is not None else None
@@ -66,21 +69,23 @@ def check_time(config: VllmConfig, transfer: KVTransferConfig, engine: VllmConfi
 
 
 class Ending:
-    """Whether the engine was told to end, and whether it should go on to step for what is still to be sent.
+    """Knows whether the engine is shutting down, and whether it should continue to make steps because blocks are still
+    to be sent.
 
-    Thread: the engine core's main thread, where signals are handled.
+    Only the engine core's main thread, which handles signals, may use it.
     """
 
     def __init__(self, timeout_s: float, told: Callable[[], None]) -> None:
-        """timeout_s: how long to go on. told: called in a signal handler, when the engine is told to end."""
+        """`timeout_s`: how long to continue, in seconds. `told`: a function that is called in a signal handler when the
+        engine gets the signal to end."""
         self.begun = False
         self._timeout_s = timeout_s
         self._told = told
         self._idle_since: float | None = None
 
     def watch_signals(self) -> None:
-        """Hear of SIGTERM and SIGINT before vLLM's own handlers do. Does nothing in a process that is not vLLM's, whose
-        signals are not ours: where `LLM` runs the engine in the program itself."""
+        """Receive SIGTERM and SIGINT before vLLM's own handlers do. This does nothing in a process that vLLM did not
+        start, because with `LLM` the engine may run in the user's program, which handles its own signals."""
         if multiprocessing.parent_process() is None or threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -94,7 +99,8 @@ class Ending:
         before(number, frame)
 
     def waits(self, blocks: int) -> bool:
-        """Whether the engine, which has no requests, should go on to step: so many blocks wait to be sent."""
+        """Return whether the engine, which has no requests, should continue to make steps. `blocks`: the number of
+        blocks that wait to be sent."""
         if not self.begun:
             return False
         if self._idle_since is None:

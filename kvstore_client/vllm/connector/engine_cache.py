@@ -1,8 +1,8 @@
-"""The engine's own cache, as far as the connector changes it: blocks that are not right any more are taken out of it.
+"""Removes outdated blocks from the engine's own cache. The connector does not change the cache in any other way.
 
-A block that is taken out is found by no request. Requests that use it go on to use it.
+No request finds a block that was removed. Requests that already use the block continue to use it.
 
-Thread: the engine core's.
+Only the engine core's thread uses this module.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 class EngineCache:
-    """manager: vLLM's; None: it is not known, and nothing can be taken out."""
+    """The engine's own cache. `manager`: vLLM's manager of the cache. If it is None, no block can be removed."""
 
     def __init__(self, manager: KVCacheManager | None = None) -> None:
         self._manager = manager
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request has blocks, and no block can be found, as after a reset that vLLM calls successful."""
+        """Whether no request has blocks and no block can be found. This is so after a reset that vLLM reports as
+        successful."""
         if self._manager is None:
             return True
         pool: BlockPool = self._manager.block_pool
@@ -31,14 +32,14 @@ class EngineCache:
         return not in_use and not len(pool.cached_block_hash_to_block)
 
     def evict_all(self) -> None:
-        """Take out all blocks."""
+        """Remove all blocks."""
         if self._manager is not None:
             pool = self._manager.block_pool
             named = {block.block_id for block in pool.blocks if block.block_hash is not None}
             pool.evict_blocks(named | pool.cached_block_hashes_by_block.keys())
 
     def evict_of(self, request_ids: Iterable[str]) -> None:
-        """Take out the blocks of these requests."""
+        """Remove the blocks of these requests."""
         for request_id in request_ids:
             self.evict(self.blocks_of(request_id))
 
@@ -47,7 +48,7 @@ class EngineCache:
             self._manager.block_pool.evict_blocks(set(block_ids))
 
     def blocks_of(self, request_id: str) -> set[int]:
-        """The blocks that a request has now."""
+        """Return the blocks that a request has now."""
         if self._manager is None:
             return set()
         return {block for group in self._manager.get_block_ids(request_id) for block in group}

@@ -1,6 +1,7 @@
-"""The models of the worker that a connector belongs to.
+"""Gets the models of the worker to which a connector belongs.
 
-vLLM hands them to no connector. But a worker makes its connector itself, so the worker is among the callers then.
+vLLM does not pass its models to a connector. But a worker makes its connector itself, so the worker can be found among
+the callers of the connector's constructor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RPC = "kvstore_new_weights"
 
 
 def calling_worker() -> Any:
-    """The vLLM worker that is among the callers; None: there is none."""
+    """Return the vLLM worker that is among the callers, or None if there is none."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -34,13 +35,14 @@ def calling_worker() -> Any:
 
 
 def offer_naming(worker: Any) -> None:
-    """Have `collective_rpc` find `new_weights` in a worker, as ``kvstore_new_weights``."""
+    """Add `new_weights` to a worker as ``kvstore_new_weights``, so that `collective_rpc` finds it."""
     if worker is not None and not hasattr(worker, RPC):
         setattr(worker, RPC, new_weights)
 
 
 def fingerprints_of(worker: Any, config: VllmConfig) -> Fingerprints | None:
-    """What takes fingerprints of a worker's weights. None: they cannot be looked at, which is logged."""
+    """Return an object that takes fingerprints of a worker's weights. If the weights cannot be checked, log that and
+    return None."""
     why = None
     if worker is None:
         why = "this vLLM makes its connectors in another way than vLLM 0.32, with which kvstore is tested"
@@ -56,9 +58,9 @@ def fingerprints_of(worker: Any, config: VllmConfig) -> Fingerprints | None:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
     logger.warning(
-        "kvstore: the weights cannot be looked at: %s. So after a reset of the engine's cache nothing is shared any "
-        "more, unless the option weights_version says that the weights never change, and weights that change without "
-        "a reset are not noticed",
+        "kvstore: the weights cannot be read: %s. After a reset of the engine's cache nothing is shared any more, "
+        "unless the option weights_version says that the weights never change. Weights that change without a reset "
+        "are not noticed",
         why,
     )
     return None
@@ -78,7 +80,7 @@ def _are_moved(config: VllmConfig) -> bool:
 
 
 def are_awake() -> bool:
-    """Whether the memory of the weights is there: not while vLLM's sleep mode has taken it away."""
+    """Return whether the weights are in memory. They are not while vLLM's sleep mode has freed their memory."""
     cumem = sys.modules.get("vllm.device_allocator.cumem")
     allocator = getattr(cumem.CuMemAllocator, "instance", None) if cumem is not None else None
     if allocator is None:
@@ -89,7 +91,7 @@ def are_awake() -> bool:
 def new_weights(version: str) -> None:
     """See `kvstore_client.vllm.new_weights`."""
     if not isinstance(version, str) or not version:
-        raise ValueError(f"kvstore: the weights are called {version!r}; expected a name, such as 'step-1200'")
+        raise ValueError(f"kvstore: the name of the weights is {version!r}; expected a name such as 'step-1200'")
     if not watches:
         raise RuntimeError(
             "kvstore: this process has no worker with KVStoreConnector; call new_weights in the engine's workers, with "

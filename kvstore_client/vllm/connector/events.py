@@ -1,11 +1,12 @@
-"""vLLM's KV events for what the connector keeps: blocks in the CPU tier and in the store.
+"""Makes vLLM's KV events for the blocks that the connector keeps in the CPU tier and in the store.
 
-The engine publishes them beside those of its own cache, and routers build their index from them. ``medium`` is ``CPU``
-for the CPU tier and ``STORAGE`` for the store; ``ownership`` is ``kvstore`` for both. A block is in the CPU tier from
-``BlockStored`` to ``BlockRemoved``. It is in the store from ``BlockStored`` on, when all ranks have stored their parts;
-what the store evicts it does not tell, so who must know asks it.
+The engine publishes them together with the events of its own cache, and routers build their index from them. ``medium``
+is ``CPU`` for the CPU tier and ``STORAGE`` for the store; ``ownership`` is ``kvstore`` for both. A block is in the CPU
+tier from its ``BlockStored`` event to its ``BlockRemoved`` event. For the store, ``BlockStored`` says that all ranks
+have stored their slices. The store does not report its evictions, so a router that must know whether a block is still
+there asks the store.
 
-Hashes are the engine's own, as in its other events, also where the block has another key in the store.
+Hashes are the engine's own, as in its other events, even if the block has a different key in the store.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LOCALITY: Final = {MEDIUM_CPU: "LOCAL", MEDIUM_STORAGE: "REMOTE"}
 
 @dataclass
 class _Block:
-    """What an event says of a block. users: saves and loads under way that may tell of it."""
+    """The content of an event about a block. `users`: the number of saves and loads in progress that may report it."""
 
     block_hash: Any
     parent: Any
@@ -45,26 +46,28 @@ class _Block:
 
 
 def group_kinds(kv_cache_config: KVCacheConfig) -> list[tuple[str, int | None]]:
-    """What `KVEvents` must know of the groups."""
+    """Return the argument `groups` of `KVEvents`."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
 
 
 class KVEvents:
-    """The events of one engine. Not thread-safe. All calls do nothing if they are not wanted."""
+    """The events of one engine. Not thread-safe. If events are not wanted, no call has an effect."""
 
     def __init__(self, *, wanted: bool, block_tokens: int, groups: Sequence[tuple[str, int | None]]) -> None:
-        """groups: of each group of the cache, what vLLM calls its kind, and its sliding window."""
+        """`wanted`: whether events are wanted. `block_tokens`: the number of tokens of a block. `groups`: for each
+        group of the cache, vLLM's name for its kind, and its sliding window."""
         self.wanted = wanted
         self._groups = groups
         self._block_tokens = block_tokens
         self._blocks: dict[bytes, _Block] = {}  # by key
-        self._in_tier: dict[bytes, tuple[Any, int]] = {}  # key -> hash, group
+        self._in_tier: dict[bytes, tuple[Any, int]] = {}  # hash and group, by key
         self._events: list[KVCacheEvent] = []
 
     def note(self, request: Request, key: bytes, index: int, group: int) -> None:
-        """A save or a load of the request's block ``index`` in a group begins: what events will say of it."""
-        if not self.wanted or index >= len(request.block_hashes):  # the tail of a prompt has no hash
+        """Note the content of the events of a block. Call this when a save or a load of the block begins. `index`,
+        `group`: the block's index in the request, and its group."""
+        if not self.wanted or index >= len(request.block_hashes):  # a partly filled last block has no hash
             return
         block = self._blocks.get(key)
         if block is None:
@@ -83,7 +86,7 @@ class KVEvents:
         block.users += 1
 
     def forget(self, key: bytes) -> None:
-        """A save or a load that was noted has ended."""
+        """Note that a save or a load for which `note` was called has ended."""
         block = self._blocks.get(key)
         if block is not None:
             block.users -= 1
@@ -91,7 +94,7 @@ class KVEvents:
                 del self._blocks[key]
 
     def stored(self, keys: Sequence[bytes], medium: str) -> None:
-        """These blocks, which were noted, are there now."""
+        """Report that these blocks are now in the tier `medium`. Blocks for which `note` was not called are skipped."""
         for key in keys:
             block = self._blocks.get(key)
             if block is None:
@@ -119,7 +122,7 @@ class KVEvents:
             )
 
     def evicted(self, keys: Sequence[bytes]) -> None:
-        """These blocks are not in the CPU tier any more."""
+        """Report that these blocks are no longer in the CPU tier."""
         removed: dict[int, list[Any]] = {}  # by group
         for key in keys:
             if key in self._in_tier:
@@ -137,11 +140,11 @@ class KVEvents:
         ]
 
     def cleared(self) -> None:
-        """The CPU tier is empty, and nothing that is under way will be found by anybody."""
+        """Report that the CPU tier is empty. The blocks of saves and loads in progress will not be reported."""
         self.evicted(list(self._in_tier))
         self._blocks.clear()
 
     def take(self) -> list[KVCacheEvent]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events

@@ -1,19 +1,24 @@
-"""Prompts that several engines know of: one computes their blocks, the others wait for them.
+"""Hand-overs and single flight: one engine computes the blocks of a prompt, and other engines wait for them.
 
-A request says in its ``kv_transfer_params`` on which side of a hand-over its engine is, as with other connectors.
-``do_remote_decode``: this engine computes the prompt and another one goes on; it promises the prompt's blocks at once,
-and sends them before all others. ``do_remote_prefill``: another engine computes the prompt; this one loads all whole
-blocks of it, and waits for those that are promised. It computes what does not come. Every request says it anew, so an
-engine takes either side at any time.
+As with other connectors, ``kv_transfer_params`` of a request says on which side of a hand-over its engine is.
 
-Single flight, an option, does the same among engines that get the same prompt at once: the first to promise a block
-computes it. Requests of one engine do not even promise what another of them is computing: they follow it, until the
-engine's own cache has the block.
+``do_remote_decode``: this engine computes the prompt, and another engine continues. This engine promises the prompt's
+blocks at once, and sends them before all others.
 
-Of a model with states, a prompt that is handed over has all its blocks of the other layers, and the states before its
-last token, which the engine keeps. They are promised and waited for together.
+``do_remote_prefill``: another engine computes the prompt. This engine loads all whole blocks of the prompt, waits for
+those that are promised, and computes those that do not come.
 
-Every wait has a bound. Thread: the engine core's, for everything here. Nothing blocks.
+Each request has its own flags, so an engine can be on different sides for different requests.
+
+The option `single_flight_s` does the same among engines that get the same prompt at the same time. The first engine to
+promise a block computes it. If another request of the same engine is computing a block, a request does not promise the
+block. Instead, it waits for that other request until the engine's own cache has the block.
+
+For a model with states, a hand-over includes all blocks of the layers without states. It also includes the states
+before the prompt's last token, which the engine keeps. All of them are promised together, and the other engine waits
+for all of them.
+
+Every wait has a time limit. Only the engine core's thread uses this module, and no call blocks.
 """
 
 from __future__ import annotations
@@ -36,55 +41,57 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-# How long a handed-over prompt may stay unpromised: its other engine may be in the middle of a long step.
+# How long an engine waits for the promise of a handed-over prompt. The engine that computes the prompt may be in the
+# middle of a long step.
 UNPROMISED_S: Final = 2.0
-# How long the store keeps the tail of a prompt, which is of use to nobody but the decode side.
+# How long the store keeps a prompt's partly filled last block, which only the decode side needs.
 TAIL_S: Final = 60.0
 
 
-class Side(enum.Enum):
-    """What a request's engine is to do for it."""
+class HandOverSide(enum.Enum):
+    """The part of a request that its engine computes."""
 
     BOTH = "both"  # the prompt and the answer
     PREFILL = "do_remote_decode"
     DECODE = "do_remote_prefill"
 
 
-def side_of(request: Request) -> Side:
-    """What the request says. The flags of a request that another connector hands over are not for this one."""
+def side_of(request: Request) -> HandOverSide:
+    """Return the side that the request's flags give. Flags of a request that another connector hands over are
+    ignored."""
     params = request.kv_transfer_params or {}
     if "remote_engine_id" in params:
-        return Side.BOTH
-    sides = [side for side in (Side.PREFILL, Side.DECODE) if params.get(side.value)]
+        return HandOverSide.BOTH
+    sides = [side for side in (HandOverSide.PREFILL, HandOverSide.DECODE) if params.get(side.value)]
     if len(sides) > 1:
         logger.warning(
             "kvstore: request %s: kv_transfer_params has do_remote_decode and do_remote_prefill; expected one of them. "
-            "It is computed here",
+            "This engine serves the request alone",
             request.request_id,
         )
-    return sides[0] if len(sides) == 1 else Side.BOTH
+    return sides[0] if len(sides) == 1 else HandOverSide.BOTH
 
 
 @dataclass
 class _Shared:
-    """A request whose blocks others compute, or wait for."""
+    """A request whose blocks are computed or awaited by other engines or requests."""
 
     request: Request
-    side: Side
+    side: HandOverSide
     flight: Flight
     chain: Sequence[bytes]  # the keys of the blocks that are handed over
-    promised: Sequence[bytes]  # keys that it leads, for the other requests of this engine
+    promised: Sequence[bytes]  # the keys of blocks that it also computes for other requests of this engine
     wait_s: float  # how long it waits for blocks that others have promised
     added: float
     follow_until: float
-    tail: bytes | None = None  # the key of the block that the prompt's end fills in part
+    tail: bytes | None = None  # the key of the prompt's partly filled last block
     tail_saved: bool = False
     finished: float = 0.0
-    sending: set[bytes] | None = None  # once it has finished: the keys of blocks on their way; None: not known yet
+    sending: set[bytes] | None = None  # after its end: keys of blocks on their way, once known
 
 
 class HandOvers:
-    """The requests of one engine that others know of. ``flights``: what was promised for them."""
+    """The requests of one engine that take part in a hand-over or a single flight."""
 
     def __init__(
         self,
@@ -97,7 +104,8 @@ class HandOvers:
         counters: Counters,
         spans: RequestSpans | None = None,
     ) -> None:
-        """single_flight_s: how long a request waits for what another computes, hand-overs apart; 0: not at all."""
+        """`flights`: makes the promises for these requests. `single_flight_s`: how long a request waits for blocks that
+        another request computes, in seconds; 0 means that it does not wait. This does not apply to hand-overs."""
         self._flights = flights
         self._groups = groups
         self._keys = keys
@@ -106,105 +114,110 @@ class HandOvers:
         self._counters = counters
         self._spans = spans
         self._shared: dict[str, _Shared] = {}
-        self._leaders: dict[bytes, Request] = {}  # key -> the request of this engine that computes it
+        self._leaders: dict[bytes, Request] = {}  # the request of this engine that computes a block, by key
         self._finishing: dict[str, _Shared] = {}
 
     @property
     def under_way(self) -> int:
-        """Requests that somebody may wait for, or that wait."""
+        """The number of requests that take part in a hand-over or a single flight. It includes requests that have ended
+        but whose blocks are still being sent."""
         return len(self._shared) + len(self._finishing)
 
     @property
     def ending(self) -> bool:
-        """Whether others still wait for blocks of requests that have ended. Only a step tells that they are set."""
+        """Whether others still wait for blocks of requests that have ended. If so, steps are needed, because only a
+        step reports that blocks are set."""
         return bool(self._finishing)
 
     def add(self, request: Request, keys: Sequence[bytes], usable: int, wait_s: float | None, may_save: bool) -> None:
-        """A request, unless it is known: it may come back after the engine has taken its blocks.
+        """Add a request. Do nothing if the request is already known, because it was preempted.
 
-        keys: of its prompt's whole blocks, or of those that can be shared. usable: how many of them may be loaded.
-        wait_s: for a prompt that is handed over; None: as long as a promise holds. may_save: whether all its blocks are
-        saved."""
+        keys: the keys of its whole blocks that can be shared.
+        usable: the number of these blocks that may be loaded.
+        wait_s: how long to wait for a prompt that is handed over, in seconds. None means as long as a promise is valid.
+        may_save: whether all its blocks may be saved.
+        """
         if request.request_id in self._shared:
             return
         side = side_of(request)
-        keys = keys[: request.num_prompt_tokens // self._block_tokens]  # it may come back with an answer
-        if self._groups.states:  # the engine keeps those before the prompt's last token, and not those before others
+        keys = keys[: request.num_prompt_tokens // self._block_tokens]  # a preempted request may have an answer
+        if self._groups.states:  # the engine keeps only the states before the prompt's last token
             last = (request.num_prompt_tokens - 1) // self._block_tokens
             keys = keys[:last] if len(keys) >= last else []
         now = time.monotonic()
         promised: list[bytes] = []
         groups = self._groups
-        tail = None if side is Side.BOTH or groups.windows else self._keys.tail(request)
-        if side is Side.PREFILL and request.max_tokens != 1:
-            tail = None  # the engine would go on to fill that block while it is copied
+        tail = None if side is HandOverSide.BOTH or groups.windows else self._keys.tail(request)
+        if side is HandOverSide.PREFILL and request.max_tokens != 1:
+            tail = None  # the engine would write to that block while it is copied
         prompt = [*keys, tail] if tail is not None else keys
-        if side is Side.DECODE:
+        if side is HandOverSide.DECODE:
             if not usable or not keys:
                 return
             wait_s = PROMISE_S if wait_s is None else wait_s
             names = groups.names_to_last_states(keys) if groups.states else prompt
             enough = len(names) if groups.states else len(keys)
             flight = self._flights.expect(names, enough, min(UNPROMISED_S, wait_s))
-        elif keys and may_save and (side is Side.PREFILL or self._single_flight_s):
+        elif keys and may_save and (side is HandOverSide.PREFILL or self._single_flight_s):
             wait_s = self._single_flight_s if usable else 0.0
             if self._single_flight_s:
                 promised = [key for key in keys if self._leaders.setdefault(key, request) is request]
-            leads = promised or side is Side.PREFILL  # otherwise it only follows
+            leads = promised or side is HandOverSide.PREFILL  # otherwise it only waits for others
             names = groups.names_to_last_states(keys) if groups.states else prompt
             flight = self._flights.promise(names) if leads else Flight(keys, now, coming=0)
         else:
             return
-        if side is not Side.BOTH:
-            self._counters.add("hand_overs_in" if side is Side.DECODE else "hand_overs_out")
+        if side is not HandOverSide.BOTH:
+            self._counters.add("hand_overs_in" if side is HandOverSide.DECODE else "hand_overs_out")
         self._shared[request.request_id] = _Shared(
             request, side, flight, prompt, promised, wait_s, now, now + self._single_flight_s, tail
         )
 
     def knows(self, request: Request) -> bool:
-        """Whether others may compute the request's blocks, or wait for them."""
+        """Return whether others may either compute the request's blocks or wait for them."""
         return request.request_id in self._shared
 
     def is_handed_over(self, request: Request) -> bool:
-        """Whether another engine waits for the request's blocks."""
+        """Return whether another engine waits for the request's blocks."""
         shared = self._shared.get(request.request_id)
-        return shared is not None and shared.side is Side.PREFILL
+        return shared is not None and shared.side is HandOverSide.PREFILL
 
     def is_expected(self, request: Request) -> bool:
-        """Whether another engine computes the request's prompt."""
+        """Return whether another engine computes the request's prompt."""
         shared = self._shared.get(request.request_id)
-        return shared is not None and shared.side is Side.DECODE
+        return shared is not None and shared.side is HandOverSide.DECODE
 
     def answered_at(self, request: Request) -> float:
-        """When the store had answered who computes the request's prompt, by `time.monotonic`; 0: it has not."""
+        """Return the time when the store answered which engine computes the request's prompt, by `time.monotonic`.
+        Return 0 if it has not answered."""
         shared = self._shared.get(request.request_id)
         return shared.flight.known_at if shared is not None else 0.0
 
     def loadable(self, request: Request) -> Sequence[bytes] | None:
-        """The keys of all blocks of a prompt that another engine computes, the last one perhaps filled in part; None:
-        it is computed here, or was loaded."""
+        """Return the keys of all blocks of a prompt that another engine computes. The last block may be only partly
+        filled. Return None if the prompt is computed here, or if its load has begun."""
         shared = self._shared.get(request.request_id)
-        if shared is None or shared.side is not Side.DECODE or not shared.wait_s:
+        if shared is None or shared.side is not HandOverSide.DECODE or not shared.wait_s:
             return None
         return shared.chain
 
     def tail_to_save(self, request: Request, computed_tokens: int) -> bytes | None:
-        """The key of the block that the prompt's end fills in part, if so many tokens are the prompt and another engine
-        waits for that."""
+        """Return the key of the prompt's partly filled last block. Return None unless exactly the prompt is computed
+        and another engine waits for that block."""
         shared = self._shared.get(request.request_id)
-        if shared is None or shared.side is not Side.PREFILL or computed_tokens != request.num_prompt_tokens:
+        if shared is None or shared.side is not HandOverSide.PREFILL or computed_tokens != request.num_prompt_tokens:
             return None
         if shared.tail_saved or shared.tail is None or shared.tail != self._keys.tail(request):
-            return None  # what is in the block may not be known for sure any more
+            return None  # the content of the block may have changed
         return shared.tail
 
     def tail_is_saved(self, request: Request) -> None:
-        """It is on its way."""
+        """Note that the prompt's partly filled last block is being saved."""
         self._shared[request.request_id].tail_saved = True
 
     def follows(self, request: Request, keys: Sequence[bytes], local: int) -> bool:
-        """Whether to wait until another request of this engine has computed block `local`, the first that this one
-        lacks."""
+        """Return whether to wait until another request of this engine has computed block `local`, which is the first
+        block that this request lacks."""
         shared = self._shared.get(request.request_id)
         if shared is None or not self._single_flight_s or local >= len(keys) or time.monotonic() > shared.follow_until:
             return False
@@ -212,20 +225,22 @@ class HandOvers:
         return leader is not None and leader is not request and leader.num_computed_tokens <= local * self._block_tokens
 
     def coming(self, request: Request) -> int | None:
-        """How many leading blocks are in the store or promised by others; 0: nobody was asked. None: ask again."""
+        """Return how many leading blocks are either in the store or promised by others. Return 0 if the store was not
+        asked, and None if the caller should ask again."""
         shared = self._shared.get(request.request_id)
         if shared is None or not shared.wait_s:
             return 0
         coming = self._flights.poll(shared.flight)
-        if coming is not None and self._groups.states:  # of use with the states at the end alone
+        if coming is not None and self._groups.states:  # blocks are useful only with the states at the end
             coming = len(shared.chain) if coming == len(shared.flight.keys) else 0
-        if coming is not None and shared.side is Side.DECODE and shared.added:
+        if coming is not None and shared.side is HandOverSide.DECODE and shared.added:
             self._counters.add("hand_over_seconds_promise", time.monotonic() - shared.added)
             shared.added = 0.0
         return coming
 
     def take_wait_s(self, request: Request) -> float:
-        """How long a load of the request may wait for promised blocks. From now on, no other one may."""
+        """Return how long a load of the request may wait for promised blocks, in seconds. Later calls for the same
+        request return 0."""
         shared = self._shared.get(request.request_id)
         if shared is None:
             return 0.0
@@ -233,7 +248,8 @@ class HandOvers:
         return wait_s
 
     def forget(self) -> None:
-        """What was promised is withdrawn, and current requests neither wait for others nor lead them."""
+        """Withdraw all promises. From now on, present requests do not wait for others, and others do not wait for
+        them."""
         self._leaders.clear()
         for shared in self._shared.values():
             shared.wait_s, shared.tail = 0.0, None
@@ -243,8 +259,9 @@ class HandOvers:
             self._end(request_id)
 
     def finish(self, request: Request, sending: Iterable[bytes], whole: bool = True) -> None:
-        """The request has ended. What it promised is withdrawn, once those of its blocks are set that are on their way.
-        sending: the keys of blocks that are. whole: that is all; otherwise `placed` tells when it is."""
+        """Note that the request has ended. Its promise is withdrawn when the store has all of its blocks that were on
+        their way. `sending`: the keys of all blocks on their way. `whole`: whether these include all blocks of the
+        request that will be sent. If not, `placed` must be called later."""
         shared = self._shared.pop(request.request_id, None)
         if shared is None:
             return
@@ -257,7 +274,8 @@ class HandOvers:
             self.placed(request, sending)
 
     def placed(self, request: Request, sending: Iterable[bytes]) -> None:
-        """All blocks of a finished request that will be sent are on their way, or were sent."""
+        """Note that all blocks of a finished request that will be sent are either on their way or already sent.
+        `sending`: the keys of all blocks on their way."""
         if (shared := self._finishing.get(request.request_id)) is not None:
             keys = shared.flight.keys
             shared.sending = set(keys if self._groups.states else self._groups.keys(keys)).intersection(sending)
@@ -265,7 +283,7 @@ class HandOvers:
                 self._end(request.request_id)
 
     def sent(self, key: bytes) -> None:
-        """A block is not on its way any more."""
+        """Note that a block is no longer on its way."""
         for request_id, shared in list(self._finishing.items()):
             if shared.sending is not None:
                 shared.sending.discard(key)
@@ -277,12 +295,17 @@ class HandOvers:
         self._flights.end(shared.flight)
         if self._spans is not None:
             self._spans.sent(request_id)
-        if shared.side is Side.PREFILL:
+        if shared.side is HandOverSide.PREFILL:
             self._counters.add("hand_over_seconds_send", time.monotonic() - shared.finished)
 
     def reply(self, request: Request) -> dict[str, Any] | None:
-        """What the engine's answer says to whoever sends the request to the next engine."""
-        return {Side.DECODE.value: True, Side.PREFILL.value: False} if self.is_handed_over(request) else None
+        """Return the part of the engine's answer that is meant for the program that sends the request to the next
+        engine. Return None if the request is not handed over."""
+        return (
+            {HandOverSide.DECODE.value: True, HandOverSide.PREFILL.value: False}
+            if self.is_handed_over(request)
+            else None
+        )
 
     def close(self) -> None:
         """Withdraw all promises."""

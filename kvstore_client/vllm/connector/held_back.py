@@ -1,14 +1,16 @@
-"""How much later than without kvstore the engine may begin with a request: what the connector took of its time.
+"""Measures how much time each request loses because of the connector: how much later the engine can begin with the
+request than without kvstore.
 
-A request is held back while the engine asks in every step what can be loaded and is told to ask again, and while its
-load is under way. What the engine would have needed to compute what is loaded, behind the prompts before it, is not
-lost. The rest is, and it has a bound: what a lookup may take, `admission.LEAST_S`, and a step or two of the engine,
-which hears of an answer or of a load's end only between steps. (With `always_load` a load may take `timeout_s`.) A load
-that fails is no exception: it ends in time, and its blocks are computed then.
+A request is held back while the engine asks in every step what can be loaded and gets the answer "ask again". It is
+also held back while its load is in progress. Without kvstore, the engine would have needed some of this time to compute
+earlier prompts and the loaded blocks. Only the rest is lost. The lost time is at most the time of a lookup
+(`admission.MIN_LOOKUP_S`) plus one or two steps of the engine. The steps count because the engine learns of an answer
+or of a load's end only between steps. (With `always_load`, a load may take `timeout_s`.) The same limit holds for a
+load that fails, because the load ends in time and its blocks are then computed.
 
-Prompts that another engine computes are not counted; they have metrics of their own.
+Prompts that another engine computes are not counted, because they have metrics of their own.
 
-Thread: the engine core's. Nothing blocks.
+Only the engine core's thread uses this module. No call blocks.
 """
 
 from __future__ import annotations
@@ -20,30 +22,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-# Requests whose times nobody has taken: an engine whose statistics are off never does.
+# The number of requests whose times are kept until they are read. The number is limited because an engine with
+# statistics turned off never reads them.
 MOST_UNTAKEN: Final = 10_000
 
 
 class HeldBack(NamedTuple):
-    """Of one request, in seconds."""
+    """The times of one request, in seconds."""
 
-    asked_s: float  # it was asked for, and the engine was told to ask again
-    load_s: float  # its load took
-    computing_s: float  # computing would have taken, as fast as the engine is; 0 if that is not known
+    asked_s: float  # how long the engine had to ask again
+    load_s: float  # how long its load took
+    computing_s: float  # how long computing would have taken; 0 if that is not known
 
     @property
     def seconds(self) -> float:
-        """What it was held back."""
+        """The time for which the request was held back."""
         return max(0.0, self.asked_s + self.load_s - self.computing_s)
 
 
 @dataclass
 class _Asking:
     step: int
-    told_at: float = 0.0  # to ask again; 0: it was not, last time
+    told_at: float = 0.0  # when the last answer was given, if it was "ask again"; otherwise 0
     asked_s: float = 0.0
-    first: int = 0  # tokens of the engine's own cache when it was asked for first
-    began: float = 0.0  # its load
+    first: int = 0  # tokens of the engine's own cache at the first query
+    began: float = 0.0  # when its load began
     computing_s: float = 0.0
 
 
@@ -59,11 +62,13 @@ class HeldBackTimes:
         return len(self._asking)
 
     def step(self) -> None:
-        """The engine has scheduled a step. A request that it does not ask for in the next one waits for the engine."""
+        """Note that the engine has scheduled a step. If the engine does not query a request in the next step, the
+        request waits for the engine, not for the connector."""
         self._step += 1
 
     def asked(self, request_id: str, computed_tokens: int, *, again: bool) -> None:
-        """The engine asked for a request, of which its cache has so many tokens. again: it is to ask again."""
+        """Note that the engine queried a request of which `computed_tokens` are already in its cache. `again`: whether
+        the answer was "ask again"."""
         now = time.monotonic()
         asking = self._asking.get(request_id)
         if asking is None:
@@ -73,8 +78,9 @@ class HeldBackTimes:
         asking.step, asking.told_at = self._step, now if again else 0.0
 
     def allocated(self, request_id: str, end: int, computing_s: Callable[[int, int], float]) -> None:
-        """It has blocks, and its tokens up to `end` are there, to be loaded, or were to be. computing_s: how long the
-        engine would have computed tokens from one to another, behind other prompts; `math.inf`: that is not known."""
+        """Note that the engine gave blocks to the request. Each of its tokens before `end` is in the cache, or is to be
+        loaded, or its load was declined. `computing_s(first, end)`: a function that returns how long the engine would
+        have taken to compute these tokens after other prompts. It returns `math.inf` if that is not known."""
         if (asking := self._asking.get(request_id)) is None:
             return
         asking.began = time.monotonic()
@@ -82,7 +88,8 @@ class HeldBackTimes:
         asking.computing_s = 0.0 if math.isinf(seconds) else seconds
 
     def ended(self, request_id: str) -> HeldBack | None:
-        """The engine can go on with it now. None: nobody has asked for it."""
+        """Note that the engine can continue with the request now. Return the request's times, or None if the engine has
+        not queried it."""
         if (asking := self._asking.pop(request_id, None)) is None:
             return None
         load_s = time.monotonic() - asking.began
@@ -91,11 +98,11 @@ class HeldBackTimes:
         return found
 
     def forget(self, request_id: str) -> None:
-        """It has ended before that, or another engine computes its prompt."""
+        """Drop the request's times, because it has ended."""
         self._asking.pop(request_id, None)
 
     def take(self) -> list[float]:
-        """-> the seconds of each request since the last call."""
+        """Return how long each request was held back, in seconds, for all requests since the last call."""
         ended = list(self._ended)
         self._ended.clear()
         return ended

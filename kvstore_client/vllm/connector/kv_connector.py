@@ -1,15 +1,16 @@
-"""``KVStoreConnector``: kvstore as the KV connector of a vLLM engine.
+"""``KVStoreConnector``, which makes kvstore the KV connector of a vLLM engine.
 
     vllm serve MODEL --shutdown-timeout 30 --kv-transfer-config '{"kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "kvstore_client.vllm.connector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"endpoint": "tcp://127.0.0.1:7070"}}'
 
-The engine makes one connector in its scheduler and one in every worker, usually in different processes. Each holds one
-half and passes the engine's calls on to it. Only the workers know their tensors, so they send their namespaces to the
-scheduler, with their first reports.
+The engine makes one connector in its scheduler and one in every worker, usually in different processes. Each connector
+has one half and passes the engine's calls on to that half. Only the workers know their tensors, so they send their
+namespaces to the scheduler with their first reports.
 
-Once the engine runs, the guards catch the store's failures, and `_never_raise` catches defects of ours. Only the few
-calls that must keep a promise to the engine are not caught, such as ``update_state_after_alloc``.
+Once the engine runs, the guards catch failures of the store, and `_never_raise` catches our own defects. The only
+errors that are not caught are those of the few calls that must keep a promise to the engine, such as
+``update_state_after_alloc``.
 
 Over 400 lines because vLLM wants one class for both halves.
 """
@@ -46,12 +47,11 @@ from kvstore_client.engine.paged.host_tier import HostTier
 from kvstore_client.engine.paged.layout import BlockLayout
 from kvstore_client.engine.paged.plan import RankStore, StepPlan, WorkerReport
 from kvstore_client.engine.paged.shared_pool import shared_pool
-from kvstore_client.engine.paged.sharing import Sharing
+from kvstore_client.engine.paged.sharing import SharingChecks
 from kvstore_client.engine.paged.weights import WeightsWatch
 from kvstore_client.engine.paged.worker import WorkerHalf
 from kvstore_client.vllm.connector.block_groups import BlockGroups, groups_digest
 from kvstore_client.vllm.connector.block_keys import BlockKeys
-from kvstore_client.vllm.connector.books import Books
 from kvstore_client.vllm.connector.ending import Ending, allow_time, check_time
 from kvstore_client.vllm.connector.engine_cache import EngineCache
 from kvstore_client.vllm.connector.engine_model import calling_worker, fingerprints_of, offer_naming
@@ -60,10 +60,11 @@ from kvstore_client.vllm.connector.hand_over import HandOvers
 from kvstore_client.vllm.connector.load_planner import LoadPlanner
 from kvstore_client.vllm.connector.mismatch import explain_mismatch
 from kvstore_client.vllm.connector.options import ConnectorOptions
-from kvstore_client.vllm.connector.page_probe import KNOWN, page_fingerprint
-from kvstore_client.vllm.connector.rank_namespace import among_replicas, head_parts, rank_namespace, replica
+from kvstore_client.vllm.connector.page_probe import PAGE_FINGERPRINT, page_fingerprint
+from kvstore_client.vllm.connector.planner_state import PlannerState
+from kvstore_client.vllm.connector.rank_namespace import among_replicas, head_slices, rank_namespace, replica
 from kvstore_client.vllm.connector.registration import register
-from kvstore_client.vllm.connector.request_options import NAME, is_to_describe
+from kvstore_client.vllm.connector.request_options import OPTIONS_NAME, is_to_describe
 from kvstore_client.vllm.connector.request_spans import RequestSpans
 from kvstore_client.vllm.connector.save_planner import SavePlanner
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
@@ -99,20 +100,20 @@ T = TypeVar("T")
 
 make_device_copies()
 
-# With fewer rows in a host pool, blocks would wait for each other in every step.
+# With fewer slots in a host pool, blocks would wait for each other in every step.
 MIN_SLOTS = 8
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """One class for both halves, as vLLM requires; see the package's docstring for the halves. Once the engine runs,
-    no call waits for the store, except ``shutdown``.
+    """The connector. vLLM requires one class for both halves; see the package's docstring for the halves. Once the
+    engine runs, no call waits for the store, except ``shutdown``.
 
-    Thread: in each process the one thread that the engine calls its connector from.
+    In each process, only the thread from which the engine calls its connector may use it.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raises ValueError for wrong options and for an engine whose blocks cannot be shared. The engine then stops
-        with the message."""
+        with the message of the error."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = self._kv_transfer_config
         self._options = parse_options(ConnectorOptions, transfer.kv_connector_extra_config, "kv_connector_extra_config")
@@ -150,12 +151,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._ending.watch_signals()
 
     def _leave(self) -> None:
-        """The engine is told to end: proxies are to send it nothing more. Called in a signal handler."""
+        """Leave the directory of engines when the engine shuts down, so that proxies send it no more requests. A signal
+        handler calls this."""
         if self._registered is not None:
             self._registered.withdraw()
 
     def _trace(self) -> RequestSpans:
-        """Raises ValueError. Every engine of a data-parallel group has a file of its own."""
+        """Return the writer of spans. Each engine of a data-parallel group has a file of its own. Raises ValueError if
+        the file cannot be written."""
         number = self._vllm_config.parallel_config.data_parallel_index
         path = self._options.trace_file + (f".dp{number}" if number else "")
         return RequestSpans(path, self._options.engine_url)
@@ -166,12 +169,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether layers must tell when they are computed, which no graph of a whole step does."""
+        """Return whether each layer must report that it is computed. A CUDA graph of a whole step cannot do that."""
         return parse_options(ConnectorOptions, extra_config, "kv_connector_extra_config").layer_parts > 1
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether vLLM must wait for every save. No: a dropped save is a later miss, nothing else."""
+        """Whether vLLM must wait for every save. This is False, because a dropped save only leads to a later miss."""
         return False
 
     # The scheduler's half.
@@ -181,14 +184,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._cache = EngineCache(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], object]) -> None:
-        """Does nothing: the handshake is another connector's, beside this one (see ``starting``)."""
+        """Do nothing, because this connector does not use vLLM's handshake (see ``starting``). Another connector that
+        is used together with this one may use it."""
 
     def _make_half(self, ranks: Sequence[RankStore]) -> SchedulerHalf:
-        """Raises ValueError when a worker hashes blocks differently than this process."""
+        """Make the scheduler's half. Raises ValueError if a worker hashes blocks differently than this process does."""
         check_same_hash(self._vllm_config, [rank.namespace for rank in ranks])
-        # Ranks that hold the same part share one namespace, which is asked once.
+        # Ranks that have the same slice share one namespace, so this namespace gets only one guard.
         distinct = {rank.namespace.id: rank for rank in ranks}
-        # In a model with states, not all groups have all blocks: who asks says which groups.
+        # In a model with states, not all groups have all blocks, so each lookup names its groups.
         groups = [range(self._groups.count)] if self._groups.count > 1 and not self._groups.states else []
         self._guards += [
             self._guard(
@@ -197,30 +201,31 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 [
                     *groups,
                     *([range(rank.layer_parts)] if rank.layer_parts > 1 else []),
-                    *([range(rank.head_parts.of)] if rank.head_parts else []),
+                    *([range(rank.head_slices.of)] if rank.head_slices else []),
                 ],
             )
             for rank in distinct.values()
         ]
-        # What is computed before the store has answered cannot be saved: it may be of before a purge.
+        # Blocks that are computed before the store has answered cannot be saved, because they may be older than a
+        # purge.
         deadline = time.monotonic() + FIRST_ANSWER_S
         for guard in self._guards:
             guard.await_store(deadline - time.monotonic())
         self._explain_mismatch(self._guards[0])
         transfer = self._kv_transfer_config
-        books = self._books(ranks)
+        state = self._state(ranks)
         saves = SavePlanner(
-            books,
+            state,
             ranks=len(ranks),
-            parts=len({rank.part for rank in ranks}),
+            slices=len({rank.slice_id for rank in ranks}),
             save_decode=self._options.save_decode,
             may_save=transfer.is_kv_producer,
         )
         loads = LoadPlanner(
-            books,
+            state,
             saves.tracked,
             admission=Admission(timeout_s=self._options.timeout_s, always=self._options.always_load),
-            # A layer of width h has about 12 h² weights, and attends with 2 h multiplications to each token before.
+            # A layer of width h has about 12 h² weights, and needs 2 h multiplications to attend to each earlier token.
             computing=ComputingPace(
                 attention=1 / (6 * self._vllm_config.model_config.get_hidden_size()) if self._groups.whole else 0.0
             ),
@@ -232,7 +237,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             shares_rows=any(rank.shares_rows for rank in ranks),
         )
         return SchedulerHalf(
-            books,
+            state,
             saves,
             loads,
             cache=self._cache,
@@ -240,17 +245,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             names_changed=self._register_again,
         )
 
-    def _books(self, ranks: Sequence[RankStore]) -> Books:
-        """-> what both planners use, over the guards of these ranks."""
+    def _state(self, ranks: Sequence[RankStore]) -> PlannerState:
+        """Return the objects that both planners use. These objects call the store through the guards of these ranks."""
         events = self._vllm_config.kv_events_config
-        return Books(
+        return PlannerState(
             block_tokens=self._vllm_config.cache_config.block_size,
             keys=self._keys,
             lookups=PrefixLookups(
                 self._guards,
                 timeout_s=self._options.lookup_timeout_s,
                 counters=self._counters,
-                groups=self._groups.parts,
+                groups=self._groups.slices,
             ),
             tier=HostTier(
                 min(rank.slots for rank in ranks), keep=self._options.cpu_bytes > 0, policy=self._options.cpu_policy
@@ -272,7 +277,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
             counters=self._counters,
             spans=self._spans,
-            sharing=Sharing(
+            sharing=SharingChecks(
                 len(ranks),
                 checks=all(rank.checks for rank in ranks),
                 name=self._options.weights_version,
@@ -281,24 +286,24 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def _register_again(self) -> None:
-        """Have proxies told now what has changed."""
+        """Inform proxies of changes now."""
         if (registered := self._registered) is not None:
             registered.update()
 
     def _present(self) -> tuple[str, BlockNames]:
-        """-> what the weights are called, and how blocks are named. Called by a thread of the registration."""
+        """Return the name of the weights, and how blocks are named. A thread of the registration calls this."""
         if (half := self._scheduler) is None:
             return self._options.weights_version, BlockNames()
-        return half.books.sharing.name, half.block_names()
+        return half.state.sharing.name, half.block_names()
 
     def _described(self, request: Request) -> dict[str, Any]:
-        """What `reply` has for a request that asks how this engine names its blocks."""
+        """Return the part of an answer that says how this engine names its blocks, for a request that asks for it."""
         if (half := self._scheduler) is None:
             return {}
-        return {NAME: msgspec.to_builtins(half.block_names(self._keys.adapter(request)))}
+        return {OPTIONS_NAME: msgspec.to_builtins(half.block_names(self._keys.adapter(request)))}
 
     def _explain_mismatch(self, guard: StoreGuard) -> None:
-        """Log a warning if the store has blocks of this model, but under namespaces that this engine does not share."""
+        """Log a warning if the store has blocks of this model only under namespaces that this engine does not use."""
         info = guard.call(lambda client: client.info(), None)
         if info is None:
             return
@@ -307,7 +312,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.warning("kvstore: %s", warning)
 
     def on_new_request(self, request: Request) -> None:
-        self._never_raise(lambda: self._keys.note(request), None)  # from the first one on, with or without a half
+        self._never_raise(lambda: self._keys.note(request), None)  # for all requests, even before the half is made
         if half := self._scheduler:
             self._never_raise(half.notice_purge, False)
             self._never_raise(lambda: half.loads.wait(request), None)
@@ -321,7 +326,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        if half := self._scheduler:  # may raise: if it were caught, the request would wait for its load for ever
+        if half := self._scheduler:  # may raise; if the error were caught, the request would wait for its load forever
             half.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -359,14 +364,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if (half := self._scheduler) is None:
             return False, None
         self._never_raise(lambda: half.saves.save_rest(request, block_ids), None)
-        reply = half.books.hand_overs.reply(request)
+        reply = half.state.hand_overs.reply(request)
         if is_to_describe(request):
             described: dict[str, Any] = {}
             reply = {**(reply or {}), **self._never_raise(lambda: self._described(request), described)} or None
         return half.finished(request), reply
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._scheduler.books.events.take() if self._scheduler else ()
+        return self._scheduler.state.events.take() if self._scheduler else ()
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler is not None and self._scheduler.saves.holds_blocks
@@ -374,12 +379,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def has_pending_push_work(self) -> bool:
         half = self._scheduler
         return half is not None and (
-            half.books.hand_overs.ending or half.books.sharing.waits or self._ending.waits(len(half.saves.sends))
+            half.state.hand_overs.ending or half.state.sharing.waits or self._ending.waits(len(half.saves.sends))
         )
 
     def reset_cache(self) -> bool | None:
-        """Called when the engine gets new weights or goes to sleep, among other cases, and also when vLLM could not
-        reset its own cache. What this engine holds is dropped; see `SchedulerHalf.reset`."""
+        """Drop the engine's blocks; see `SchedulerHalf.reset`. For example, vLLM calls this when the engine gets new
+        weights or goes to sleep. It calls this even if it could not reset its own cache."""
         if half := self._scheduler:
             self._never_raise(half.reset, None)
         return True
@@ -387,13 +392,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # The worker's half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Called once while the engine starts. Raises ValueError for a cache whose layers have different pages."""
+        """Make the worker's half. The engine calls this once while it starts. Raises ValueError for a cache that cannot
+        be used."""
         modules = self._vllm_config.compilation_config.static_forward_context
         layers = [modules[name] for name in kv_caches if name in modules]
         config, options = self._vllm_config, self._options
-        parts = head_parts(config, options.head_shards) if options.head_shards else None
-        ranges = len(parts.mine) if parts else 1
-        layout = BlockLayout(kv_caches, self._kv_cache_config.num_blocks, ranges, parts=max(1, options.layer_parts))
+        slices = head_slices(config, options.head_shards) if options.head_shards else None
+        ranges = len(slices.mine) if slices else 1
+        layout = BlockLayout(kv_caches, self._kv_cache_config.num_blocks, ranges, slices=max(1, options.layer_parts))
         pages = page_fingerprint(
             modules,
             kv_caches,
@@ -402,10 +408,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             config.model_config.dtype,
             ranges,
         )
-        if parts and not pages.startswith(KNOWN):
+        if slices and not pages.startswith(PAGE_FINGERPRINT):
             raise ValueError(
-                "kvstore: head_shards cannot be used with this engine: it could not be found out how it lays out its "
-                "pages, see the warning. Leave it out"
+                "kvstore: head_shards cannot be used with this engine, because the layout of its pages could not be "
+                "determined; see the warning in the log. Leave head_shards out"
             )
         namespace = rank_namespace(
             config,
@@ -414,7 +420,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             pages,
             tenant=options.tenant,
             weights=options.weights_version,
-            parts=parts,
+            slices=slices,
             groups=groups_digest(self._kv_cache_config),
         )
         same = replica(config)
@@ -426,11 +432,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ranks = config.parallel_config.world_size
         offer_naming(self._engine_worker)
         self._rank = namespace.rank
-        self._guards = [self._guard(namespace, self._options.timeout_s, [parts.mine] if parts else [])]
+        self._guards = [self._guard(namespace, self._options.timeout_s, [slices.mine] if slices else [])]
         self._worker = WorkerHalf(
             self._guards[0],
             layout,
-            store=RankStore(namespace, slots, parts, layout.parts, shared is not None, fingerprints is not None),
+            store=RankStore(namespace, slots, slices, layout.slices, shared is not None, fingerprints is not None),
             timeout_s=self._options.timeout_s,
             replica=same,
             counters=self._counters,
@@ -445,27 +451,29 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             "kvstore: host memory of %s: %d blocks, %s",
             "this rank" if shared is None else f"these {same[1]} ranks together",
             slots,
-            "the CPU tier" if self._options.cpu_bytes else "for blocks on their way (cpu_bytes is 0: no CPU tier)",
+            "the CPU tier" if self._options.cpu_bytes else "for blocks in transfer (cpu_bytes is 0: no CPU tier)",
         )
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Yes: the cache is at the same addresses after a sleep, and is not touched while the engine sleeps."""
+        """Return True, because the cache is at the same addresses after a sleep, and because no code here accesses it
+        while the engine sleeps."""
         return True
 
     def unregister_kv_caches(self) -> None:
-        """The engine goes to sleep, and its cache's memory away (vLLM 0.33). Waits for copies under way."""
+        """Prepare for the engine's sleep, in which the memory of its cache is freed (vLLM 0.33). This waits for copies
+        in progress."""
         if self._worker:
             self._never_raise(self._worker.detach, None)
 
     def restore_kv_caches(self) -> None:
-        """The cache's memory is back."""
+        """Allow access to the cache again, because its memory is allocated again."""
         if self._worker:
             self._worker.attach()
 
     def _pool_slots(self, layout: BlockLayout, sharing: int = 1) -> int:
-        """How many slots a host pool gets that so many ranks have in common. Raises ValueError when ``cpu_bytes`` is
-        too small."""
+        """Return the number of slots of a host pool. `sharing`: the number of ranks that share the pool. Raises
+        ValueError if ``cpu_bytes`` is too small."""
         block_bytes = layout.block_bytes
         if not self._options.cpu_bytes:
             config = self._vllm_config
@@ -475,8 +483,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         slots = self._options.cpu_bytes // ranks // block_bytes
         if slots < MIN_SLOTS:
             raise ValueError(
-                f"kvstore: cpu_bytes is {self._options.cpu_bytes}, room for {slots} blocks of {block_bytes} bytes on "
-                f"each of {ranks} ranks; expected room for at least {MIN_SLOTS} blocks (cpu_bytes="
+                f"kvstore: cpu_bytes is {self._options.cpu_bytes}, which is room for {slots} blocks of {block_bytes} "
+                f"bytes on each of {ranks} ranks. Expected room for at least {MIN_SLOTS} blocks (cpu_bytes="
                 f"{MIN_SLOTS * ranks * block_bytes}), or 0 for no CPU tier"
             )
         return slots
@@ -496,17 +504,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._worker.loads.load(load)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: a request runs only after its load has ended."""
+        """Do nothing, because a request runs only after its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Starts to save the part of the step's blocks of which this is the last layer, if blocks are in parts."""
+        """If blocks are in slices and this is the last layer of a slice, start to save that slice of the step's
+        blocks."""
         if self._worker:
             self._worker.saves.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        """Starts the copies out of the cache. They end, and the blocks are sent, in the background."""
+        """Start the copies out of the cache. The copies finish in the background, and the blocks are then sent."""
         if self._worker:
             self._worker.saves.save()
 
@@ -530,7 +539,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Both halves.
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        """The counts since the last call. The engine adds them up over the workers, logs and exports them."""
+        """Return the counts since the last call. The engine adds up the counts of all workers, and logs and exports the
+        sums."""
         counters = self._counters.take()
         if self._role == KVConnectorRole.SCHEDULER:
             held_back = self._scheduler.held_back.take() if self._scheduler else []
@@ -560,13 +570,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
-        """Called in the front end, when it has started the engine."""
+        """Return the metrics. vLLM calls this in the front end after it has started the engine."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         allow_time(vllm_config, parse_options(ConnectorOptions, extra, "kv_connector_extra_config").timeout_s)
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Sends the blocks that wait, for at most ``timeout_s``, then disconnects."""
+        """Send the blocks that wait, for at most ``timeout_s`` seconds, then disconnect."""
         if self._registered is not None:
             self._never_raise(self._registered.close, None)
         self._never_raise(self._start.close, None)
@@ -584,7 +594,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         plan = self._connector_metadata
         return plan if isinstance(plan, StepPlan) else StepPlan()
 
-    def _guard(self, namespace: Namespace, timeout_s: float, parts: Sequence[range]) -> StoreGuard:
+    def _guard(self, namespace: Namespace, timeout_s: float, slices: Sequence[range]) -> StoreGuard:
         return StoreGuard(
             self._options.endpoint,
             namespace,
@@ -592,7 +602,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             timeout_s=timeout_s,
             counters=self._counters,
             local=self._options.local,
-            parts=parts,
+            slices=slices,
             logger=logger,
         )
 
@@ -605,8 +615,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return otherwise
 
 
-# `plan` has them without vLLM. What vLLM asks of such a message is to be pickled and, of a report, `aggregate`.
+# `plan` defines these messages without vLLM. vLLM requires that they can be pickled and that a report has `aggregate`.
 KVConnectorMetadata.register(StepPlan)
 KVConnectorWorkerMetadata.register(WorkerReport)
-# A MultiConnector finds the class of its children's statistics by this name.
+# A MultiConnector uses this name to find the class of a child connector's statistics.
 KVConnectorFactory.register_connector("KVStoreConnector", __name__, "KVStoreConnector")

@@ -1,4 +1,5 @@
-"""The text of one WARNING at the start: why this engine does not find what another one stores of the same model."""
+"""Makes the text of a WARNING at the start of an engine. It explains why the engine does not find another engine's
+blocks of the same model."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from kvstore_client import Namespace
 
-# What to do about a difference, by the field of the namespace. Fields that only follow from others come last.
+# The advice for a difference, by field of the namespace. Fields that only depend on other fields come last.
 ADVICE: Mapping[str, str] = {
     "hash": "set the same PYTHONHASHSEED (or none) and --prefix-caching-hash-algo for every engine",
     "model": "load the same --revision",
@@ -32,11 +33,13 @@ CONSEQUENCES = ("world", "layers", "layout", "pages", "block_bytes")
 
 
 def explain_mismatch(mine: Namespace, store_namespaces: Iterable[str]) -> str | None:
-    """Why another engine's blocks of the same model will not be found, or None if there is nothing to explain.
+    """Return the reason why another engine's blocks of the same model will not be found. Return None if there is
+    nothing to explain.
 
-    mine: the namespace of rank 0. store_namespaces: the canonical JSON of the namespaces in the store; some may not be
-    of an engine. Other tenants are separate on purpose and not explained. If the store also has blocks of this engine's
-    namespace, the only difference explained is another hash, which nobody wants.
+    `mine`: the namespace of rank 0. `store_namespaces`: the canonical JSON of the namespaces in the store, some of
+    which may not belong to an engine. Namespaces of other tenants are separate on purpose, so they are not explained.
+    If the store also has blocks of this engine's namespace, only a different hash is explained, because engines should
+    never differ in it.
     """
     own = _flat(mine.canonical())
     differences = []
@@ -63,7 +66,8 @@ def explain_mismatch(mine: Namespace, store_namespaces: Iterable[str]) -> str | 
 
 
 def _flat(canonical: str | bytes) -> dict[str, object] | None:
-    """A namespace's fields and its extra fields in one dict; None if it is not the namespace of a vLLM engine."""
+    """Return a namespace's fields and its extra fields in one dict, or None if it is not the namespace of a vLLM
+    engine."""
     try:
         fields = json.loads(canonical)
         extra = fields.pop("extra")
@@ -73,8 +77,9 @@ def _flat(canonical: str | bytes) -> dict[str, object] | None:
 
 
 def _same_model(own: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Whether the two look like parts of one deployment and have the same fields. Hub models compare by name alone, so
-    that the revision can be the difference; local models compare by the fingerprint of their files."""
+    """Return whether the two namespaces seem to belong to one deployment and have the same fields. Models from the hub
+    are compared only by name, so that the revision may differ. Local models are compared by the fingerprint of their
+    files."""
     mine, theirs = str(own["model"]), str(other.get("model"))
     same = mine == theirs or ("/" in mine and mine.partition("@")[0] == theirs.partition("@")[0])
     return same and own.keys() == other.keys() and all(own[name] == other.get(name) for name in ("tenant", "rank"))

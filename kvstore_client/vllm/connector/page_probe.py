@@ -1,9 +1,10 @@
-"""What vLLM's own kernels make of a page: the fingerprint of a layout, whatever version of vLLM writes it.
+"""Makes a fingerprint of the layout of pages that vLLM's own kernels write. The fingerprint does not depend on vLLM's
+version.
 
-Shapes and strides do not tell everything: a kernel may interleave keys and values inside a page, or store them scaled.
-So known keys and values of one block are written to a page beside the cache, by the code that writes the cache, and the
-bytes are hashed. Two engines whose fingerprints agree read each other's pages. A layer with a state has no code that
-only writes it, so such layers count with the version of vLLM.
+Shapes and strides do not describe everything, because a kernel may interleave keys and values inside a page, or store
+them scaled. So vLLM's code for writing to the cache is used to write known keys and values of one block to a page
+outside the cache, and the bytes are hashed. Two engines with the same fingerprint can read each other's pages. A layer
+with a state has no code that only writes the state, so the fingerprint of such layers includes the version of vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import xxhash
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-KNOWN = "page-"  # how the fingerprint of pages begins that could be written
+PAGE_FINGERPRINT = "page-"  # the prefix of a fingerprint if the pages could be written
 _SEED = 20_240_229
 
 
@@ -30,9 +31,12 @@ def page_fingerprint(
     dtype: torch.dtype,
     ranges: int = 1,
 ) -> str:
-    """The fingerprint of the pages of these layers: ``page-`` and a digest; or, where a page cannot be written like
-    that, ``vllm-`` and the version, which is logged. ``layers``, ``kv_caches``: by name. dtype: of keys and values.
-    ranges: into how many ranges of heads pages are cut; the fingerprint is that of one of them."""
+    """Return the fingerprint of the pages of these layers. It is ``page-`` and a digest. If a page cannot be written in
+    this way, that is logged, and the fingerprint is ``vllm-`` and vLLM's version.
+
+    `layers`, `kv_caches`: the layers and their caches, by name. `dtype`: the type of keys and values. `ranges`: the
+        number of ranges of heads into which pages are cut. The fingerprint describes one of these ranges.
+    """
     digests = set()
     try:
         for name, cache in kv_caches.items():
@@ -42,23 +46,24 @@ def page_fingerprint(
             digests.add(_digest(layers[name], cache, num_blocks, block_tokens, dtype, ranges))
     except Exception as error:  # the interfaces of vLLM that this needs are not public
         logger.warning(
-            "kvstore: how this engine lays out its pages cannot be found out (%s: %s), so blocks are shared with "
+            "kvstore: the page layout of this engine cannot be determined (%s: %s), so blocks are shared with "
             "engines of the same vLLM version only",
             type(error).__name__,
             error,
         )
         return f"vllm-{vllm.__version__}"
-    return KNOWN + xxhash.xxh3_64_hexdigest(" ".join(sorted(digests)).encode())
+    return PAGE_FINGERPRINT + xxhash.xxh3_64_hexdigest(" ".join(sorted(digests)).encode())
 
 
 def _digest(layer: Any, cache: torch.Tensor, num_blocks: int, tokens: int, dtype: torch.dtype, ranges: int) -> str:
-    """Of one range of heads in the pages of one block of a layer, with known keys and values in it."""
+    """Return the digest of one range of heads in the pages of one block of a layer, after known keys and values were
+    written to it."""
     contents = set()
-    for number in range(ranges):  # with nothing in the other ranges: where they lie must be seen
+    for number in range(ranges):  # the other ranges stay zero, which shows where this range is
         parts = _written(layer, cache, num_blocks, tokens, dtype, ranges, number)
         content = parts.pop(number)
         if any(map(any, parts)):
-            raise ValueError("the heads of a page cannot be told apart")
+            raise ValueError("the ranges of heads of a page cannot be separated")
         if not any(content):
             raise ValueError("nothing was written")
         contents.add(content)
@@ -70,9 +75,9 @@ def _digest(layer: Any, cache: torch.Tensor, num_blocks: int, tokens: int, dtype
 def _written(
     layer: Any, cache: torch.Tensor, num_blocks: int, tokens: int, dtype: torch.dtype, ranges: int, number: int
 ) -> list[bytes]:
-    """The bytes of each range of heads after known keys and values were written to range `number`, and zeros to the
-    others."""
-    pages = cache.shape[0] // num_blocks  # of the kernel, in one block
+    """Return the bytes of each range of heads, after known keys and values were written to range `number` and zeros to
+    the others."""
+    pages = cache.shape[0] // num_blocks  # the kernel's pages in one block
     page = torch.zeros_like(cache[:pages])  # dense, with the same order of axes
     slots = torch.arange(tokens, device=cache.device)
 

@@ -1,7 +1,9 @@
-"""The records of the scheduler's half: one for each request, load and job of copies, kept until that is over.
+"""The records of the scheduler's half. There is one record for each request, each load and each job of copies. A record
+is kept until the request, load or job has ended.
 
-`LoadPlanner` owns the records of waiting requests and of loads, `SavePlanner` the others. Only its owner changes a
-record."""
+`LoadPlanner` owns the records of waiting requests and of loads, and `SavePlanner` owns the others. Only the owner of a
+record changes it.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class WaitingRequest:
-    """A request that asked how much it may load and has no blocks of the engine's cache yet."""
+    """A request that has no blocks of the engine's cache yet."""
 
     options: RequestOptions
     since: float = field(default_factory=time.monotonic)
     lookup: PrefixLookup | None = None  # None: the store is not asked for this request
-    next_lookup: PrefixLookup | None = None  # asked because the answer of `lookup` is old
-    declined: int = 0  # blocks that the store has, and that are computed because that is sooner
-    unheard: bool = False  # what the store has was not waited for, because computing it is sooner
-    waits: bool = False  # its load is to wait for blocks that others compute
+    next_lookup: PrefixLookup | None = None  # a new lookup, because the answer of `lookup` is old
+    declined: int = 0  # blocks in the store that are computed because that takes less time
+    unheard: bool = False  # whether computing takes less time than waiting for the store's answer
+    waits: bool = False  # whether its load must wait for blocks that others compute
     local: int = 0  # leading blocks in the engine's own cache
-    awaited: str | None = None  # the other request whose load it waited for, to share that load's blocks
-    hoped_tokens: int = 0  # of its first tokens, those that this load was to bring
+    awaited: str | None = None  # the request for whose load it waited, to share that load's blocks
+    hoped_tokens: int = 0  # how many of its first tokens that load was expected to bring
 
 
 @dataclass
@@ -41,45 +43,45 @@ class TrackedRequest:
 
     request: Request
     options: RequestOptions
-    lookup: PrefixLookup | None  # None: there is none, or its result was used
-    next_save: int  # blocks before this one are in the store, or were handed to the workers to save
-    stored: int | None = None  # leading blocks the store has, once known
-    computes_from: int | None = None  # from this block on it computes whatever the store has; None: what that lacks
-    last_job: int = -1  # the last job that copies out of this request's blocks
-    loading: bool = False  # its load is under way
-    outdated: bool = False  # its blocks may have been computed with older weights
+    lookup: PrefixLookup | None  # None if there is none, or if its result was used
+    next_save: int  # blocks before this one are stored, or passed to the workers to be saved
+    stored: int | None = None  # the number of leading blocks in the store, once known
+    computes_from: int | None = None  # it computes all blocks from this one on; None: only blocks that the store lacks
+    last_job: int = -1  # the last job that copies blocks of this request
+    loading: bool = False  # whether its load is in progress
+    outdated: bool = False  # whether its blocks may have been computed with older weights
 
 
 @dataclass
 class UnplacedBlocks:
-    """Blocks of a finished request that are handed over, and for which no slot is free yet. The engine keeps them."""
+    """Blocks of a finished request that are to be handed over but have no slot yet. The engine keeps these blocks."""
 
     tracked: TrackedRequest
     computed_tokens: int
     block_ids: Sequence[Sequence[int]]
-    until: float  # when they are given up
+    until: float  # the time when they are dropped
 
 
 @dataclass
 class PendingLoad:
-    """A load of blocks for a request, until every rank is done with it."""
+    """A load of blocks for a request, until every rank has ended it."""
 
     request: Request
-    plan: Load  # as the workers have it
-    keys: Sequence[bytes]  # of all its blocks, whether in the host tier or to be fetched
+    plan: Load  # the message to the workers
+    keys: Sequence[bytes]  # the keys of all its blocks, whether in the host tier or to be fetched
     parents: Sequence[bytes | None]
     block_ids: list[int]
-    from_store: int  # blocks that come from the store
+    from_store: int  # the number of blocks that come from the store
     began: float = 0.0
-    cancelled: bool = False  # its request has ended
-    void: bool = False  # what it brings must not be used any more
-    failed: set[int] = field(default_factory=set)  # cache blocks that some rank could not load
+    cancelled: bool = False  # whether its request has ended
+    void: bool = False  # whether its blocks must not be used any more
+    failed: set[int] = field(default_factory=set)  # cache blocks that at least one rank could not load
 
 
 @dataclass
 class PendingCopies:
-    """A job's copies out of the cache, until every rank has made them."""
+    """The copies out of the cache that belong to one job, until every rank has made them."""
 
     blocks: Sequence[SavedBlock]
     ranks_left: int
-    broken: bool = False  # some rank could not make its copies
+    broken: bool = False  # whether a rank could not make its copies

@@ -1,4 +1,5 @@
-"""The engine's entry in the directory of `kvstore proxy`: what it is, and where its API and its KV events are."""
+"""Makes the engine's entry in the directory of `kvstore proxy`. The entry describes the engine, and says where its API
+and its KV events are."""
 
 from __future__ import annotations
 
@@ -24,13 +25,14 @@ def register(
     options: ConnectorOptions,
     present: Callable[[], tuple[str, BlockNames]],
 ) -> Registered:
-    """Tell proxies of this engine, for as long as it runs. They find out themselves when it serves. present: what its
-    weights are called, and how it names its blocks; a thread asks. Raises `ValueError`."""
+    """Register this engine for proxies while it runs. Proxies find out themselves when the engine is ready. `present`:
+    a function that returns the name of the weights and how the engine names its blocks. A background thread calls this
+    function. Raises `ValueError` if the engine cannot be registered."""
     prefill: tuple[Literal["prefill"], ...] = ("prefill",) if transfer.is_kv_producer else ()
     decode: tuple[Literal["decode"], ...] = ("decode",) if transfer.is_kv_consumer else ()
     publisher, replay = "", ""
     published = config.kv_events_config
-    # Engines of a data-parallel group share one URL, so no proxy can choose among them by what they have.
+    # All engines of a data-parallel group have the same URL, so a proxy cannot choose among them by their blocks.
     if (
         published is not None
         and published.enable_kv_cache_events
@@ -63,8 +65,9 @@ def register(
 
 
 def as_reached(endpoint: str, engine_url: str) -> str:
-    """-> the address at which others reach what an engine binds: one of all interfaces gets the host of its URL. Empty
-    if only the engine's own process does."""
+    """Return the address at which other hosts reach a socket that an engine binds to `endpoint`. If the socket is bound
+    to all interfaces, the host is taken from the engine's URL. The address is empty if only the engine's own process
+    reaches the socket."""
     if endpoint.startswith("inproc:"):
         return ""
     scheme, separator, rest = endpoint.partition("://")

@@ -1,4 +1,4 @@
-"""What a request may ask of the connector: ``"kvstore": {…}`` in its ``kv_transfer_params``."""
+"""The options that a request gives to the connector, as ``"kvstore": {…}`` in its ``kv_transfer_params``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-NAME: Final = "kvstore"
+OPTIONS_NAME: Final = "kvstore"
 MAX_WAIT_S: Final = 300
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """load: whether blocks may be loaded for this request. save: whether its blocks are saved. max_load_tokens,
-    max_save_tokens: at most so many, counted from where the engine's own cache ends, and from the prompt's beginning.
-    priority, ttl_s: of the blocks that are stored for it, as `KVStoreClient.set` takes them. wait_s: how long at most
-    the engine waits for a prompt that another one computes; then it computes what has not come. traceparent: to which
-    trace the request belongs, for engines that write traces. describe: whether the answer's own ``kv_transfer_params``
-    are to say how the engine names its blocks, see `BlockNames`."""
+    """The options of one request.
+
+    load: whether blocks may be loaded for this request.
+    save: whether blocks of this request may be saved.
+    max_load_tokens: the largest number of tokens to load, counted from the end of the prefix in the engine's own cache.
+    max_save_tokens: the largest number of tokens to save, counted from the prompt's beginning.
+    priority, ttl_s: the priority and the time to live of the blocks that are stored for this request, as in
+        `KVStoreClient.set`.
+    wait_s: the longest time that the engine waits for a prompt that another engine computes, in seconds. After that, it
+        computes the blocks that have not come.
+    traceparent: the trace of the request, for engines that write traces.
+    describe: whether ``kv_transfer_params`` of the answer says how the engine names its blocks; see `BlockNames`.
+    """
 
     load: bool = True
     save: bool = True
@@ -41,27 +48,28 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _DEFAULTS: Final = RequestOptions()
-_REFUSED: Final = RequestOptions(load=False, save=False)
+_REFUSED_OPTIONS: Final = RequestOptions(load=False, save=False)
 
 
 def is_to_describe(request: Request) -> bool:
-    """Whether the request asks how the engine names its blocks."""
-    given = (request.kv_transfer_params or {}).get(NAME)
+    """Return whether the request asks how the engine names its blocks."""
+    given = (request.kv_transfer_params or {}).get(OPTIONS_NAME)
     return isinstance(given, Mapping) and given.get("describe") is True
 
 
 def request_options(request: Request, counters: Counters) -> RequestOptions:
-    """What the request asks for. If that is not valid, the request is computed without the store, which is logged and
-    counted: nobody can be told otherwise, and nobody else's requests may suffer."""
-    given = (request.kv_transfer_params or {}).get(NAME)
+    """Return the request's options. If they are not valid, return options with which the request is computed without
+    the store. This is logged and counted, because the sender cannot be informed and other requests must not be
+    affected."""
+    given = (request.kv_transfer_params or {}).get(OPTIONS_NAME)
     if given is None:
         return _DEFAULTS
     try:
         if not isinstance(given, Mapping):
-            raise ValueError(f"kv_transfer_params: {NAME} is {given!r}; expected an object of options")
+            raise ValueError(f"kv_transfer_params: {OPTIONS_NAME} is {given!r}; expected an object of options")
         options: dict[str, Any] = dict(given)
-        return parse_options(RequestOptions, options, f'kv_transfer_params, "{NAME}"')
+        return parse_options(RequestOptions, options, f'kv_transfer_params, "{OPTIONS_NAME}"')
     except ValueError as error:
         logger.warning("kvstore: request %s is computed without the store: %s", request.request_id, error)
         counters.add("refused_requests")
-        return _REFUSED
+        return _REFUSED_OPTIONS

@@ -1,14 +1,17 @@
-"""The times of each request's parts in this engine, for the option `trace_file`.
+"""Records the times of each request's spans in this engine, for the option `trace_file`.
 
-Of a hand-over's two sides, P is the engine that computes the prompt for another one, and D any other. A request has
-these parts, on these rows of a timeline:
+P is an engine that computes the prompt of the request for another engine in a hand-over. D is any other engine. A
+request has these spans on these rows of a timeline:
 
-    P, D           queue: until the engine gives it blocks. load: until they are filled from the store or the host tier.
-                   prefill (P), decode (D): from then to its end, with what had to be computed
-    store, from P  promise: until the store has said who computes the prompt. get: a load, as the store's client
-    and to D       sees it. set (P): from the first block on its way to the last that is there
+* "P", "D": `queue` lasts until the engine gives the request blocks. `load` lasts until these blocks are filled from the
+  store or the host tier. `prefill` (P) or `decode` (D) lasts from then until the request ends, and includes the time
+  for computing the tokens that were not loaded.
+* "store, from P", "store, to D": `promise` lasts until the store has answered which engine computes the prompt. `get`
+  is a load, from the view of the store's client. `set` (P) lasts from the time when the first block is on its way until
+  the last one is stored.
 
-Thread: the engine core's. Nothing blocks or raises. A record ends with its request, or with the last of its blocks.
+Only the engine core's thread uses this module. No call blocks or raises. A record is kept until its request has ended
+and the last of its blocks is stored.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Times:
-    """Of one request, by `time.monotonic`; 0: it has not come to that."""
+    """The times of one request, by `time.monotonic`. A time is 0 if the request has not reached that point."""
 
     request: Request
     trace: TraceContext
@@ -47,10 +50,10 @@ class _Times:
 
 
 class RequestSpans:
-    """What is known of requests under way, and the file for those that have ended."""
+    """Records the times of requests in progress, and writes the spans of requests that have ended to a file."""
 
     def __init__(self, path: str | Path, engine_url: str = "") -> None:
-        """Raises ValueError for a file that cannot be written, and if what makes spans is not installed."""
+        """Raises ValueError if the file cannot be written, or if the SDK that makes spans is not installed."""
         try:
             from kvstore_client.engine.span_export import SpanSender, to_file
 
@@ -66,7 +69,8 @@ class RequestSpans:
         self._times: dict[str, _Times] = {}
 
     def added(self, request: Request, traceparent: str, *, prefills: bool) -> None:
-        """A request, unless it is known or nobody wants it recorded. prefills: another engine goes on with it."""
+        """Add a request, unless it is already known or is not to be recorded. `prefills`: whether another engine
+        continues with the request."""
         if request.request_id in self._times:
             return
         headers = request.trace_headers or {}
@@ -77,39 +81,42 @@ class RequestSpans:
             self._times[request.request_id] = _Times(request, trace, "P" if prefills else "D", arrived, now)
 
     def allocated(self, request_id: str, load_tokens: int) -> None:
-        """The engine has given it blocks, so many of whose tokens are to be loaded."""
+        """Note that the engine has given blocks to the request, and that `load_tokens` tokens are to be loaded into
+        them."""
         times = self._times.get(request_id)
         if times is not None and not times.allocated:
             times.allocated = time.monotonic()
             times.load["tokens"] = load_tokens
 
     def loaded(self, request_id: str, blocks: int, failed: int) -> None:
-        """Its load has ended."""
+        """Note that the request's load of `blocks` blocks has ended, and that `failed` of them failed."""
         if (times := self._times.get(request_id)) is not None:
             times.loaded = time.monotonic()
             times.load |= {"blocks": blocks, "failed_blocks": failed}
 
     def held_back(self, request_id: str, found: HeldBack) -> None:
-        """The connector has held it back; a request that loses its blocks, several times."""
+        """Note for how long the connector has held back the request. A request that loses its blocks may be held back
+        several times."""
         if (times := self._times.get(request_id)) is not None:
             parts = {"asked_s": found.asked_s, "computing_s": found.computing_s, "held_back_s": found.seconds}
             times.held_back = {name: round(times.held_back.get(name, 0.0) + part, 6) for name, part in parts.items()}
 
     def saving(self, request_id: str) -> None:
-        """Blocks of it are on their way to the store."""
+        """Note that blocks of the request are on their way to the store."""
         times = self._times.get(request_id)
         if times is not None and not times.saving:
             times.saving = time.monotonic()
 
     def finished(self, request_id: str, answered: float, *, sending: bool) -> None:
-        """It has ended. answered: when the store had said who computes its prompt. sending: `sent` is still to come."""
+        """Note that the request has ended. `answered`: the time when the store answered which engine computes the
+        prompt. `sending`: whether `sent` will still be called."""
         if (times := self._times.get(request_id)) is not None:
             times.finished, times.answered = time.monotonic(), answered
             if not sending:
                 self._write(times)
 
     def sent(self, request_id: str) -> None:
-        """The store has the last of its blocks that it will have."""
+        """Note that the store has all blocks of the request that will be stored."""
         times = self._times.get(request_id)
         if times is not None and times.finished:
             self._write(times, time.monotonic())

@@ -1,9 +1,12 @@
-"""The connector's half beside the engine's scheduler: it decides which blocks are loaded and saved, and in which slots.
+"""The connector's half next to the engine's scheduler. It decides which blocks are loaded and saved, and which slots
+they use.
 
-What a request may load, and its load, is the `LoadPlanner`'s; what is saved of it is the `SavePlanner`'s. The connector
-asks them. Here is what concerns both: a request gets blocks, a step is planned, workers report, a request ends.
+The `LoadPlanner` decides what a request may load, and plans its load. The `SavePlanner` decides which of its blocks are
+saved. The connector calls both planners directly. This module handles the events that concern both: a request gets
+blocks, a step is planned, workers report, or a request ends.
 
-Thread: the engine core's, for everything here. Nothing blocks: `PrefixLookups` asks the store in the background.
+Only the engine core's thread uses this module. No call blocks, because `PrefixLookups` asks the store in the
+background.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ from kvstore_client.engine.guard import Purges
 from kvstore_client.engine.paged.plan import StepPlan, WorkerReport
 from kvstore_client.engine.paged.sharing import salt_name
 from kvstore_client.vllm.connector.block_groups import NULL_BLOCK
-from kvstore_client.vllm.connector.books import Books
 from kvstore_client.vllm.connector.engine_cache import EngineCache
 from kvstore_client.vllm.connector.held_back import HeldBackTimes
 from kvstore_client.vllm.connector.load_planner import LoadPlanner
+from kvstore_client.vllm.connector.planner_state import PlannerState
 from kvstore_client.vllm.connector.save_planner import SavePlanner
 
 if TYPE_CHECKING:
@@ -38,12 +41,13 @@ HOW_TO_NAME = (
 
 
 class SchedulerHalf:
-    """The decisions and their state: of each request from its first lookup until the engine reports it finished, of
-    each load and save until it is done. Not thread-safe; no method blocks."""
+    """Decides which blocks are loaded and saved, and keeps the records of requests, loads and saves. The state of a
+    request is kept from its first lookup until the engine reports its end, and the state of each load and save until it
+    has ended. Not thread-safe. No method blocks."""
 
     def __init__(
         self,
-        books: Books,
+        state: PlannerState,
         saves: SavePlanner,
         loads: LoadPlanner,
         *,
@@ -51,52 +55,53 @@ class SchedulerHalf:
         purges: Purges | None = None,
         names_changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """cache: the engine's own. purges: what tells of them. names_changed: is told that `block_names` may be others
-        now; it must not raise."""
-        self.books = books
+        """`cache`: the engine's own cache. `purges`: notices purges of the store. `names_changed`: a function that is
+        called when `block_names` may have changed. It must not raise."""
+        self.state = state
         self.saves = saves
         self.loads = loads
         self._cache = cache or EngineCache()
         self._purges = purges or Purges()
         self._names_changed = names_changed
-        self._reset = False  # and no check has agreed since
+        self._reset = False  # whether a check of the weights must still follow a reset
         self.held_back = HeldBackTimes()
 
     @property
     def under_way(self) -> dict[str, int]:
-        """How many records of each kind there are; all 0 when the engine is idle and its workers have reported."""
+        """The number of records of each kind. All are 0 when the engine is idle and its workers have reported."""
         return {
             **self.loads.under_way,
             **self.saves.under_way,
-            "hand_overs": self.books.hand_overs.under_way,
+            "hand_overs": self.state.hand_overs.under_way,
             "held_back": len(self.held_back),
-            "busy_slots": self.books.tier.busy,
+            "busy_slots": self.state.tier.busy,
         }
 
     def block_names(self, adapter: str = "") -> BlockNames:
-        """How this engine names its blocks at this moment. Any thread may ask."""
-        sharing = self.books.sharing
+        """Return how this engine names its blocks at present. Any thread may call this."""
+        sharing = self.state.sharing
         if sharing.stands_still:
             return BlockNames(NOT_SHARED)
         return BlockNames.of(self._purges.now(), salt_name(sharing), adapter)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """`LoadPlanner.matched_tokens`; how long the request waits for that is measured."""
-        if self.notice_purge():  # the engine may just have found blocks of before in its own cache: let it look again
+        """Return the result of `LoadPlanner.matched_tokens`, and measure how long the request waits for it."""
+        if self.notice_purge():  # the engine may have found older blocks in its cache, so it must query again
             return None
         tokens = self.loads.matched_tokens(request, computed_tokens)
-        if not self.books.hand_overs.knows(request):
+        if not self.state.hand_overs.knows(request):
             self.held_back.asked(request.request_id, computed_tokens, again=tokens is None)
         return tokens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """The engine gave the request blocks and relies on ``external_tokens`` being loaded there."""
+        """Note that the engine gave blocks to the request. The engine relies on `external_tokens` tokens being loaded
+        into them."""
         waiting = self.loads.leave(request)
-        if waiting is None:  # the engine calls again after the load, when there is nothing to do
+        if waiting is None:  # the engine calls this again after the load, when there is nothing to do
             return
-        if self.books.spans is not None:
-            self.books.spans.allocated(request.request_id, external_tokens)
-        end = max(waiting.hoped_tokens, waiting.local * self.books.block_tokens + external_tokens)
+        if self.state.spans is not None:
+            self.state.spans.allocated(request.request_id, external_tokens)
+        end = max(waiting.hoped_tokens, waiting.local * self.state.block_tokens + external_tokens)
         self.held_back.allocated(request.request_id, end, partial(self.loads.work.computing_s, request))
         is_outdated = self._has_outdated(request, blocks)
         load = self.loads.begin(request, waiting, blocks, external_tokens)
@@ -107,8 +112,8 @@ class SchedulerHalf:
             self.saves.tracked[request.request_id].outdated = True
 
     def _has_outdated(self, request: Request, blocks: KVCacheBlocks) -> bool:
-        """Whether some of a request's blocks are an outdated one's, which the engine found in its own cache before they
-        could be taken out."""
+        """Return whether some of a request's blocks belong to an outdated request. The engine may have found such
+        blocks in its own cache before they could be removed."""
         outdated = [each for each in self.saves.outdated if each != request.request_id]
         if not outdated:
             return False
@@ -117,33 +122,35 @@ class SchedulerHalf:
 
     def _hold_no_longer(self, request_id: str) -> None:
         held_back = self.held_back.ended(request_id)
-        if held_back is not None and self.books.spans is not None:
-            self.books.spans.held_back(request_id, held_back)
+        if held_back is not None and self.state.spans is not None:
+            self.state.spans.held_back(request_id, held_back)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """The plan of the step that the engine just scheduled, without its saves; `complete` is to follow."""
+        """Return the plan of the step that the engine just scheduled, without the step's saves. The caller must then
+        add the saves and call `complete`."""
         self.held_back.step()
-        # Loads are taken before anything can fail: if a promised load were lost, its request would be parked for ever.
+        # Loads are taken before anything can fail, because if a promised load were lost, its request would wait
+        # forever.
         return StepPlan(
             loads=self.loads.plan(output.num_scheduled_tokens),
             cancelled=self.loads.take_cancelled(),
             held=self.saves.take_held(),
-            reusing=bool(output.preempted_req_ids) or self.books.groups.windows,
+            reusing=bool(output.preempted_req_ids) or self.state.groups.windows,
             idle=not output.total_num_scheduled_tokens,
             void_jobs=self.saves.sends.void_below,
             void_loads=self.loads.void_until,
         )
 
     def complete(self, plan: StepPlan) -> None:
-        """The plan has its saves: have a check of the weights made with it, if one is due."""
+        """Complete a plan that has its saves, and add a check of the weights if one is due."""
         if plan.saves is not None:
             plan.saves.generations = self._purges.known
-        self.books.sharing.plan(plan, hurries=bool(self.books.hand_overs.under_way))
-        if outdated := self.saves.outdated:  # the engine has put into its cache what they fill in this step
+        self.state.sharing.plan(plan, hurries=bool(self.state.hand_overs.under_way))
+        if outdated := self.saves.outdated:  # the engine's cache now has blocks that these requests fill in this step
             self._cache.evict_of(outdated)
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Take in the workers' report of a step."""
+        """Process the workers' report of a step."""
         self.loads.lost(output.invalid_block_ids or set(), output.failed_recving or ())
         for request_id in output.finished_recving or ():
             if (load := self.loads.end(request_id)) is not None:
@@ -158,29 +165,29 @@ class SchedulerHalf:
             self._update_sharing(report)
 
     def _update_sharing(self, report: WorkerReport) -> None:
-        sharing = self.books.sharing
+        sharing = self.state.sharing
         before = sharing.agreed
         sharing.take(report)
         if sharing.has_changed(report):
             self.drop_all()
             logger.warning(
-                "kvstore: the weights are not those any more that the blocks in the store are named for, so from now "
-                "on nothing is loaded or saved. To share again, %s",
+                "kvstore: the weights differ from those that name the blocks in the store, so from now on nothing is "
+                "loaded or saved. To share again, %s",
                 HOW_TO_NAME,
             )
         if (name := sharing.new_name()) is not None:
-            self.books.keys.name_weights(salt_name(sharing))
+            self.state.keys.name_weights(salt_name(sharing))
             self.drop_all()
             logger.info("kvstore: the weights are called %s, and blocks are shared under that name", name)
         elif sharing.is_restored():
             self.drop_all()
-            logger.info("kvstore: the weights are again those that the blocks are named for: blocks are shared again")
+            logger.info("kvstore: the weights are again those that name the store's blocks: blocks are shared again")
         elif self._reset and sharing.agreed > before and not sharing.stopped:
             logger.info("kvstore: the weights are the same as before the reset: blocks are shared again")
             self._reset = False
 
     def finished(self, request: Request) -> bool:
-        """Forget the request. True: the engine must keep its blocks until the workers name the request."""
+        """Forget the request. Return whether the engine must keep its blocks until the workers report the request."""
         self.loads.forget(request)
         self.held_back.forget(request.request_id)
         tracked = self.saves.tracked.get(request.request_id)
@@ -189,13 +196,14 @@ class SchedulerHalf:
         return self.saves.end(request)
 
     def reset(self) -> None:
-        """vLLM has reset the connector's cache, perhaps because the weights have changed: drop everything, and go on if
-        they have not. If that cannot be told, go on only if the operator has named them, and so promised it."""
-        sharing = self.books.sharing
+        """Drop everything, because vLLM has reset the connector's cache, perhaps for new weights. Sharing resumes if a
+        check finds that the weights have not changed. If the weights cannot be checked, sharing continues only if the
+        operator has named them, which is a promise that they do not change."""
+        sharing = self.state.sharing
         if not self._cache.is_empty:
             logger.info(
-                "kvstore: vLLM could not reset its own cache, as requests run. Their blocks are not used for other "
-                "requests, and not saved"
+                "kvstore: vLLM could not reset its own cache, because requests are running. Their blocks are neither "
+                "saved nor used for other requests"
             )
         self.drop_all()
         if sharing.checks:
@@ -203,43 +211,44 @@ class SchedulerHalf:
             sharing.distrust()
             if not sharing.stopped:
                 logger.info(
-                    "kvstore: the engine's cache was reset, and what it held of the store with it. Blocks are shared "
-                    "again if the next step finds the weights unchanged"
+                    "kvstore: the engine's cache was reset, and its copies of the store's blocks were dropped. Blocks "
+                    "are shared again if the next step finds the weights unchanged"
                 )
-        elif sharing.name and sharing.name == sharing.first_name:  # the option's
+        elif sharing.name and sharing.name == sharing.first_name:  # the name from the option
             logger.info("kvstore: the engine's cache was reset; blocks of weights %s are still shared", sharing.name)
         elif not sharing.stopped:
             sharing.stop()
             logger.warning(
-                "kvstore: the engine's cache was reset, perhaps for new weights, and the weights cannot be looked at, "
+                "kvstore: the engine's cache was reset, perhaps for new weights, and the weights cannot be read, "
                 "so from now on nothing is loaded or saved. To share again, %s. If the weights never change while the "
                 "engine runs, name them with the option weights_version",
                 HOW_TO_NAME,
             )
 
     def notice_purge(self) -> bool:
-        """If somebody has purged the store since the last call, drop everything. -> whether that was so."""
+        """Drop everything if the store was purged since the last call. Return whether it was."""
         if not self._purges.noticed():
             return False
         self.drop_all()
-        logger.info("kvstore: the store was purged, so what this engine held of it, and in its own caches, is dropped")
+        logger.info("kvstore: the store was purged, so this engine drops its copies of blocks, also in vLLM's caches")
         return True
 
     def drop_all(self) -> None:
-        """Forget everything that this engine holds and believes, because what it depends on has changed: its CPU tier,
-        what waits to be sent, loads under way, what the store was found to have, its promises, and the engine's own
-        cache. Requests that run go on with their blocks, which are neither saved nor found by others."""
-        self.books.hand_overs.forget()
-        self.books.lookups.forget()
-        self.books.tier.clear()
-        self.books.events.cleared()
+        """Drop all blocks of this engine and everything that it knows of blocks, because the weights or the store may
+        have changed. This includes the CPU tier, blocks that wait to be sent, loads in progress, answers of the store,
+        promises, and the engine's own cache. Running requests continue with their blocks, which are neither saved nor
+        found by other requests."""
+        self.state.hand_overs.forget()
+        self.state.lookups.forget()
+        self.state.tier.clear()
+        self.state.events.cleared()
         self.loads.reset()
         self.saves.reset()
         self._cache.evict_all()
         self._names_changed()
 
     def close(self) -> None:
-        if self.books.spans is not None:
-            self.books.spans.close()
-        self.books.hand_overs.close()
-        self.books.lookups.close()
+        if self.state.spans is not None:
+            self.state.spans.close()
+        self.state.hand_overs.close()
+        self.state.lookups.close()

@@ -1,8 +1,8 @@
-"""The start of the scheduler's half: it needs to know the workers' stores, which come with their first reports.
+"""Starts the scheduler's half. The half needs the descriptions of the workers, which come with their first reports.
 
-vLLM's own handshake is not used, because under a MultiConnector it carries the data of one connector only. So the
-engine's first step tells what the half must know. Connecting to the store may take as long as a lookup, and no step of
-the engine may wait for that, so a thread makes the half.
+vLLM's own handshake is not used, because under a MultiConnector it transmits the data of only one connector. So the
+descriptions come with the engine's first step. Connecting to the store may take as long as a lookup. No step of the
+engine may wait for that, so a thread makes the half.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from kvstore_client.vllm.connector.scheduler import SchedulerHalf
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-# How long the engine's first requests wait for it. After that they are computed, and not saved.
-START_S: Final = 2.0
-# How long of that the half waits for a store that does not answer at once. One that refuses is not waited for.
+# How long the engine's first requests wait for the half. After that, they are computed, but not saved.
+STORE_START_S: Final = 2.0
+# The part of that time for which the half waits for a store that does not answer at once. It does not wait for a store
+# that refuses connections.
 FIRST_ANSWER_S: Final = 1.0
 
 
 class SchedulerStart:
     """Makes the scheduler's half. Call every method from the engine core's thread.
 
-    half: None until it is made, and for ever if it cannot be made, which is logged.
+    half: the scheduler's half. It is None until it is made. If it cannot be made, that is logged, and it stays None.
     """
 
     def __init__(self, ranks: int, make: Callable[[Sequence[RankStore]], SchedulerHalf]) -> None:
-        """ranks: how many workers there are. make: makes the half from what they told; may take long, and raise."""
+        """`ranks`: the number of workers. `make`: a function that makes the half from their descriptions. It may take
+        long, and it may raise an exception."""
         self.half: SchedulerHalf | None = None
         self._ranks = ranks
         self._make = make
@@ -41,7 +43,7 @@ class SchedulerStart:
         self._first_asked = 0.0
 
     def take(self, stores: Sequence[RankStore]) -> None:
-        """Take in what workers have told."""
+        """Process the descriptions in the workers' first reports."""
         self._stores += stores
         if self._thread is None and len(self._stores) >= self._ranks:
             self._thread = threading.Thread(target=self._run, name="kvstore-start", daemon=True)
@@ -55,10 +57,10 @@ class SchedulerStart:
             logger.exception("kvstore: nothing will be loaded or saved")
 
     def is_coming(self) -> bool:
-        """Whether a request should ask again, because the half will be there soon."""
+        """Return whether a request should ask again, because the half will be ready soon."""
         now = time.monotonic()
         self._first_asked = self._first_asked or now
-        return self.half is None and not self._failed and now - self._first_asked < START_S
+        return self.half is None and not self._failed and now - self._first_asked < STORE_START_S
 
     def close(self) -> None:
         """Wait for the thread, and close the half."""

@@ -1,8 +1,8 @@
-"""The connector's counts, in the forms in which the engine collects, exports and logs them.
+"""Converts the connector's counts into the forms in which the engine collects, exports and logs them.
 
-Every rank and the scheduler count under the names of ``COUNTERS``, ``GAUGES`` and ``HISTOGRAMS`` and hand a
-``TransferStats`` to the engine. The engine adds these up over ranks and time. It gives the sum to its log line and, in
-the front end's process, to ``PromMetrics``. ``TrafficLog`` writes the connector's own log line, once a minute.
+Every rank and the scheduler count under the names in ``COUNTERS``, ``GAUGES`` and ``HISTOGRAMS``, and pass a
+``TransferStats`` to the engine. The engine adds these up over ranks and time. It passes the sum to its log line and, in
+the front end's process, to ``PromMetrics``. ``TrafficLog`` writes the connector's own log line once a minute.
 """
 
 from __future__ import annotations
@@ -16,22 +16,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvstore.sizes import format_size
-from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, HISTOGRAMS, LARGEST, PREFIX, SECONDS_BUCKETS, Metric
+from kvstore_client.vllm.shared.metrics import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    LARGEST,
+    METRIC_PREFIX,
+    SECONDS_BUCKETS,
+    Metric,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-LOG_INTERVAL_S = 60.0
+STATS_LOG_INTERVAL_S = 60.0
 
 
 @dataclass
 class TransferStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last report and the newest gauges, of one source or of several merged ones.
+    """The counts since the last report and the newest gauges, either of one source or of several merged sources.
 
     data: {"counters": {name: number}, "gauges": {"name/source": number}, "histograms": {name: [number of each request,
-    ...]}}, which msgpack and pickle can carry.
+    ...]}}. Both msgpack and pickle can encode it.
     """
 
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -47,7 +55,8 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
         gauges: Mapping[str, float] | None = None,
         histograms: Mapping[str, Sequence[float]] | None = None,
     ) -> TransferStats:
-        """gauges: "name/source" -> value, where the source names the rank."""
+        """`counters`: the counts by name. `gauges`: the values by "name/source", where the source is the rank.
+        `histograms`: the values of all requests, by name."""
         numbers = {name: list(values) for name, values in (histograms or {}).items() if values}
         return cls(data={"counters": dict(counters), "gauges": dict(gauges or {}), "histograms": numbers})
 
@@ -65,8 +74,8 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers of the engine's "KV Transfer metrics" log line: those that are not 0, gauges over all
-        sources, and of histograms the largest."""
+        """Return the numbers for the engine's "KV Transfer metrics" log line. These are the counters, the gauges over
+        all sources, and the largest value of each histogram. Numbers that are 0 are left out."""
         longest = {f"longest_{name}": max(numbers) for name, numbers in self.data["histograms"].items()}
         numbers = {**self.data["counters"], **over_sources(self.data["gauges"]), **longest}
         return {name: round(number, 3) for name, number in numbers.items() if number}
@@ -76,7 +85,8 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def over_sources(gauges: Mapping[str, float]) -> dict[str, float]:
-    """ "name/source" -> value as name -> the sum, or the largest, of all sources."""
+    """Return one value for each name, from values by "name/source". It is either the sum or the largest value of all
+    sources, depending on the gauge."""
     found: dict[str, float] = {}
     for key, value in gauges.items():
         name = key.partition("/")[0]
@@ -86,9 +96,10 @@ def over_sources(gauges: Mapping[str, float]) -> dict[str, float]:
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The numbers as Prometheus metrics, labelled like the engine's own. Every metric exists from the start, as 0.
+    """The numbers as Prometheus metrics, with the same labels as the engine's own metrics. Every metric exists from the
+    start, with the value 0.
 
-    One object serves all engines of a front end. Thread: the front end's only, including the constructor.
+    One object serves all engines of a front end. Only the front end's thread may use it, including the constructor.
     """
 
     def __init__(
@@ -101,13 +112,13 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         families = {
             metric: self._counter_cls(
-                name=PREFIX + metric.name,
+                name=METRIC_PREFIX + metric.name,
                 documentation=metric.meaning,
                 labelnames=[*labelnames, metric.label] if metric.label else labelnames,
             )
             for metric in dict.fromkeys(sample.metric for sample in COUNTERS.values())
         }
-        # counter name -> engine index -> the metric's child
+        # the metric's child, by counter name and engine index
         self._counters = {
             name: create_metric_per_engine(
                 families[metric],
@@ -120,7 +131,7 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
         def of_each_engine(family: type, metric: Metric, **options: Any) -> dict[int, Any]:
-            name = PREFIX + metric.name
+            name = METRIC_PREFIX + metric.name
             made = family(name=name, documentation=metric.meaning, labelnames=labelnames, **options)
             children: dict[int, Any] = create_metric_per_engine(made, per_engine_labelvalues)
             return children
@@ -152,32 +163,33 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 gauge[engine_idx].set(value)
 
     def _known(self, metrics: Mapping[str, dict[int, Any]], name: str) -> dict[int, Any] | None:
-        """The children of a metric by engine. None, and a warning the first time: there is no such metric."""
+        """Return the children of a metric by engine. If the metric does not exist, return None, and log a warning the
+        first time."""
         if name not in metrics and name not in self._unknown:
             self._unknown.add(name)
-            logger.warning("kvstore: %r was counted, which is no known metric; it is not exported", name)
+            logger.warning("kvstore: %r was counted but is not a known metric, so it is not exported", name)
         return metrics.get(name)
 
 
 class TrafficLog:
-    """One INFO line a minute about the connector's traffic, unless there was none.
+    """Writes one INFO line a minute about the connector's traffic, unless there was none.
 
-    Owned by the scheduler's half and used in its thread only; never blocks.
+    Only the thread of the scheduler's half may use it. No method blocks.
     """
 
     def __init__(self, now: float) -> None:
-        """now: ``time.monotonic()``, here and in ``tick``."""
+        """`now`: the present time of `time.monotonic`, here and in `tick`."""
         self._since = now
         self._stats = TransferStats()
 
     def observe(self, data: Mapping[str, Mapping[str, float]]) -> None:
-        """Add ``TransferStats.data`` of the ranks or of the scheduler. The data is copied."""
+        """Add `TransferStats.data` of the ranks or of the scheduler. The data is copied."""
         self._stats.aggregate(TransferStats.of(data["counters"], data["gauges"]))
 
     def tick(self, now: float) -> None:
-        """Write the line if a minute has passed. Cheap enough to call in every step."""
+        """Write the line if a minute has passed. This is cheap enough to be called in every step."""
         seconds = now - self._since
-        if seconds < LOG_INTERVAL_S:
+        if seconds < STATS_LOG_INTERVAL_S:
             return
         counters, gauges = self._stats.data["counters"], self._stats.data["gauges"]
         if any(counters.values()):
@@ -188,7 +200,8 @@ class TrafficLog:
 
 
 def traffic_text(counters: Mapping[str, float], waiting_blocks: float) -> str:
-    """The text of the line: always hits, traffic, waiting, dropped and failed; other troubles only if there are any."""
+    """Return the text of the line. It always has the hits, the traffic, the waiting and dropped blocks, and the failed
+    calls. It has the counts of other problems only if there were any."""
 
     def count(name: str) -> float:
         return counters.get(name, 0)
@@ -205,7 +218,7 @@ def traffic_text(counters: Mapping[str, float], waiting_blocks: float) -> str:
     troubles = {
         "unsaved_blocks": "blocks not taken",
         "missed_blocks": "blocks missed",
-        "unkept_blocks": "blocks promised in vain",
+        "unkept_blocks": "promised blocks that did not come",
         "unpromised_requests": "hand-overs without a promise",
         "checksum_errors": "checksum errors",
         "lookup_timeouts": "lookups timed out",

@@ -1,6 +1,7 @@
-"""Imports of the parts of vLLM that are not its public interface and may move between versions. Tested with 0.32.
+"""Imports from vLLM modules that are not part of its public interface and may move between versions. Tested with vLLM
+0.32.
 
-The parts are imported when first needed: vLLM takes seconds to import.
+The modules are imported when they are first needed, because importing vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from kvstore_client.engine.paged.device import BatchedCopy
 
 
 def batched_copy() -> BatchedCopy:
-    """See `device`. Raises RuntimeError when this vLLM has no such function."""
+    """Return the function that `device` describes. Raises RuntimeError if this vLLM has no such function."""
     copy: BatchedCopy = _part("vllm._custom_ops", "swap_blocks_batch")
     return copy
 
 
 def host_register() -> tuple[Callable[[int, int], bool], Callable[[int], None]]:
-    """See `device`. Raises RuntimeError when this vLLM lacks them."""
+    """Return the two functions that `device` describes. Raises RuntimeError if this vLLM has no such functions."""
     module = "vllm.v1.kv_offload.cpu.host_register"
     return _part(module, "host_register"), _part(module, "host_unregister")
 
@@ -37,5 +38,5 @@ def _part(module: str, name: str) -> Any:
 
 
 def make_device_copies() -> None:
-    """Have vLLM's functions make the copies from and to devices."""
+    """Use vLLM's functions for the copies from and to devices."""
     device.batched_copy, device.host_register = batched_copy, host_register

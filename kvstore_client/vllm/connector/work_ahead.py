@@ -1,6 +1,7 @@
-"""How long the engine would compute prompts, had it no store: what waits before a request, and the request's own part.
+"""Estimates how long the engine would need, without a store, to compute the prompts before a request and the request's
+own prompt.
 
-Thread: the engine core's.
+Only the engine core's thread uses this module.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class WorkAhead:
-    """Estimates from the pace at which the engine computes. Not thread-safe."""
+    """Makes estimates from the pace at which the engine computes. Not thread-safe."""
 
     def __init__(
         self,
@@ -28,36 +29,37 @@ class WorkAhead:
         block_tokens: int,
         whole_groups: int,
     ) -> None:
-        """tracked, loading: the requests that have blocks, and the loads under way, which are the planners'.
-        whole_groups: how many groups of the cache have all blocks."""
+        """`tracked`, `loading`: the planners' records of requests that have blocks and of loads in progress.
+        `whole_groups`: the number of groups of the cache that have all blocks."""
         self._computing = computing
         self._tracked = tracked
         self._loading = loading
         self._block_tokens = block_tokens
         self._whole_groups = max(1, whole_groups)
-        self._work_s: float | None = None  # of all; None: not added up yet in this step
+        self._work_s: float | None = None  # for all requests; None if not added up yet in this step
 
     def step(self) -> None:
-        """The engine has planned a step."""
+        """Note that the engine has planned a step."""
         self._work_s = None
 
     def computing_s(self, request: Request, first: int, end: int) -> float:
-        """How long it would take, had the engine no store, until it had computed these tokens of the request, behind
-        the prompts of others; `math.inf`: that is not known."""
+        """Return how many seconds the engine would need without a store to compute these tokens of the request after
+        the prompts of other requests. Return `math.inf` if that is not known."""
         own = self._computing.seconds(first, end)
         return math.inf if own is None else self.before_s(request) + own
 
     def before_s(self, request: Request) -> float:
-        """How long the engine would still compute other requests' prompts, had it no store; 0 while nothing is
-        measured."""
+        """Return how many more seconds the engine would need, without a store, to compute other requests' prompts.
+        Return 0 while nothing is measured."""
         if self._work_s is None:
             self._work_s = sum(map(self._left_s, self._tracked.values()))
         mine = self._tracked.get(request.request_id)
         return self._work_s - (self._left_s(mine) if mine is not None else 0.0)
 
     def add(self, request: Request, first: int) -> float:
-        """The request has blocks from now on, and its tokens from `first` on are to be computed or loaded. -> how long
-        the engine would still compute those before it."""
+        """Note that the request has blocks from now on, and that its tokens from `first` on are to be computed or
+        loaded. Return how many more seconds the engine would need, without a store, to compute the prompts before
+        it."""
         before_s = self.before_s(request)
         self._work_s = before_s + (self._computing.seconds(first, request.num_prompt_tokens) or 0.0)
         return before_s

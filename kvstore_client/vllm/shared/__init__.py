@@ -1,1 +1,1 @@
-"""The code that the connector and the tier share."""
+"""The code that vLLM's connector and tier have in common."""

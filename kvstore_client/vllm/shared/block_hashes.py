@@ -1,8 +1,8 @@
 """Checks that other processes compute the same block hashes as this one.
 
-A block's key is the engine's own hash of its tokens and of everything before them. If two processes hash differently,
-neither ever finds a block that the other stored. So the hashes are checked while the engine starts, and the namespace
-says how an engine hashes.
+A block's key is the engine's own hash of the block's tokens and of everything before them. If two processes hash
+differently, neither ever finds a block that the other has stored. So the hashes are checked while the engine starts,
+and the namespace includes a probe of the engine's hashes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ PROBE_TOKENS = tuple(range(1, 17))
 
 
 def check_hash_reproducible(vllm_config: VllmConfig) -> None:
-    """Raise ValueError if this process hashes with a random seed, which no other process has."""
+    """Raise ValueError if this process hashes with a random seed, because no other process has that seed."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     function = get_hash_fn_by_name(algorithm)
     if resolve_none_hash_seed(function) != resolve_none_hash_seed(function):
         raise ValueError(
             f"kvstore: --prefix-caching-hash-algo is {algorithm!r}, whose block hashes differ in every process unless "
-            "PYTHONHASHSEED is set: no engine would find a block of another one, or its own after a restart. Set "
-            "--prefix-caching-hash-algo sha256 (or sha256_cbor), or set PYTHONHASHSEED to the same value for every "
-            "engine"
+            "PYTHONHASHSEED is set. No engine would find the blocks of another engine, or its own blocks after a "
+            "restart. Set --prefix-caching-hash-algo sha256 (or sha256_cbor), or set PYTHONHASHSEED to the same value "
+            "for every engine"
         )
 
 
 def hash_probe(vllm_config: VllmConfig) -> str:
-    """How this process hashes: the algorithm, and a digest of the hash of a fixed block. Two processes have equal
-    probes exactly if they hash alike. The probe does not reveal the seed, and making it does not change vLLM's own
-    state."""
+    """Return a probe of how this process hashes: the algorithm, and a digest of the hash of a fixed block. Two
+    processes hash alike if and only if their probes are equal. The probe does not reveal the seed, and making it does
+    not change vLLM's own state."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     function = get_hash_fn_by_name(algorithm)
     root = BlockHash(function(resolve_none_hash_seed(function)))  # the first block's parent, as in init_none_hash
@@ -47,13 +47,13 @@ def hash_probe(vllm_config: VllmConfig) -> str:
 
 
 def check_same_hash(vllm_config: VllmConfig, namespaces: Iterable[Namespace]) -> None:
-    """Called in the scheduler's process with the workers' namespaces. Raises ValueError if a worker hashes differently
-    than this process."""
+    """Raise ValueError if a worker hashes differently from this process. The scheduler's process calls this with the
+    workers' namespaces."""
     mine = hash_probe(vllm_config)
     for namespace in namespaces:
         if (theirs := namespace.extra["hash"]) != mine:
             raise ValueError(
                 f"kvstore: the worker of rank {namespace.rank} and the scheduler hash blocks differently ({theirs} and "
-                f"{mine}), so what the worker stores would never be found. Start all processes of the engine, on every "
-                "node, with the same PYTHONHASHSEED (or all without it) and the same version of Python"
+                f"{mine}), so no block that the worker stores would ever be found. Start all processes of the engine, "
+                "on every node, with the same PYTHONHASHSEED (or all without it) and the same version of Python"
             )

@@ -1,4 +1,4 @@
-"""Checks that refuse an engine whose blocks cannot be shared, while it starts; the message says what to change."""
+"""Checks that stop an engine while it starts if its blocks cannot be shared. The message says what to change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise ValueError, saying what to change, for an engine whose blocks cannot be shared."""
+    """Raise ValueError for an engine whose blocks cannot be shared. The message says what to change."""
     check_hash_reproducible(vllm_config)
     check_inputs(vllm_config)
     groups = [iter_layer_specs(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
@@ -31,59 +31,62 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         if sizes != {block_tokens := vllm_config.cache_config.block_size}:
             raise ValueError(
                 f"kvstore: a block of the KV cache has {spec.block_size} tokens, one hash covers "
-                f"{kv_cache_config.hash_block_size}, and --block-size is {block_tokens}; all three must be equal. "
-                f"Leave out --prefix-match-unit, and set --block-size {spec.block_size}. If only some layers have "
-                "sliding windows, start the engine with --disable-hybrid-kv-cache-manager"
+                f"{kv_cache_config.hash_block_size} tokens, and --block-size is {block_tokens}; all three must be "
+                f"equal. Leave out --prefix-match-unit, and set --block-size {spec.block_size}. If only some layers "
+                "have sliding windows, start the engine with --disable-hybrid-kv-cache-manager"
             )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name)) != 1:
             raise ValueError(
-                f"kvstore: --{name.replace('_', '-')} is {size}; context parallelism is not supported. Leave it out"
+                f"kvstore: --{name.replace('_', '-')} is {size}; context parallelism is not supported. Leave this "
+                "option out"
             )
 
 
 def check_layer_parts(vllm_config: VllmConfig, layer_parts: int) -> None:
-    """Raise ValueError for an engine that cannot tell when a layer is computed for all tokens of a step, if blocks are
-    to be in so many parts of layers."""
+    """Raise ValueError if blocks are to be cut into layer slices although the engine does not show when a layer is
+    computed for all tokens of a step."""
     if layer_parts > 1 and vllm_config.parallel_config.use_ubatching:
         raise ValueError(
-            f"kvstore: layer_parts is {layer_parts} and this engine computes a step in microbatches (--enable-dbo or "
-            "--ubatch-size), each of which would count as the whole step. Leave out one of them"
+            f"kvstore: layer_parts is {layer_parts}, which does not work with microbatches (--enable-dbo or "
+            "--ubatch-size): each microbatch would count as a whole step. Leave out either layer_parts or these options"
         )
 
 
 def check_single_flight(kv_cache_config: KVCacheConfig, single_flight_s: float) -> None:
-    """Raise ValueError if requests are to wait for blocks that others compute, in a model of which only some places in
-    a prompt can be loaded: the others may stop elsewhere."""
+    """Raise ValueError if requests are to wait for blocks of other requests although the model has states. A load can
+    end only at places of a prompt with stored states, and the other requests may keep states at other places."""
     if single_flight_s and kv_cache_config.has_mamba_layers:
         raise ValueError(
-            f"kvstore: single_flight_s is {single_flight_s}, and this model has layers with states, of which the "
-            "engine keeps those of a few places in a prompt; expected 0. Leave it out"
+            f"kvstore: single_flight_s is {single_flight_s}; expected 0, because this model has layers with states, "
+            "such as Mamba, and the engine keeps their states at only a few places of a prompt"
         )
 
 
 def recompute_failed_loads(transfer: KVTransferConfig, engine: VllmConfig | None) -> None:
-    """See to it that a request whose blocks cannot be loaded is computed, and does not fail, which is vLLM's default.
+    """Make the engine compute a request whose blocks cannot be loaded. By vLLM's default, the request would fail.
 
-    transfer: the connector's configuration. engine: the engine's own, where it is known; another one if the connector
-    is the child of a MultiConnector, whose policy counts then and cannot be set from here. Raises ValueError if it is
-    not "recompute".
+    transfer: the connector's configuration.
+    engine: the engine's configuration, if it is known.
+
+    The two policies can differ if the connector is the child of a MultiConnector. The engine's policy then counts, and
+    cannot be set from here. Raises ValueError if it is not "recompute".
     """
     if transfer.kv_load_failure_policy != "recompute":
-        transfer.kv_load_failure_policy = "recompute"  # the scheduler reads it after it has made its connector
+        transfer.kv_load_failure_policy = "recompute"  # the scheduler makes its connector before reading this
     whole = engine.kv_transfer_config if engine is not None else None
     if whole is not None and whole.kv_load_failure_policy != "recompute":
         raise ValueError(
             f"kvstore: kv_load_failure_policy of {whole.kv_connector} is {whole.kv_load_failure_policy!r}, so a "
             'request fails if its blocks cannot be loaded. Set "kv_load_failure_policy": "recompute" in '
-            f"--kv-transfer-config, beside {whole.kv_connector}"
+            f'--kv-transfer-config, next to "kv_connector": "{whole.kv_connector}"'
         )
 
 
 def _check_layer(spec: KVCacheSpec) -> None:
-    """Accepts only the plain kinds, and no class derived from them: with a sink or compression, a request has other
-    blocks, or blocks with other content."""
+    """Raise ValueError unless the KV cache is of a plain kind. With a derived class, such as one for sinks or
+    compression, a request has other blocks, or its blocks have other content."""
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec):
         raise ValueError(
             f"kvstore: this model has a KV cache of kind {type(spec).__name__}; supported are FullAttentionSpec, "
@@ -93,9 +96,9 @@ def _check_layer(spec: KVCacheSpec) -> None:
     if isinstance(spec, MambaSpec):
         if spec.mamba_cache_mode != "align":
             raise ValueError(
-                "kvstore: this model has layers with states, and the engine keeps none at the ends of blocks "
-                f"(--mamba-cache-mode is {spec.mamba_cache_mode}). Start the engine with --enable-prefix-caching, "
-                "which makes it keep them"
+                "kvstore: this model has layers with states, and the engine does not keep these states at the ends of "
+                f"blocks (--mamba-cache-mode is {spec.mamba_cache_mode}). Start the engine with "
+                "--enable-prefix-caching, which makes it keep them"
             )
         return
     if getattr(spec, "non_causal", False):
@@ -111,7 +114,7 @@ def _check_layer(spec: KVCacheSpec) -> None:
 
 
 def check_inputs(vllm_config: VllmConfig) -> None:
-    """Raise ValueError if a block's hash does not cover all inputs that decide the block's bytes."""
+    """Raise ValueError if a block's hash does not cover all inputs on which the block's bytes depend."""
     model = vllm_config.model_config
     if model.is_diffusion:
         raise ValueError(
@@ -121,7 +124,8 @@ def check_inputs(vllm_config: VllmConfig) -> None:
     multimodal, caching = model.multimodal_config, vllm_config.cache_config.enable_prefix_caching
     if multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not caching:
         raise ValueError(
-            "kvstore: prefix caching is off and --mm-processor-cache-gb is 0. Then vLLM names images by a counter "
-            "instead of their content, so no block behind an image would be found, or, with trust_media_ids, that of "
-            "another image. Set --mm-processor-cache-gb above 0, or --enable-prefix-caching"
+            "kvstore: prefix caching is off and --mm-processor-cache-gb is 0. With these settings, vLLM names images "
+            "by a counter instead of their content. A block that follows an image would never be found or, with "
+            "trust_media_ids, could be a block of another image. Set --mm-processor-cache-gb above 0, or "
+            "--enable-prefix-caching"
         )

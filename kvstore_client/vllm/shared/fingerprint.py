@@ -1,4 +1,4 @@
-"""Fingerprints of files: a few characters that are the same on every machine, whatever folder the files lie in."""
+"""Fingerprints of files: a few characters that do not depend on the machine or on the folder of the files."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from pathlib import Path
 import xxhash
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
-SAMPLES = 256
+FILE_SAMPLES = 256
 SAMPLE_BYTES = 4096
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files with weights in a folder, sorted by name, or the single file that is the model."""
+    """Return the files with weights in the folder `path`, sorted by name. If `path` is a file, return that file."""
     candidates = [path] if path.is_file() else path.iterdir()
     return sorted(file for file in candidates if file.suffix in WEIGHT_SUFFIXES)
 
 
 def files_fingerprint(files: Iterable[Path]) -> str:
-    """A digest of files: their names, their sizes and the bytes at ``SAMPLES`` places of each file; 16 characters.
+    """Return a digest of files as 16 characters. It covers their names, their sizes, and the bytes at ``FILE_SAMPLES``
+    places of each file.
 
-    Sampling takes less than a second for weights of any size. It is practically impossible, even for merged adapters,
-    that other weights have equal names and sizes and also agree at every sampled place of every file.
+    Sampling takes less than a second for weights of any size. Different weights may have equal names and sizes. But it
+    is practically impossible, even for merged adapters, that they are also equal at every sampled place of every file.
     """
     digest = xxhash.xxh3_128()
     for file in files:
@@ -36,7 +37,8 @@ def files_fingerprint(files: Iterable[Path]) -> str:
 
 
 def sample_offsets(size: int) -> Iterable[int]:
-    """The offsets of the samples in a file of ``size`` bytes: all of a small file, else evenly from start to end."""
-    if size <= SAMPLES * SAMPLE_BYTES:
+    """Return the offsets of the samples in a file of ``size`` bytes. They are spread evenly, and cover all of a small
+    file."""
+    if size <= FILE_SAMPLES * SAMPLE_BYTES:
         return range(0, size, SAMPLE_BYTES)
-    return [index * (size - SAMPLE_BYTES) // (SAMPLES - 1) for index in range(SAMPLES)]
+    return [index * (size - SAMPLE_BYTES) // (FILE_SAMPLES - 1) for index in range(FILE_SAMPLES)]

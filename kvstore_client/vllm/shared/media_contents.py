@@ -1,16 +1,18 @@
-"""What a picture, a sound or a film of a request is, by content.
+"""Identifies a picture, a sound or a film of a request by its content.
 
-vLLM names each by an id: a hash of its content, or whatever the request calls it (``"uuid": "img-1"``,
-``multi_modal_uuids``), and the one cannot be told from the other. It believes ids: its caches of processed inputs, of
-encoded ones, and of blocks give one picture's data to any other of the same id. That ends with the process. Blocks of a
-store do not, so here an id counts for nothing without the data that the engine computes with.
+vLLM names each of these items by an id. The id is either a hash of the content, or the name that the request gives the
+item (``"uuid": "img-1"``, ``multi_modal_uuids``). The two kinds of ids look alike. vLLM trusts ids. Its caches of
+processed inputs, of encoded inputs, and of blocks give one picture's data to any other picture with the same id. These
+caches end with the process. Blocks in the store last longer, so here an id counts only together with the data that the
+engine uses.
 
-Inside of one engine ids still decide: a second picture of an id may get what was computed of the first. So an id that
-has stood for two contents in this process, or for one that is not known, stands for none from then on. `MOST_IDS` are
-remembered, those that were used last: more than vLLM's own caches hold.
+Inside one engine, ids still decide: a second picture with the same id may get the results of the first. So once an id
+has had two different contents in this process, or a content that is not known, the id no longer identifies any content.
+The `MOST_IDS` ids that were used last are remembered, which is more than vLLM's own caches hold.
 
-The data are what the processor made, so what a request asks of it (``mm_processor_kwargs``) is covered. They are not
-here if vLLM passes them to its workers through shared memory (``--mm-processor-cache-type shm``).
+The data are those that the processor made, so a request's options for the processor (``mm_processor_kwargs``) are
+covered. The data are missing here if vLLM passes them to its workers through shared memory
+(``--mm-processor-cache-type shm``).
 """
 
 from __future__ import annotations
@@ -31,25 +33,25 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 MOST_IDS: Final = 1 << 18
 ID_BYTES: Final = 16
-_SHARED_MEMORY: Final = "address"  # the field of an item that says where in shared memory the item is
+_SHARED_MEMORY: Final = "address"  # the field with the address of an item's data in shared memory
 
 
 class MediaContents:
-    """The contents of one engine's media. Not thread-safe. Reads each item's data once, at about a GB/s.
+    """Identifies the contents of one engine's media. Not thread-safe. It reads each item's data once, at about 1 GB/s.
 
-    trust_ids: take ids for contents, as vLLM does.
-    version: another number whenever what `of` said before may not hold any more.
+    trust_ids: whether to use an id in place of the content, as vLLM does.
+    version: a number that changes whenever earlier results of `of` may no longer hold.
     """
 
     def __init__(self, *, trust_ids: bool = False) -> None:
         self.trust_ids = trust_ids
         self.version = 0
-        self._of_id: dict[bytes, bytes | None] = {}  # None: the id stands for no content. The last used is last
+        self._of_id: dict[bytes, bytes | None] = {}  # most recently used last; None: the id identifies no content
         self._of_item: dict[int, tuple[weakref.ref[MultiModalKwargsItem], bytes]] = {}  # by the item's `id`
         self._told = False
 
     def of(self, feature: MultiModalFeatureSpec) -> bytes | None:
-        """The content of one of a request's media. None: it is not known for sure."""
+        """Return the content of one item of a request's media, or None if the content is not known for certain."""
         if self.trust_ids:
             return b"the id"
         name = hashlib.blake2b(_raw(feature.identifier), digest_size=ID_BYTES).digest()
@@ -59,8 +61,8 @@ class MediaContents:
             if known != content and known is not None:
                 self.version += 1
                 logger.warning(
-                    "kvstore: requests call different %s content %.80r, so from now on nothing that follows one of "
-                    "that id is shared with other engines. Give each its own id, or none",
+                    "kvstore: requests use one id for different %s content, %.80r, so from now on no block after "
+                    "content with this id is shared with other engines. Give each content its own id, or none",
                     feature.modality,
                     feature.identifier,
                 )
@@ -90,15 +92,16 @@ class MediaContents:
         if not self._told:
             self._told = True
             logger.warning(
-                "kvstore: the content of %s inputs is not to be seen in the scheduler's process, so nothing that "
-                "follows one is shared with other engines. Set --mm-processor-cache-type lru; or, if every id means "
-                "the same content in all engines for ever, the option trust_media_ids",
+                "kvstore: the content of %s inputs is not available in the scheduler's process, so no block "
+                "after one is shared with other engines. Set --mm-processor-cache-type lru. If each id always means "
+                "the same content in all engines, you can set the option trust_media_ids instead",
                 feature.modality,
             )
 
 
 def content_digest(value: object) -> bytes | None:
-    """A digest of tensors, texts and numbers, nested in any way. None: it has something else, or cannot be read."""
+    """Return a digest of tensors, texts and numbers, which may be nested in any way. Return None if the value contains
+    anything else or cannot be read."""
     digest = hashlib.sha256()
     try:
         for part in _parts(value):
@@ -112,11 +115,12 @@ def content_digest(value: object) -> bytes | None:
 
 
 class _UnknownError(Exception):
-    """The data are of a kind that cannot be read here."""
+    """Raised for data of a type that this module cannot read."""
 
 
 def _parts(value: object) -> Iterator[bytes | memoryview]:
-    """All of a processed input as bytes from which it could be made again: no two have the same."""
+    """Yield a processed input as bytes from which it could be made again. So two different inputs never have the same
+    bytes."""
     if isinstance(value, torch.Tensor):
         if not value.is_cpu or value.layout != torch.strided:
             raise _UnknownError
@@ -149,7 +153,7 @@ def _parts(value: object) -> Iterator[bytes | memoryview]:
 
 
 def _data_of(element: Any) -> object:
-    """A field's value; vLLM has it in an object that also says how to batch it."""
+    """Return a field's value. vLLM keeps the value in an object that also says how to batch it."""
     return getattr(element, "data", element)
 
 

@@ -1,7 +1,8 @@
-"""The metrics of the connector and of the tier: their names, and what the numbers mean.
+"""The metrics of the connector and of the tier: their names and what the numbers mean.
 
-The metrics are ours but named ``vllm:kvstore_…``: when a process makes a second engine, vLLM removes all names that
-begin with ``vllm:`` from the registry. A metric with another name would be registered twice, which is an error.
+Although the metrics are not vLLM's, they are named ``vllm:kvstore_…``. When a process makes a second engine, vLLM
+removes all names that begin with ``vllm:`` from the registry. A metric with another name would be registered twice,
+which is an error.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-PREFIX: Final = "vllm:kvstore_"
+METRIC_PREFIX: Final = "vllm:kvstore_"
 
 
 class Metric(NamedTuple):
-    """A metric of the engine's metrics page: its name without the prefix, and what the number means."""
+    """A metric on the engine's metrics page: its name without the prefix, and what the number means."""
 
     name: str
     meaning: str
-    label: str = ""  # the one label beside the engine's own, if any
+    label: str = ""  # the name of its label, if it has one in addition to the engine's own
 
 
-class Sample(NamedTuple):
-    """The metric that a counter is added to, and the value of the metric's label."""
+class LabelledCounter(NamedTuple):
+    """The metric to which a counter is added, and the value of the metric's label."""
 
     metric: Metric
     label_value: str = ""
@@ -51,62 +52,68 @@ HAND_OVER_SECONDS: Final = Metric(
     "phase",
 )
 
-COUNTERS: Final[Mapping[str, Sample]] = {
-    "hit_tokens_cpu": Sample(HIT_TOKENS, "cpu"),
-    "hit_tokens_store": Sample(HIT_TOKENS, "store"),
-    "transfer_in_blocks": Sample(TRANSFER_BLOCKS, "in"),
-    "transfer_out_blocks": Sample(TRANSFER_BLOCKS, "out"),
-    "transfer_in_bytes": Sample(TRANSFER_BYTES, "in"),
-    "transfer_out_bytes": Sample(TRANSFER_BYTES, "out"),
-    "transfer_in_seconds": Sample(TRANSFER_SECONDS, "in"),
-    "transfer_out_seconds": Sample(TRANSFER_SECONDS, "out"),
-    "swap_in_blocks": Sample(SWAP_BLOCKS, "in"),
-    "swap_out_blocks": Sample(SWAP_BLOCKS, "out"),
-    "swap_in_bytes": Sample(SWAP_BYTES, "in"),
-    "swap_out_bytes": Sample(SWAP_BYTES, "out"),
-    "swap_in_seconds": Sample(SWAP_SECONDS, "in"),
-    "swap_out_seconds": Sample(SWAP_SECONDS, "out"),
-    "present_blocks": Sample(Metric("present_blocks_total", "Blocks not sent because the store had them.")),
-    "dropped_blocks": Sample(
+COUNTERS: Final[Mapping[str, LabelledCounter]] = {
+    "hit_tokens_cpu": LabelledCounter(HIT_TOKENS, "cpu"),
+    "hit_tokens_store": LabelledCounter(HIT_TOKENS, "store"),
+    "transfer_in_blocks": LabelledCounter(TRANSFER_BLOCKS, "in"),
+    "transfer_out_blocks": LabelledCounter(TRANSFER_BLOCKS, "out"),
+    "transfer_in_bytes": LabelledCounter(TRANSFER_BYTES, "in"),
+    "transfer_out_bytes": LabelledCounter(TRANSFER_BYTES, "out"),
+    "transfer_in_seconds": LabelledCounter(TRANSFER_SECONDS, "in"),
+    "transfer_out_seconds": LabelledCounter(TRANSFER_SECONDS, "out"),
+    "swap_in_blocks": LabelledCounter(SWAP_BLOCKS, "in"),
+    "swap_out_blocks": LabelledCounter(SWAP_BLOCKS, "out"),
+    "swap_in_bytes": LabelledCounter(SWAP_BYTES, "in"),
+    "swap_out_bytes": LabelledCounter(SWAP_BYTES, "out"),
+    "swap_in_seconds": LabelledCounter(SWAP_SECONDS, "in"),
+    "swap_out_seconds": LabelledCounter(SWAP_SECONDS, "out"),
+    "present_blocks": LabelledCounter(Metric("present_blocks_total", "Blocks not sent because the store had them.")),
+    "dropped_blocks": LabelledCounter(
         Metric("dropped_blocks_total", "Blocks not sent because too many waited, or one before them was not.")
     ),
-    "unsaved_blocks": Sample(
+    "unsaved_blocks": LabelledCounter(
         Metric("unsaved_blocks_total", "Blocks the store did not take, or could not be asked to.")
     ),
-    "missed_blocks": Sample(Metric("missed_blocks_total", "Blocks the store had when asked and did not deliver.")),
-    "unkept_blocks": Sample(
-        Metric("unkept_blocks_total", "Blocks that another engine promised and that were waited for in vain.")
+    "missed_blocks": LabelledCounter(
+        Metric("missed_blocks_total", "Blocks the store had when asked and did not deliver.")
     ),
-    "hand_overs_in": Sample(HAND_OVERS, "decode"),
-    "hand_overs_out": Sample(HAND_OVERS, "prefill"),
-    "unpromised_requests": Sample(
-        Metric("unpromised_requests_total", "Handed-over requests whose prompt nobody promised in time.")
+    "unkept_blocks": LabelledCounter(
+        Metric("unkept_blocks_total", "Blocks that another engine promised and that did not come.")
     ),
-    "hand_over_seconds_promise": Sample(HAND_OVER_SECONDS, "promise"),
-    "hand_over_seconds_load": Sample(HAND_OVER_SECONDS, "load"),
-    "hand_over_seconds_send": Sample(HAND_OVER_SECONDS, "send"),
-    "checksum_errors": Sample(Metric("checksum_errors_total", "Blocks that arrived damaged; each counts as missed.")),
-    "lookups": Sample(Metric("lookups_total", "Questions to the store how much it has of a prompt.")),
-    "lookup_timeouts": Sample(
+    "hand_overs_in": LabelledCounter(HAND_OVERS, "decode"),
+    "hand_overs_out": LabelledCounter(HAND_OVERS, "prefill"),
+    "unpromised_requests": LabelledCounter(
+        Metric("unpromised_requests_total", "Handed-over requests whose prompt no engine promised in time.")
+    ),
+    "hand_over_seconds_promise": LabelledCounter(HAND_OVER_SECONDS, "promise"),
+    "hand_over_seconds_load": LabelledCounter(HAND_OVER_SECONDS, "load"),
+    "hand_over_seconds_send": LabelledCounter(HAND_OVER_SECONDS, "send"),
+    "checksum_errors": LabelledCounter(
+        Metric("checksum_errors_total", "Blocks that arrived damaged; each counts as missed.")
+    ),
+    "lookups": LabelledCounter(Metric("lookups_total", "Questions to the store how much it has of a prompt.")),
+    "lookup_timeouts": LabelledCounter(
         Metric("lookup_timeouts_total", "Lookups not answered in lookup_timeout_s, which count as nothing found.")
     ),
-    "skipped_lookups": Sample(
+    "skipped_lookups": LabelledCounter(
         Metric("skipped_lookups_total", "Lookups given up in line behind too many, the oldest of which was overdue.")
     ),
-    "failed_loads": Sample(Metric("failed_loads_total", "Requests that computed what a load should have brought.")),
-    "declined_tokens": Sample(
+    "failed_loads": LabelledCounter(
+        Metric("failed_loads_total", "Requests that computed what a load should have brought.")
+    ),
+    "declined_tokens": LabelledCounter(
         Metric("declined_tokens_total", "Prompt tokens computed although the store had them: it would have been later.")
     ),
-    "refused_requests": Sample(
+    "refused_requests": LabelledCounter(
         Metric("refused_requests_total", "Requests computed without the store because of what they asked of it.")
     ),
-    "failed_calls": Sample(Metric("failed_calls_total", "Calls of the store that failed, each one a miss.")),
-    "defects": Sample(
+    "failed_calls": LabelledCounter(Metric("failed_calls_total", "Calls of the store that failed, each one a miss.")),
+    "defects": LabelledCounter(
         Metric("defects_total", "Errors of the connector itself, treated as misses. Please report them.")
     ),
 }
 
-# A gauge has several sources at once; the metric is the sum of each source's last value, or the largest of them.
+# A gauge may have several sources. The metric is the sum of their last values; for `LARGEST`, it is the largest value.
 GAUGES: Final[Mapping[str, Metric]] = {
     "waiting_blocks": Metric("waiting_blocks", "Blocks that are computed and wait to be sent to the store."),
     "oldest_waiting_seconds": Metric(
@@ -115,10 +122,12 @@ GAUGES: Final[Mapping[str, Metric]] = {
 }
 LARGEST: Final = frozenset({"oldest_waiting_seconds"})
 
-# Of each request, a number. The buckets: from what nobody feels to what a deadline allows.
+# Histograms get one number for each request. The buckets reach from a delay that no user notices to the longest
+# deadline.
 HISTOGRAMS: Final[Mapping[str, Metric]] = {
     "held_back_seconds": Metric(
-        "held_back_seconds", "How much later a request began than without kvstore: it waited for the store in vain."
+        "held_back_seconds",
+        "How much later a request began than without kvstore: it waited for the store without success.",
     ),
 }
 SECONDS_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

@@ -1,12 +1,13 @@
-"""What decides the bytes of a request's blocks and is not, or not for sure, in the engine's hash of them.
+"""Inputs on which the bytes of a request's blocks depend, and which the engine's hash may not cover.
 
-* **Media** (see `media_contents`): the hash has ids, and of items whose places overlap only the first.
-* **Prompt embeddings**: the hash has their bytes, block by block. It has neither their type nor which places of the
-  prompt take them: at each of the others the embedding of a token is taken, and the row given for it is not used.
+* **Media** (see `media_contents`): the hash covers their ids. If the places of several items overlap, it covers only
+  the first of them.
+* **Prompt embeddings**: the hash covers their bytes, block by block. It covers neither their type nor which places of
+  the prompt use them. At every other place, the embedding of a token is used instead of the given row.
 * **Further arguments of a pooling request** (`PoolingParams.extra_kwargs`), such as the types of its tokens: the model
-  gets them, and the hash has none of them.
+  gets them, but the hash does not cover them.
 
-Each begins at some place of the prompt and counts for all blocks that end behind it.
+Each input begins at some place of the prompt, and affects all blocks that end behind that place.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class RequestInputs:
-    """What is known of one request's inputs now. Immutable."""
+    """The inputs of one request, as far as they are known at one time. Immutable."""
 
     def __init__(self, request: Request, media: MediaContents) -> None:
         self._seen = len(request.mm_features), media.version
@@ -36,31 +37,34 @@ class RequestInputs:
             found.append((0, content_digest(arguments)))
         found.sort(key=lambda each: each[0])
         self._begins = [begin for begin, _ in found]
-        self._digests: list[bytes | None] = []  # of all that begins up to there; None: some of it is not known
+        self._digests: list[bytes | None] = []  # each covers all inputs up to a place; None if one of them is unknown
         digest: bytes | None = b""
         for begin, what in found:
             digest = None if digest is None or what is None else digest_of(digest, begin, what)
             self._digests.append(digest)
 
     def are_still(self, request: Request, media: MediaContents) -> bool:
-        """Whether this holds: a session gets further inputs, and contents may turn out not to be known."""
+        """Return whether this is still up to date. A session may get more inputs, and a content may become unknown."""
         return self._seen == (len(request.mm_features), media.version)
 
     def before(self, end: int) -> bytes | None:
-        """A digest of all inputs that begin before token `end`; empty if there are none. None: they are not known."""
+        """Return a digest of all inputs that begin before token `end`. It is empty if there are no such inputs, and
+        None if one of them is not known."""
         index = bisect_left(self._begins, end)
         return self._digests[index - 1] if index else b""
 
 
 def has_inputs(request: Request) -> bool:
-    """Whether there is more to a request than its tokens."""
+    """Return whether a request has inputs other than its tokens."""
     return bool(request.mm_features) or request.prompt_embeds is not None or bool(_arguments(request))
 
 
 def key_of(block_hash: bytes, salt: bytes, inputs: bytes) -> bytes:
-    """The key of a block in the store, as long as its hash, and the hash itself if there is nothing to add.
+    """Return the key of a block in the store. It is as long as the block's hash. Without salt and inputs, it is equal
+    to that hash.
 
-    inputs: what `RequestInputs.before` says of the block's end. salt: what all keys of its request cover beside that.
+    inputs: the digest from `RequestInputs.before` for the block's end.
+    salt: further bytes that all keys of the request cover.
     """
     if not salt and not inputs:
         return block_hash
@@ -69,7 +73,8 @@ def key_of(block_hash: bytes, salt: bytes, inputs: bytes) -> bytes:
 
 
 def digest_of(*parts: object) -> bytes:
-    """A digest of bytes, texts, numbers and None, of 32 bytes. Other parts, or other borders of them, have another."""
+    """Return a digest of 32 bytes for parts that are bytes, texts, numbers or None. It depends on the parts and on
+    where each part ends."""
     digest = hashlib.blake2b(digest_size=32)
     for part in parts:
         raw = part if isinstance(part, bytes) else repr(part).encode()
@@ -79,17 +84,17 @@ def digest_of(*parts: object) -> bytes:
 
 
 def embeddings_digest(request: Request, start: int, end: int) -> bytes:
-    """A digest of the prompt's embeddings at these places; empty if it has none."""
+    """Return a digest of the prompt's embeddings at the places from `start` to `end`; empty if it has no embeddings."""
     rows = request.prompt_embeds
     return b"" if rows is None else hashlib.sha256(tensor_data(rows[start:end])).digest()
 
 
 def _item(feature: MultiModalFeatureSpec, media: MediaContents) -> tuple[int, bytes | None]:
-    """Where an item of a request begins, and what it is."""
+    """Return where an item of a request begins, and a digest of the item, or None if its content is not known."""
     place, content = feature.mm_position, media.of(feature)
     if content is None:
         return place.offset, None
-    # Of its places, the model puts the item at those of the mask, and takes tokens at the others.
+    # The mask says at which of the item's places the model puts the item. At the other places, the model uses tokens.
     mask = None if place.is_embed is None else np.asarray(place.is_embed, dtype=bool).tobytes()
     return place.offset, digest_of(feature.modality, feature.identifier, content, place.length, mask)
 
@@ -100,14 +105,15 @@ def _arguments(request: Request) -> dict[str, object]:
 
 
 def _embeddings(request: Request) -> Iterator[tuple[int, bytes]]:
-    """The places where a prompt goes over from tokens to embeddings, or back."""
+    """Yield the places where a prompt changes from tokens to embeddings or back, each with a digest of what begins
+    there."""
     rows, mask = request.prompt_embeds, request.prompt_is_token_ids
     if rows is None:
         return
     if request.prompt_token_ids is None:
         kind: Sequence[tuple[int, str]] = [(0, "embeddings")]
     elif mask is None:
-        kind = [(0, "both")]  # what the engine makes of that is its own affair
+        kind = [(0, "both")]  # both are given, and the engine decides how to use them
     else:
         tokens = np.asarray(mask, dtype=bool)
         turns = [0, *(np.flatnonzero(tokens[1:] != tokens[:-1]) + 1).tolist()] if len(tokens) else []

@@ -1,7 +1,6 @@
-"""The package that holds the tier for vLLM's tiered offloading: module path `kvstore_client.vllm.tier`, class
-`KVStoreTier`.
+"""The tier for vLLM's tiered offloading. Its module path is `kvstore_client.vllm.tier`, and its class is `KVStoreTier`.
 
-The class is imported on first access: it needs vLLM, and not all of the other modules do.
+The class is imported on first access, because it needs vLLM, which some other modules of this package do not need.
 """
 
 from __future__ import annotations

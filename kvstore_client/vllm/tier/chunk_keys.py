@@ -1,12 +1,15 @@
-"""The keys of chunks in the store: the engine's own, which are hashes of a chunk's last block with the number of its
-cache group, or hashes of them with what they do not cover (`shared/request_inputs`).
+"""The keys of chunks in the store.
 
-A chunk's key alone does not tell which pictures or embeddings it stands for, so the tier must know the request that a
-chunk is looked up, stored or loaded for. The framework tells a tier that a request has come, but does not hand it the
-request itself; the caller has it, and it is found there. A chunk of an unknown request is shared only if the model
-takes nothing but tokens.
+The engine's own key of a chunk consists of the hash of its last block and the number of its cache group. The store's
+key is either the same, or a hash of the engine's key and of inputs that this key does not cover (see
+`shared/request_inputs`).
 
-Thread: the scheduler's.
+A chunk's key alone does not show which pictures or embeddings it stands for. So the tier must know the request for
+which a chunk is looked up, stored or loaded. The framework notifies a tier of each new request, but does not pass the
+request itself. The tier takes it from the call stack, because the framework's calling function has it. A chunk of an
+unknown request is shared only if the model takes nothing but tokens.
+
+Everything here runs on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ GENERATION_BYTES = 16
 
 
 class _Known:
-    """A request, and what is known of its inputs; kept with what the framework keeps of the request."""
+    """A request and what is known of its inputs. The framework's state of the request holds this object."""
 
     def __init__(self, request: Request, media: MediaContents) -> None:
         self.request = request
@@ -45,7 +48,7 @@ class _Known:
 
 
 class ChunkKeys:
-    """The keys of one engine's chunks. Not thread-safe."""
+    """Makes the keys of one engine's chunks. Not thread-safe."""
 
     def __init__(self, model: ModelConfig, *, trust_media_ids: bool) -> None:
         self._only_tokens = (
@@ -56,7 +59,8 @@ class ChunkKeys:
         self._sessions: WeakSet[_Known] = WeakSet()
 
     def note(self, context: ReqContext) -> None:
-        """A request has come. To be called by what the framework calls then, whose callers have the request."""
+        """Note a new request. Call this from the method that the framework calls, because the request is taken from the
+        call stack."""
         if self._only_tokens:
             return
         request = _request_of_the_caller(context.req_id)
@@ -67,16 +71,17 @@ class ChunkKeys:
                 self._sessions.add(known)
 
     def note_sessions(self) -> None:
-        """Take in the further inputs of requests that get them while they run; to be called in every step."""
+        """Note the new inputs of requests that get more inputs while they run. Call this in every step."""
         for known in self._sessions:
             known.inputs  # noqa: B018
 
     def of(self, keys: Collection[OffloadKey], context: ReqContext) -> list[bytes | None]:
-        """The key of each chunk of a request in the store. None: the chunk cannot be shared."""
+        """Return the store's key of each chunk of a request, or None for a chunk that cannot be shared."""
         return [self._of(key, context) for key in keys]
 
     def forget(self) -> bool:
-        """From now on, no key equals a key made earlier or in another engine. -> whether it is the first time."""
+        """From now on, make keys that differ from all earlier keys and from those of other engines. Return whether this
+        was called for the first time."""
         first = not self._generation
         self._generation = os.urandom(GENERATION_BYTES)
         return first
@@ -95,12 +100,12 @@ class ChunkKeys:
 
 
 def shared(keys: Sequence[bytes | None]) -> list[bytes]:
-    """Those that can be."""
+    """Return only the keys of chunks that can be shared."""
     return [key for key in keys if key is not None]
 
 
 def _request_of_the_caller(request_id: str) -> Request | None:
-    """The request of this id, taken from the stack of the calling thread."""
+    """Find the request with this id on the stack of the calling thread. Return None if it is not there."""
     frame = sys._getframe()
     while frame is not None:
         for value in (frame.f_locals.get("request"), frame.f_locals.get("req")):

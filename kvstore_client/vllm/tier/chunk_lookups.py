@@ -1,13 +1,13 @@
-"""Lookups of chunks in the background: which chunks the store holds. The scheduler never waits.
+"""Looks up in the background which chunks the store holds. The scheduler never waits.
 
-The framework asks for one key at a time, and again in every step until it gets an answer. So the keys of a step are
-collected, and one question for all of them is sent at the end of the step. While that question is under way, the keys
-of further steps are collected into the next question. All requests that ask for a key while its answer is fresh share
-that answer. The answer is final for a request that has used it: the framework relies on a chunk whose load failed not
-being promised to the same request again.
+The framework asks for one key at a time, and repeats this in every step until it gets an answer. So the keys of a step
+are collected, and one lookup of all of them is sent at the end of the step. While that lookup is in progress, the keys
+of further steps are collected for the next lookup. All requests that ask for a key while its answer is fresh share that
+answer. An answer does not change any more for a request that has used it. In particular, the framework requires that a
+chunk whose load failed is not reported as present to the same request again.
 
-vLLM's `AsyncLookupManager` is not used because it asks request by request, has no deadline, and reports a chunk as
-missing for as long as the first request that asked for it runs, even if the chunk has been stored meanwhile.
+vLLM's `AsyncLookupManager` is not used, because it sends a lookup for each request and has no deadline. It also reports
+a missing chunk as missing until the first request that asked for it ends, even if the chunk has been stored meanwhile.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ if TYPE_CHECKING:
     from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.store import Store
 
-# An answer younger than this serves requests that have not asked for the key before.
+# Only answers younger than this are given to requests that have not asked for the key before.
 VALID_S: Final = 1.0
-# How long found chunks are pinned: longer than a load waits for its turn.
-PIN_S: Final = 10.0
-# Most keys that wait to be touched. Beyond that the oldest are dropped: a touch is only a hint to the store.
+# How long found chunks are pinned, which is longer than a load waits before it starts.
+CHUNK_PIN_S: Final = 10.0
+# The largest number of keys that wait to be touched. If there are more, the oldest are dropped, because a touch is only
+# a hint.
 MOST_TOUCHES: Final = 1 << 16
 
 
 class ChunkLookup:
-    """The answer for one key. ``found``: whether the store has the key, None until known. The lookup thread sets it
-    once; the scheduler sets it at the deadline, or when a load has shown that the chunk is missing."""
+    """The answer for one key. ``found``: whether the store has the key, or None until that is known. The lookup thread
+    sets it once. The scheduler sets it at the deadline, or when a load has shown that the chunk is missing."""
 
     __slots__ = ("asked_at", "found", "holders")
 
     def __init__(self, asked_at: float) -> None:
         self.asked_at = asked_at
         self.found: bool | None = None
-        self.holders = 0  # requests that have used this answer and still run
+        self.holders = 0  # how many requests have used this answer and still run
 
 
 class ChunkLookups:
-    """The lookups of one tier. Call every method from the scheduler's thread. No method blocks, except ``close``.
+    """The lookups of one tier. Call every method from the scheduler's thread. No method except ``close`` blocks, as
+    only the lookup thread waits for the store.
 
-    guard: used by these lookups alone, since on a shared connection answers would wait behind blocks. Only the lookup
-    thread waits for the store.
+    guard: a guard that only these lookups use, because on a shared connection, answers would wait behind blocks.
     """
 
     def __init__(self, guard: StoreGuard, *, timeout_s: float, counters: Counters) -> None:
@@ -59,9 +60,9 @@ class ChunkLookups:
         self._counters = counters
         self._latest: dict[bytes, ChunkLookup] = {}
         self._of_request: dict[str, dict[bytes, ChunkLookup]] = {}
-        self._step: dict[bytes, ChunkLookup] = {}  # first asked for in this step
+        self._step: dict[bytes, ChunkLookup] = {}  # keys that were first asked for in this step
         self._step_touches: dict[bytes, None] = {}
-        self._unheld: list[tuple[bytes, ChunkLookup]] = []  # not answered yet, and no request waits for them
+        self._unheld: list[tuple[bytes, ChunkLookup]] = []  # unanswered lookups for which no request waits
         self._changed = threading.Condition()  # guards the attributes that follow
         self._unasked: dict[bytes, ChunkLookup] = {}
         self._untouched: dict[bytes, None] = {}
@@ -71,7 +72,8 @@ class ChunkLookups:
         self._thread.start()
 
     def find(self, key: bytes, request_id: str) -> bool | None:
-        """Whether the store has the key. None: not known yet, ask again in a later step. After the deadline: False."""
+        """Return whether the store has the key; after the deadline, return False. Return None if the answer is not
+        known yet. The caller then asks again in a later step."""
         used = self._of_request.setdefault(request_id, {})
         answer = used.get(key)
         if answer is None:
@@ -83,11 +85,11 @@ class ChunkLookups:
         return answer.found
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Have the recency of keys refreshed in the store, at some later time."""
+        """Make the store count a use of these keys, at some later time."""
         self._step_touches.update(dict.fromkeys(keys))
 
     def end_step(self) -> None:
-        """End the step: send the question for the keys that were asked in it."""
+        """End the step, and send one lookup of the keys that were asked for in it."""
         self._unheld = [(key, answer) for key, answer in self._unheld if not self._drop(key, answer)]
         if not self._step and not self._step_touches:
             return
@@ -101,7 +103,8 @@ class ChunkLookups:
         self._step, self._step_touches = {}, {}
 
     def deny(self, keys: Iterable[bytes], request_id: str) -> None:
-        """A load has shown that these keys are missing: answer so to this request and to new ones."""
+        """From now on, report these keys as missing to this request and to new ones, because a load has shown that they
+        are missing."""
         used = self._of_request.get(request_id, {})
         for key in keys:
             for answer in (used.get(key), self._latest.get(key)):
@@ -109,14 +112,15 @@ class ChunkLookups:
                     answer.found = False
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that asks no more. Lookups under way are kept, for other requests to share."""
+        """Forget a request that will not ask any more. Lookups in progress are kept, so that other requests can share
+        them."""
         for key, answer in self._of_request.pop(request_id, {}).items():
             answer.holders -= 1
             if not answer.holders and not self._drop(key, answer):
                 self._unheld.append((key, answer))
 
     def distrust(self) -> None:
-        """Answers so far serve no request that has not used them, and what waits to be asked or touched is not."""
+        """Stop giving the present answers to further requests, and drop the touches that wait."""
         self._latest.clear()
         self._step_touches.clear()
         with self._changed:
@@ -124,17 +128,17 @@ class ChunkLookups:
 
     @property
     def known(self) -> int:
-        """How many keys have an answer, or a lookup under way, that can be shared."""
+        """The number of keys whose answer, or whose lookup in progress, can be shared by requests."""
         return len(self._latest)
 
     @property
     def waiting(self) -> int:
-        """How many keys wait to be asked for or touched, or are in the request under way."""
+        """The number of keys that wait to be looked up or touched, or that are in the request in progress."""
         with self._changed:
             return len(self._unasked) + len(self._untouched) + self._sending
 
     def close(self) -> None:
-        """End the thread. Waits for a question under way, which ends when the guard is closed or by its deadline."""
+        """End the thread. This waits for a lookup in progress, which ends at its deadline or if the guard is closed."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -149,8 +153,8 @@ class ChunkLookups:
         return answer
 
     def _drop(self, key: bytes, answer: ChunkLookup) -> bool:
-        """Forget an answer that no request holds any more, unless it is not known yet: others may share it.
-        -> False if that must be tried again later."""
+        """Forget an answer that no request uses any more. If the answer is not known yet, keep it for other requests to
+        share, and return False: the caller then tries again later."""
         if answer.found is None and not answer.holders:
             return False
         if not answer.holders and self._latest.get(key) is answer:
@@ -165,7 +169,7 @@ class ChunkLookups:
                     return
                 asked, self._unasked = self._unasked, {}
                 touched: dict[bytes, None] = {}
-                if not asked:  # requests wait for an answer, nobody waits for a touch
+                if not asked:  # lookups come first, because requests wait for them but not for touches
                     touched, self._untouched = self._untouched, {}
                 self._sending = len(asked) + len(touched)
             if asked:
@@ -180,10 +184,10 @@ class ChunkLookups:
         present = None
         if left > 0:
             self._counters.add("lookups")
-            present = self._guard.call(partial(_present, list(asked), left, PIN_S), None)
+            present = self._guard.call(partial(_present, list(asked), left, CHUNK_PIN_S), None)
         hits = [False] * len(asked) if present is None else present.tolist()
         for answer, hit in zip(asked.values(), hits, strict=True):
-            if answer.found is None:  # else the scheduler has set it: the deadline passed, or a load failed
+            if answer.found is None:  # otherwise the scheduler set it at the deadline or after a failed load
                 answer.found = hit
 
 

@@ -1,14 +1,14 @@
-"""The namespace of a tier's chunks: what must agree before two engines' CPU tiers may share chunks.
+"""The namespace of a tier's chunks: all that must be equal before two engines' CPU tiers may share chunks.
 
-A chunk's key names its tokens, everything before them, the adapter, the salt, and the cache group. Its bytes are a row
-of the engine's shared region as the ranks left it: the pages of one rank after the other, in each rank the tensors of
-its layers, in each tensor the blocks of the chunk. So the namespace names the model and everything that decides this
-arrangement. An engine that differs in any of it has another namespace and shares nothing. A setting in doubt is
-included.
+A chunk's key names its tokens, everything before them, the adapter, the salt, and the cache group. A chunk's bytes are
+a row of the engine's shared region, as the ranks have written it. A row contains the parts of all ranks, one after the
+other. The part of a rank contains the tensors of its layers, and each tensor contains the blocks of the chunk. So the
+namespace names the model and everything that decides this layout. An engine that differs in any of this has another
+namespace and shares nothing. If it is doubtful whether a setting matters, the setting is included.
 
-The framework tells a tier too little for that: no revision, no quantization, no hash function. The callers of the
-tier's constructor have the rest, and `engine_configs` finds it there. An engine stops at the start if something decides
-its chunks' bytes that neither the key nor the namespace can name.
+The framework passes too little of this to a tier: no revision, no quantization, no hash function. The functions that
+call the tier's constructor have the rest, and `engine_configs` takes it from them. If the bytes of an engine's chunks
+depend on anything that neither the key nor the namespace can name, the engine stops while it starts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 
 def engine_configs() -> tuple[VllmConfig, KVCacheConfig]:
-    """The configuration of the engine that is being built, taken from the stack of the calling thread.
+    """Return the configuration of the engine that is being built, from the stack of the calling thread.
 
-    Raises ValueError if the stack has none: a guess could serve another model's bytes.
+    Raises ValueError if there is none on the stack, because with a wrong guess, the engine could use another model's
+    bytes.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -45,20 +46,20 @@ def engine_configs() -> tuple[VllmConfig, KVCacheConfig]:
             return engine, cache
         frame = frame.f_back  # type: ignore[assignment]
     raise ValueError(
-        "kvstore: KVStoreTier found no engine configuration. It must be built by vLLM's OffloadingConnector "
-        "(spec_name 'TieringOffloadingSpec') and takes the configuration from that constructor's arguments; "
-        f"vLLM {vllm.__version__} may have moved them (tested with 0.32)"
+        "kvstore: KVStoreTier found no engine configuration. Only vLLM's OffloadingConnector (spec_name "
+        "'TieringOffloadingSpec') may make the tier. The tier takes the configuration from the arguments of "
+        f"that connector's constructor. vLLM {vllm.__version__} may have moved these arguments (tested with 0.32)"
     )
 
 
 def check_chunks(engine: VllmConfig, cache: KVCacheConfig, chunk_bytes: int) -> None:
-    """Raise ValueError, saying what to change, for an engine whose chunks cannot be shared."""
+    """Raise ValueError for an engine whose chunks cannot be shared. The message says what to change."""
     check_hash_reproducible(engine)
     check_inputs(engine)
     if engine.lora_config is not None:
         raise ValueError(
-            "kvstore: --enable-lora is set, but vLLM tells a tier only an adapter's name, under which another engine "
-            "may have other weights. Leave --enable-lora out, or use KVStoreConnector, which supports it"
+            "kvstore: --enable-lora is set, but vLLM passes only an adapter's name to a tier, and another engine may "
+            "have other weights under this name. Leave --enable-lora out, or use KVStoreConnector, which supports it"
         )
     for group in cache.kv_cache_groups:
         if any(getattr(spec, "non_causal", False) for spec in iter_layer_specs(group.kv_cache_spec)):
@@ -83,8 +84,12 @@ def chunk_namespace(
     tenant: str,
     weights: str,
 ) -> Namespace:
-    """The namespace of the chunks. chunk_bytes: size of a row of the primary tier. page_bytes: one rank's part of a
-    row. weights: the operator's name for them."""
+    """Return the namespace of the chunks.
+
+    chunk_bytes: the size of a row of the primary tier, in bytes.
+    page_bytes: the size of one rank's part of a row, in bytes.
+    weights: the operator's name for the weights.
+    """
     model = engine.model_config
     parallel = offloading.parallel
     chunk_tokens = offloading.groups[0].tokens_per_block * offloading.cache.blocks_per_chunk
@@ -98,7 +103,7 @@ def chunk_namespace(
         world=1,
         tenant=tenant,
         extra={
-            "engine": f"vllm-{vllm.__version__}",  # the tier's chunks are laid out by vLLM itself, in ways of its own
+            "engine": f"vllm-{vllm.__version__}",  # vLLM itself decides the layout of a tier's chunks
             "weights": weights,
             "config": config_digest(model),
             "loaded": load_identity(engine.load_config),
@@ -119,8 +124,8 @@ def chunk_namespace(
 
 
 def _cache_digest(cache: KVCacheConfig) -> str:
-    """A digest of how layers share a chunk. It leaves out what follows from the size of the engine's cache: the number
-    of blocks, and so the sizes and offsets of its tensors. Of the offsets, only the order counts."""
+    """Return a digest of how layers share a chunk. It does not depend on the size of the engine's cache. So it covers
+    neither the number of blocks nor the sizes and offsets of the tensors, but only the order of the offsets."""
     groups = [(group.layer_names, group.role.value, repr(group.kv_cache_spec)) for group in cache.kv_cache_groups]
     places = sorted({tensor.offset for tensor in cache.kv_cache_tensors})
     tensors = [(tensor.layers, tensor.block_stride, places.index(tensor.offset)) for tensor in cache.kv_cache_tensors]

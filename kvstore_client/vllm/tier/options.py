@@ -1,4 +1,4 @@
-"""The options of one entry of ``secondary_tiers``, beside those that vLLM itself takes (type, module_path, …)."""
+"""The options of one entry of ``secondary_tiers``, except those that vLLM itself reads (type, module_path, …)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kvstore_client.vllm.shared.store_options import StoreOptions
 
 
 class TierOptions(StoreOptions, frozen=True, kw_only=True):
-    """What an operator may set beside `StoreOptions`. Each chunk of vLLM's CPU tier is one block of the store.
+    """The tier's own options, in addition to `StoreOptions`. Each chunk of vLLM's CPU tier is one block of the store.
 
-    waiting_chunks: how many chunks may wait to be sent. Beyond that, the chunks that have waited longest are dropped.
-        0: a quarter of the CPU tier.
-    locality: where the store is, as seen from the engine. vLLM uses it in its filters by request and for backpressure.
+    waiting_chunks: how many chunks may wait to be sent; 0 stands for a quarter of the CPU tier. Beyond that, the chunks
+        that have waited longest are dropped.
+    locality: where the store is, as seen from the engine. vLLM uses it in its filters of requests and for backpressure.
     """
 
     waiting_chunks: int = 0

@@ -6,12 +6,13 @@
                              "endpoint": "tcp://127.0.0.1:7070"}]}}'
 
 vLLM moves chunks of blocks between the GPU and its CPU tier. Every chunk that enters the CPU tier is offered to this
-tier, and chunks that the CPU tier lacks are looked up here. Chunks go between the CPU tier's rows and the socket
-without a copy. The framework pins the rows of a job until this tier reports the job, so a job is reported only when no
-thread can touch its rows any more.
+tier, and chunks that the CPU tier lacks are looked up here. Chunks are sent from and received into the CPU tier's rows
+without a further copy. The framework pins the rows of a job until this tier reports the job. So a job is reported only
+when no thread can touch its rows any more.
 
-All calls come from the scheduler's thread. None blocks, except ``drain_jobs`` and ``shutdown``, where the framework
-wants the tier to wait. Once the engine runs, a failure of the store does not raise: it is a miss or a failed job.
+All calls come from the scheduler's thread. Only ``drain_jobs`` and ``shutdown`` block, because the framework expects
+the tier to wait in these calls. Once the engine runs, a failure of the store raises no error, but counts as a miss or a
+failed job.
 
 Over 400 lines because vLLM wants one class for lookups and transfers.
 """
@@ -47,7 +48,7 @@ from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.jobs import Within
 from kvstore_client.engine.transfer_in import TransferIn
 from kvstore_client.engine.transfer_out import BlockOut, SendOutcome, TransferOut
-from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, PREFIX
+from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, METRIC_PREFIX
 from kvstore_client.vllm.shared.store_options import parse_options
 from kvstore_client.vllm.tier.chunk_keys import ChunkKeys, shared
 from kvstore_client.vllm.tier.chunk_lookups import ChunkLookups
@@ -63,14 +64,14 @@ if TYPE_CHECKING:
 
     from kvstore_client.engine.jobs import Rows
 
-logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only the lines of loggers below its own
 
 T = TypeVar("T")
 
-# The share of the CPU tier that may wait to be sent. Waiting chunks are pinned there, as many again can be on the wire,
-# and the engine needs the rest.
-WAITING_SHARE = 0.25
-# The connector's counters that apply to a tier: those of lookups, transfers and their failures.
+# The share of the CPU tier that may wait to be sent. Waiting chunks are pinned there, and the same number of chunks can
+# be in transfer at the same time. The engine needs the rest.
+TIER_WAITING_SHARE = 0.25
+# The connector's counters that apply to a tier, which are those of lookups, of transfers and of their failures.
 TIER_COUNTERS = frozenset(
     {
         "transfer_in_blocks",
@@ -94,7 +95,7 @@ TIER_COUNTERS = frozenset(
 
 @dataclass
 class StoreJob:
-    """A job of chunks on their way out. It is reported once `TransferOut` has named the outcome of every chunk."""
+    """A job of chunks to send. It is reported once `TransferOut` has reported the outcome of every chunk."""
 
     unnamed: int  # chunks whose outcome is not known yet
     began: float
@@ -104,15 +105,15 @@ class StoreJob:
 
 @dataclass
 class LoadJob:
-    """A job of chunks on their way in. A transfer's thread writes it until it is finished; the scheduler's thread reads
-    it after that."""
+    """A job of chunks to load. A transfer's thread writes this object until the job is finished. After that, the
+    scheduler's thread reads it."""
 
     job_id: JobId
     keys: Sequence[OffloadKey]
     names: Sequence[bytes]
     request_id: str
     began: float
-    loaded: list[int] = field(default_factory=list)  # indices of keys
+    loaded: list[int] = field(default_factory=list)  # indices into `keys`
 
     def arrived(self, first: int, hits: npt.NDArray[np.bool_]) -> bool:
         self.loaded += (np.flatnonzero(hits) + first).tolist()
@@ -120,7 +121,8 @@ class LoadJob:
 
 
 def _never_raises(otherwise: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Return ``otherwise`` when a method raises: a defect of ours is a miss too, and the engine goes on."""
+    """Make a method return ``otherwise`` if it raises an exception. So a defect of the tier is also treated as a miss,
+    and the engine goes on."""
 
     def decorate(method: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(method)
@@ -150,8 +152,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         backpressure_detector: BackpressureDetector | None = None,
         **options: Any,
     ) -> None:
-        """Connects. If the store is out of reach, that is logged, and the store is used as soon as it is up. Raises
-        ValueError for options or an engine that cannot work; the engine then stops with the message."""
+        """Connect. If the store is out of reach, this is logged, and the store is used as soon as it is up. Raises
+        ValueError for invalid options or an unsuitable engine. The engine then stops with the message of the error."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         given = parse_options(TierOptions, options, f"secondary_tiers, {tier_type}")
         self.locality = Locality(given.locality)
@@ -184,16 +186,16 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         )
         self._lookup_guard = lookup_guard
         self._lookups = ChunkLookups(lookup_guard, timeout_s=given.lookup_timeout_s, counters=self._counters)
-        self._most_waiting = given.waiting_chunks or max(1, int(len(self._rows) * WAITING_SHARE))
+        self._most_waiting = given.waiting_chunks or max(1, int(len(self._rows) * TIER_WAITING_SHARE))
         self._out = TransferOut(self._guard, limit=self._most_waiting, counters=self._counters, done=self._sent)
         self._in = TransferIn(self._guard, counters=self._counters)
-        self._stores: dict[JobId, StoreJob] = {}  # only used by the scheduler's thread
-        self._named: deque[Sequence[tuple[Hashable, SendOutcome]]] = deque()  # from the transfer's thread
-        self._loads: deque[LoadJob] = deque()  # finished ones, from the transfer's threads
+        self._stores: dict[JobId, StoreJob] = {}  # only the scheduler's thread uses it
+        self._named: deque[Sequence[tuple[Hashable, SendOutcome]]] = deque()  # filled by the transfer's thread
+        self._loads: deque[LoadJob] = deque()  # finished loads, filled by the transfer's threads
         self._unstarted: list[JobResult] = []
         self._keys = ChunkKeys(engine.model_config, trust_media_ids=given.trust_media_ids)
         self._weights_version = given.weights_version
-        self._generation = lookup_guard.generation  # of the namespace, in which the engine's caches were filled
+        self._generation = lookup_guard.generation  # the namespace's generation in which the caches were filled
         self._told_purged = False
         logger.info("kvstore: chunks are stored at %s as %s", given.endpoint, self.namespace)
 
@@ -217,8 +219,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.end_step()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Each chunk is offered only once, when it enters the CPU tier; from then on every engine can read it from the
-        store."""
+        """Return vLLM's default: each chunk is offered to this tier only once, when it enters the CPU tier. Every
+        engine can then read it from the store."""
         self._note(req_context)
         return RequestOffloadingContext()
 
@@ -230,19 +232,19 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.forget(req_context.req_id)
 
-    # Transfers. The framework itself keeps the engine stepping while jobs are under way, so has_pending_work is the
-    # base's.
+    # Transfers. The framework itself keeps the engine running steps while jobs are in progress, so the base class's
+    # has_pending_work is right.
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         job_id = job_metadata.job_id
         try:
             rows = self._open_rows()
-            # Of a job larger than the queue only the head is queued.
+            # If a job is larger than the queue, only its head is queued.
             keys = self._keys.of(job_metadata.keys, job_metadata.req_context)
             wanted = [(key, int(chunk)) for key, chunk in zip(keys, job_metadata.chunk_ids, strict=True) if key]
             names = [key for key, _ in wanted[: self._most_waiting]]
             blocks = [rows[chunk] for _, chunk in wanted[: self._most_waiting]]
-        except Exception:  # no chunk was handed on, so the rows are free
+        except Exception:  # no chunk was queued, so no thread uses the rows
             self._defect()
             self._unstarted.append(JobResult(job_id=job_id, success=False))
             return
@@ -254,7 +256,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._unstarted.append(JobResult(job_id=job_id, success=True))
             return
         self._stores[job_id] = StoreJob(unnamed=len(names), began=time.monotonic(), lost=surplus)
-        # A job's chunks are of one chain.
+        # All chunks of a job are in one chain.
         parents = [None, *names[:-1]]
         generation = self._generation if self._generation >= 0 else None
         self._out.put(
@@ -268,7 +270,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         try:
             names = self._keys.of(job_metadata.keys, job_metadata.req_context)
             job = LoadJob(job_id, list(job_metadata.keys), shared(names), request_id, now)
-            if len(job.names) < len(names) or self._is_outdated():  # what was found a moment ago; it is computed
+            if len(job.names) < len(names) or self._is_outdated():  # found, but no longer shared: computed instead
                 self._unstarted.append(JobResult(job_id=job_id, success=False))
                 return
             slots = [int(chunk) for chunk in job_metadata.chunk_ids]
@@ -290,12 +292,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return results
 
     def drain_jobs(self) -> None:
-        """Give up the chunks that wait, forget what the store was found to have, and wait for the jobs that are on the
-        wire. Each call of the store has a deadline, so this ends.
+        """Drop the chunks that wait, forget the answers of lookups, and wait for the transfers in progress. Each call
+        to the store has a deadline, so the wait ends.
 
-        The framework is about to empty its caches, as it does when the engine gets new weights, and does not tell a
-        tier why. So from now on no chunk stored before is found, and only this engine finds the chunks it stores,
-        unless the operator has named the weights, and so promised that this engine never gets others.
+        The framework is about to empty its caches. It does so when the engine gets new weights, for example, but does
+        not pass the reason to a tier. So from now on, no chunk that was stored before is found, and only this engine
+        finds the chunks that it stores. This does not apply if the operator has named the weights, and so has promised
+        that they never change in this engine.
         """
         self._generation, self._told_purged = self._lookup_guard.generation, False
         began = time.monotonic()
@@ -317,16 +320,18 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 "name them with the option weights_version"
             )
 
-    # Metrics: those of the connector that apply to a tier. The framework adds its own for every tier.
+    # Metrics: those of the connector that apply to a tier. The framework adds its own metrics for every tier.
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         counters = {
-            PREFIX + metric.name: OffloadingCounterMetadata(metric.meaning, (metric.label,) if metric.label else ())
+            METRIC_PREFIX + metric.name: OffloadingCounterMetadata(
+                metric.meaning, (metric.label,) if metric.label else ()
+            )
             for metric in dict.fromkeys(COUNTERS[name].metric for name in TIER_COUNTERS)
         }
         gauge = GAUGES["waiting_blocks"]
-        return {**counters, PREFIX + gauge.name: OffloadingGaugeMetadata(gauge.meaning)}
+        return {**counters, METRIC_PREFIX + gauge.name: OffloadingGaugeMetadata(gauge.meaning)}
 
     @_never_raises(None)
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -334,15 +339,15 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         for name, amount in self._counters.take().items():
             if name in TIER_COUNTERS:
                 metric, label_value = COUNTERS[name]
-                stats.increase_counter(PREFIX + metric.name, amount, (label_value,) if metric.label else ())
-        stats.set_gauge(PREFIX + GAUGES["waiting_blocks"].name, self._out.waiting)
+                stats.increase_counter(METRIC_PREFIX + metric.name, amount, (label_value,) if metric.label else ())
+        stats.set_gauge(METRIC_PREFIX + GAUGES["waiting_blocks"].name, self._out.waiting)
         return stats
 
     @_never_raises(None)
     def shutdown(self) -> None:
-        """Send the chunks that wait, for at most the time of one call; then end all that could touch the rows."""
+        """Send the waiting chunks for at most ``timeout_s``. Then end every thread that could use the rows."""
         self._out.close(self._timeout_s)
-        self._guard.close()  # loads under way end now
+        self._guard.close()  # ends the loads in progress
         self._in.close()
         self._lookup_guard.close()
         self._lookups.close()
@@ -354,7 +359,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._named.append(named)
 
     def _name(self, job_id: JobId, outcome: SendOutcome) -> list[JobResult]:
-        """Count the outcome of one chunk. -> the job's result if that was its last chunk."""
+        """Count the outcome of one chunk. Return a list with the job's result if it was the job's last chunk, else an
+        empty list."""
         job = self._stores[job_id]
         job.unnamed -= 1
         job.stored += outcome is SendOutcome.STORED
@@ -373,7 +379,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _loaded(self, job: LoadJob) -> JobResult:
         complete = len(job.loaded) == len(job.keys)
-        if not complete:  # else the same request would be promised the missing chunks again and again
+        if not complete:  # otherwise the same request would find the missing chunks again and again
             missing = set(range(len(job.keys))).difference(job.loaded)
             self._lookups.deny([job.names[index] for index in missing], job.request_id)
         return JobResult(
@@ -385,10 +391,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         )
 
     def _is_outdated(self) -> bool:
-        """Whether the engine's caches may have chunks from before a purge: only vLLM can empty those, and says so with
-        `drain_jobs`. Until then nothing is shared."""
+        """Return whether the engine's caches may have chunks from before a purge. Only vLLM can empty these caches, and
+        it then calls `drain_jobs`. Until then, nothing is shared."""
         now = self._lookup_guard.generation
-        if self._generation < 0:  # the store was not reached before
+        if self._generation < 0:  # the store has been out of reach until now
             self._generation = now
         if self._generation == now:
             return False
@@ -411,16 +417,16 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 def _rows_of(view: memoryview) -> Rows:
-    """The CPU tier's chunks as rows (chunks, chunk_bytes), uint8, over the same memory. Raises ValueError for memory of
+    """Return a (chunks, chunk_bytes) array of uint8 over the memory of the CPU tier. Raises ValueError for memory of
     another form.
 
-    The rows use a memoryview of their own: the framework releases the one it passed, which must then have no user.
+    The array uses a memoryview of its own, because nothing may use the framework's view when the framework releases it.
     """
     contiguous = view.ndim == 2 and view.c_contiguous and view.itemsize == 1
     if not contiguous or view.readonly:
         raise ValueError(
             f"kvstore: the CPU tier's memory has shape {view.shape}, strides {view.strides} and items of "
-            f"{view.itemsize} bytes; expected writable rows of bytes, one a chunk, without gaps"
+            f"{view.itemsize} bytes; expected writable memory with one row of bytes for each chunk, without gaps"
         )
     rows: Rows = np.asarray(memoryview(view)).view(np.uint8)
     return rows
