@@ -130,18 +130,20 @@ def ends_in_order(fleet: Fleet, engine: ServedEngine, bytes_per_s: float = FAST)
     """Check that proxies learn of the engine's end while blocks are sent, and that all computed blocks reach the
     store."""
     leaves_first(fleet)
-    sends_all(fleet, engine, bytes_per_s)
+    assert sends_all(fleet, engine, bytes_per_s) > 0
 
 
-def sends_all(fleet: Fleet, engine: ServedEngine, bytes_per_s: float = FAST) -> None:
-    """Check that the engine ends by itself, with all computed blocks in the store."""
+def sends_all(fleet: Fleet, engine: ServedEngine, bytes_per_s: float = FAST) -> int:
+    """Check that the engine ends by itself, with all computed blocks in the store. Returns the number of blocks that
+    it sent when it had finished its requests."""
     fleet.link.bytes_per_s = bytes_per_s
     wait_until(lambda: not engine.running, TIMEOUT_S + 30, "it ends")
     log = engine.log.read_text(errors="replace")
     assert fleet.missing <= 0, log[-4000:]
     assert "force killing" not in log
     [(sent, lost)] = SAID.findall(log)
-    assert int(sent) > 0 and int(lost) == 0
+    assert int(lost) == 0
+    return int(sent)
 
 
 @pytest.mark.timeout(300)

@@ -26,7 +26,7 @@ from kvstore_client._links.link_pool import LinkPool
 from kvstore_client._links.view import View
 from tests.support.cluster import Cluster, nodes_of, owned_by
 from tests.support.faults import Cut, InBackground, Relay, connections_to, impostor, link_to
-from tests.support.harness import MakeNamespace, StartServer, blocks_of, make_keys, stays, wait_until
+from tests.support.harness import MakeNamespace, StartServer, blocks_of, lasts, make_keys, stays, wait_until
 
 BLOCK_BYTES = 4096
 BIG = 1 << 20
@@ -284,8 +284,7 @@ def test_a_read_behind_a_stuck_upload_uses_the_replica(
         with a.stopped():
             uploading = in_background(client.set, more, blocks_of(more, BIG))
             link = client._pool.links[0]
-            wait_until(lambda: link.pending and link.sending.owner is not None)
-            stays(lambda: link.sending.owner is not None, 0.2, "the sockets are full")
+            wait_until(lambda: link.pending and lasts(lambda: link.sending.owner is not None, 0.2), what="it is stuck")
             out = np.empty((8, BIG), dtype=np.uint8)
             with within(1.3):
                 assert client.get_into(keys, out, timeout_s=1.5).all()

@@ -65,13 +65,19 @@ def wait_until(condition: Callable[[], Any], deadline_s: float = ANSWER_S, what:
         time.sleep(0.01)
 
 
-def stays(condition: Callable[[], Any], seconds: float, what: str = "") -> None:
-    """Raise `AssertionError` if `condition()` becomes false within this many seconds."""
+def lasts(condition: Callable[[], Any], seconds: float) -> bool:
+    """Return whether `condition()` is true now and remains true for this many seconds."""
     began = time.monotonic()
     while (passed := time.monotonic() - began) < seconds:
-        assert condition(), f"no longer so after {passed:.2f} s: {what or condition}"
+        if not condition():
+            return False
         time.sleep(min(0.05, seconds - passed))
-    assert condition(), f"no longer so after {seconds:g} s: {what or condition}"
+    return bool(condition())
+
+
+def stays(condition: Callable[[], Any], seconds: float, what: str = "") -> None:
+    """Raise `AssertionError` if `condition()` becomes false within this many seconds."""
+    assert lasts(condition, seconds), f"not so for {seconds:g} s: {what or condition}"
 
 
 # ---- keys and blocks ---------------------------------------------------------------------------------------------
