@@ -16,6 +16,7 @@ from rich.live import Live
 from kvstore.sizes import format_size
 from kvstore_cli.output import CommandFailed
 from kvstore_cli.plain_table import fitting_table
+from kvstore_cli.store_state import reported
 from kvstore_client import KVStoreClient, ShardStatus
 
 _NODE_COLUMNS: Final = ("node", "state", "zone", "up", "clients", "memory", "blocks", "on disk", "hits", "in / out")
@@ -92,7 +93,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 def cluster_status(client: KVStoreClient) -> ClusterStatus:
     """Ask every shard for its state. A shard that does not answer counts as down, even if the client is not
     `fail_open`."""
-    shards = client.shards()
+    shards = reported(client)
     by_node: dict[str, list[ShardStatus]] = {}
     for shard in shards:
         by_node.setdefault(shard.node, []).append(shard)

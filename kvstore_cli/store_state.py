@@ -8,7 +8,7 @@ import msgspec
 
 from kvstore.cluster.placement import Placement
 from kvstore.wire import ShardInfo
-from kvstore_cli.output import CommandFailed
+from kvstore_cli.output import CommandFailed, fail
 from kvstore_client import KVStoreClient, ShardStatus
 from kvstore_client.keys import KeyArray
 
@@ -54,10 +54,20 @@ class StoreState(msgspec.Struct, frozen=True):
         return CommandFailed("unreachable", f"{len(self.silent)} of {total} shards did not answer: {reasons}")
 
 
-def store_state(client: KVStoreClient) -> StoreState:
-    """Ask all shards for their state. `client` should be `fail_open`, because it can then be made while a node is
-    down."""
+def reported(client: KVStoreClient) -> list[ShardStatus]:
+    """Ask all shards for their state. `client` should be `fail_open`, because it can then be made while a node is down.
+    If shards refuse and none reports, this raises `CommandFailed` with their reasons."""
     shards = client.shards()
+    refused = [shard.error for shard in shards if shard.answered and shard.info is None]
+    if refused and all(shard.info is None for shard in shards):
+        reasons = "; ".join(dict.fromkeys(refused))
+        fail("failed", f"{len(refused)} of {len(shards)} shards refused: {reasons}")
+    return shards
+
+
+def store_state(client: KVStoreClient) -> StoreState:
+    """Ask all shards for their state, as `reported` does."""
+    shards = reported(client)
     return StoreState(
         [shard.info for shard in shards if shard.info is not None],
         [

@@ -15,6 +15,7 @@ from kvstore.node.status import model_of, tenant_of, tenant_rows
 from kvstore.wire import NamespaceInfo, ShardInfo
 from kvstore.wire.status import Field, fields_of
 from kvstore_cli.output import CommandFailed
+from kvstore_cli.store_state import reported
 from kvstore_client import KVStoreClient, ShardStatus
 
 
@@ -103,8 +104,8 @@ class Looking:
         self._tables: dict[str, Table] = {}
 
     def look(self) -> Top:
-        """Ask every shard. Blocks for at most the client's timeout."""
-        shards = self._client.shards()
+        """Ask every shard. Blocks for at most the client's timeout. Raises `CommandFailed` if all refuse."""
+        shards = reported(self._client)
         now = time.monotonic()
         seconds, self._at = now - self._at, now
         changes, restarted = self._changes(shards)

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from kvstore_client import _arguments
 from kvstore_client.client import DEFAULT_TIMEOUT_S, ClientKeywords, KVStoreClient
@@ -74,6 +74,16 @@ class AsyncKVStoreClient:
         self._connecting = asyncio.Lock()
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="kvstore-aio")
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._client!r}>" if self._client else f"<{type(self).__name__}>"
+
+    def __reduce__(self) -> NoReturn:
+        """Raise `TypeError`, because connections cannot be pickled or copied."""
+        raise TypeError(
+            f"an {type(self).__name__} cannot be pickled or copied: make one in each process, with the same endpoint "
+            "and namespace (a Namespace can be pickled)"
+        )
+
     async def __aenter__(self) -> AsyncKVStoreClient:
         await self.connect()
         return self
@@ -123,6 +133,11 @@ class AsyncKVStoreClient:
     def reached(self) -> bool:
         """See `KVStoreClient.reached`."""
         return self._client is not None and self._client.reached
+
+    @property
+    def shard_count(self) -> int:
+        """See `KVStoreClient.shard_count`. It is 0 before the client has connected."""
+        return self._client.shard_count if self._client is not None else 0
 
     @property
     def epoch(self) -> int:

@@ -17,7 +17,7 @@ import os
 import weakref
 from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Final, TypedDict
+from typing import Any, Final, NoReturn, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.shards import Shards
 from kvstore_client._calls.writing import Writer
 from kvstore_client._links.block_mac import mac_of
-from kvstore_client._links.buffers import BlockSource, ResultMemory, writable_rows
+from kvstore_client._links.buffers import Blocks, BlockSource, Memory, ResultMemory, writable_rows
 from kvstore_client._links.connector import SharedMemory
 from kvstore_client._links.credentials import Credentials
 from kvstore_client._links.lanes import MAX_LANES
@@ -106,7 +106,7 @@ class KVStoreClient:
     * `timeout_s`: The deadline of every call, in seconds; above 0, at most 600. Each call can set another one.
     * `fail_open`: If True, a block whose shard is out of reach is a miss, and no `ConnectionLost` or `Timeout` is
       raised. A set counts blocks of shards out of reach in `SetResult.error`. Wrong arguments and refusals always raise
-      an error.
+      an error. Making the client takes at most 1.5 s if nodes do not answer.
     * `checksum`: Whether to verify the blocks that are read. A block that does not match its checksum is a miss and is
       deleted. With a block secret, `checksum` must be True.
     * `replicas`: The number of nodes that hold a copy of each block; 1 to 3. If there are fewer nodes, each of them
@@ -213,6 +213,17 @@ class KVStoreClient:
         self._pool.connect(fail_open)
         _clients.add(self)
 
+    def __repr__(self) -> str:
+        shards = ", ".join(map(repr, self._pool.links)) or "no shard known"
+        return f"<{type(self).__name__} of {shards}; model {self.namespace.model!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        """Raise `TypeError`, because connections cannot be pickled or copied."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied: make one in each process, with the same endpoint "
+            "and namespace (a Namespace can be pickled)"
+        )
+
     def __enter__(self) -> KVStoreClient:
         return self
 
@@ -238,6 +249,11 @@ class KVStoreClient:
     def timeout_s(self) -> float:
         """The deadline of calls that do not set their own, in seconds."""
         return self._pool.timeout_s
+
+    @property
+    def shard_count(self) -> int:
+        """The number of shards that this client knows. A node's shards are known when one of them has answered."""
+        return len(self._pool.links)
 
     @property
     def epoch(self) -> int:
@@ -273,7 +289,7 @@ class KVStoreClient:
     def set(
         self,
         keys: Keys,
-        blocks: Any,
+        blocks: Blocks,
         *,
         force: bool = False,
         deferred: bool = True,
@@ -414,7 +430,7 @@ class KVStoreClient:
         first, unique = first_occurrences(packed)
         return Promise(self._promiser, packed, unique, first, ttl_s, self._options(timeout_s))
 
-    def load_prefix(self, keys: Keys, out: Any, *, timeout_s: float | None = None) -> int:
+    def load_prefix(self, keys: Keys, out: Memory, *, timeout_s: float | None = None) -> int:
         """Receive the leading blocks of a chain straight into `out[0]`, `out[1]` …, up to the first missing block.
 
         It takes one round trip, while `match_prefix` followed by `get_into` takes two, between which blocks could be
@@ -463,7 +479,7 @@ class KVStoreClient:
     def get_into(
         self,
         keys: Keys,
-        out: Any,
+        out: Memory,
         slots: Iterable[int] | None = None,
         *,
         wait_s: float = 0.0,
@@ -487,7 +503,7 @@ class KVStoreClient:
     def _get_into_steps(
         self,
         keys: Keys,
-        out: Any,
+        out: Memory,
         slots: Iterable[int] | None = None,
         *,
         wait_s: float = 0.0,

@@ -110,8 +110,9 @@ class ShardStatus:
     * `endpoint`: The shard's address.
     * `weight`: The size of the shard's block memory in bytes. The shard owns keys in proportion to it.
     * `takes_sets`: Whether blocks are set on the shard; False while its node drains.
-    * `info`: The shard's report; None if it does not answer.
-    * `error`: Why the shard does not answer; empty if it does.
+    * `info`: The shard's report; None if it does not answer, or refuses.
+    * `error`: Why there is no report; empty if there is one.
+    * `answered`: Whether the shard answered, be it with a refusal.
     * `path`: How blocks are received from the shard: "shared memory", a transport's name, "tls" or "tcp".
     """
 
@@ -124,6 +125,7 @@ class ShardStatus:
     takes_sets: bool
     info: ShardInfo | None
     error: str
+    answered: bool
     path: str = "tcp"
 
 

@@ -35,7 +35,9 @@ log = logging.getLogger("kvstore.tls")
 TLS_POLL_S: Final = 1.0  # how often the processes are checked
 SILENT_S: Final = 3.0  # a process that is silent for longer counts as down
 HANG_S: Final = 15.0  # a process that is silent for longer is killed
-PLAIN_REFUSAL = b"this port speaks TLS 1.3 only: connect with tls://HOST:PORT and the CA of its certificate (tls_ca)"
+PLAIN_REFUSAL = (
+    b"this port speaks TLS 1.3 only: connect with tls://HOST:PORT and the CA of its certificate (tls_ca, --tls-ca)"
+)
 
 
 class TLSUse(NamedTuple):

@@ -111,7 +111,10 @@ def explain(error: OSError, host: str, ca: str) -> str:
             return "the server's certificate is not valid yet: compare the clocks of both hosts"
         if error.verify_code in _UNKNOWN_CA:
             known = f"the CA in {ca}" if ca not in ("", SYSTEM) else "a CA that this system trusts"
-            return f"the server's certificate is not signed by {known} ({said}): give the CA that signed it (tls_ca)"
+            return (
+                f"the server's certificate is not signed by {known} ({said}): give the CA that signed it (tls_ca, "
+                "--tls-ca)"
+            )
         if error.verify_code in _OTHER_HOST:
             return (
                 f"the server's certificate is not for {host}: connect to a name that is in it, or make one whose "
@@ -124,11 +127,17 @@ def explain(error: OSError, host: str, ca: str) -> str:
     if reason in ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL"):
         return "it does not speak TLS 1.3, the only version that is used"
     if reason == "TLSV13_ALERT_CERTIFICATE_REQUIRED":
-        return "the server asks for a certificate: give one that its --tls-client-ca signed (tls_cert, tls_key)"
+        return (
+            "the server asks for a certificate: give one that its --tls-client-ca signed (tls_cert and tls_key; "
+            "--tls-cert and --tls-key)"
+        )
     if reason in ("TLSV1_ALERT_UNKNOWN_CA", "TLSV1_ALERT_DECRYPT_ERROR"):
-        return "the server refuses this client's certificate: expected one that its --tls-client-ca signed (tls_cert)"
+        return (
+            "the server refuses this client's certificate: expected one that its --tls-client-ca signed (tls_cert, "
+            "--tls-cert)"
+        )
     if reason == "SSLV3_ALERT_CERTIFICATE_EXPIRED":
-        return "this client's certificate has expired: renew it (tls_cert)"
+        return "this client's certificate has expired: renew it (tls_cert, --tls-cert)"
     if isinstance(error, ssl.SSLEOFError | ConnectionResetError):
         return "it closed the connection during the TLS handshake"
     return reason or error.strerror or str(error)

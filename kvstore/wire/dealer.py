@@ -416,7 +416,7 @@ class Dealer:
         elif name == b"PING":
             self.pong = zmtp.command(b"PONG", body[2:18])
         elif name == b"ERROR":
-            raise zmtp.ZMTPError(f"it reports {body[1:]!r}")
+            raise zmtp.ZMTPError(f"it reports: {body[1:].decode(errors='replace')}")
 
 
 class FrameBuffers:

@@ -65,6 +65,7 @@ class ShardQueries:
     `namespace`: the namespace as canonical JSON. Requests for blocks need it.
     `replicas`: the number of copies that are kept of each block of the namespace.
     `cookie`: the node's cookie. With it, this connection gets a place even when clients have taken all of theirs.
+    `token`: a client's token, for a shard that requires one.
     `dial`: the function that connects. It raises `OSError`, or `ValueError` for an invalid host.
     """
 
@@ -76,10 +77,12 @@ class ShardQueries:
         replicas: int = 1,
         *,
         cookie: str = "",
+        token: bytes = b"",
         dial: Dial = dial_tcp,
     ) -> None:
         self.timeout_s = timeout_s
         self._cookie = cookie
+        self._token = token
         self._where = f"{address[0]}:{address[1]}"
         self._block_bytes = 0
         self._buffers = FrameBuffers(1, 0)
@@ -136,6 +139,7 @@ class ShardQueries:
                     wire.OLDEST_PROTOCOL,
                     namespace,
                     _NAME_IN_LOGS,
+                    self._token,
                     replicas=replicas,
                     cookie=self._cookie,
                     newest=wire.PROTOCOL_VERSION,

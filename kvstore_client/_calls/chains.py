@@ -45,6 +45,8 @@ def chains_of(packed: KeyArray, parent: Parent, position: int) -> Sequence[Chain
         return ()
     if isinstance(parent, np.ndarray):  # a row of packed keys, or several
         parent = parent.tobytes() if parent.ndim == 1 else [row.tobytes() for row in parent]
+    if isinstance(parent, str):
+        raise TypeError(f"parent={parent!r} is of type str: expected a key, which is bytes")
     if parent is None or isinstance(parent, bytes):
         return (Chain(0, _checked(parent, packed), position, _new_call()),)
     if len(parent) != len(packed):

@@ -111,7 +111,7 @@ class Shards:
             info = None
             if call.error is None and isinstance(reply, wire.InfoReply):
                 info = wire.decode_shard_info(reply.info)
-            error = call.link.broken or call.error or f"{call.link}: unexpected reply to INFO"
+            error = call.link.broken or call.error or ProtocolError(f"{call.link}: unexpected reply to INFO")
             statuses.append(
                 ShardStatus(
                     name=call.link.name,
@@ -123,6 +123,7 @@ class Shards:
                     takes_sets=place.new,
                     info=info,
                     error="" if info is not None else str(error),
+                    answered=info is not None or not isinstance(error, TRANSPORT_ERRORS),
                     path=call.link.path,
                 )
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,25 @@ import numpy.typing as npt
 from kvstore._cext import BlockFrames, ReusableMemory
 from kvstore_client.errors import BlockSizeMismatch
 from kvstore_client.memory import SharedRegion, any_regions, region_of
+
+if TYPE_CHECKING:
+
+    class Buffer(Protocol):
+        """As `collections.abc.Buffer`, which exists since Python 3.12."""
+
+        def __buffer__(self, flags: int, /) -> memoryview: ...
+
+    class Tensor(Protocol):
+        """What type checkers take for a torch tensor, because torch may not be installed."""
+
+        def data_ptr(self) -> int: ...
+
+        def numpy(self) -> Any: ...
+
+    Memory: TypeAlias = Buffer | npt.NDArray[Any] | Tensor  # in CPU memory
+    Blocks: TypeAlias = npt.NDArray[Any] | Tensor | Iterable[Memory]
+else:
+    Memory = Blocks = Any  # a program that asks for type hints needs no more packages
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 KEPT_BUFFERS: Final = 64 << 20
@@ -80,7 +99,13 @@ def _flat_bytes(array: npt.NDArray[Any], what: str) -> npt.NDArray[np.uint8]:
 
 
 def writable_rows(value: Any, block_bytes: int) -> Rows:
-    """Like `as_rows`, for memory that receives blocks. Also raises `ValueError` for read-only memory."""
+    """Like `as_rows`, for memory that receives blocks. Also raises `TypeError` for a list of blocks, and `ValueError`
+    for read-only memory."""
+    if isinstance(value, list | tuple):
+        raise TypeError(
+            f"out is of type {type(value).__name__}: expected one array, CPU tensor or buffer of (n, {block_bytes}) "
+            "bytes, which receives all blocks"
+        )
     rows = as_rows(value, block_bytes, "out")
     if not rows.flags.writeable:
         raise ValueError("out is read-only: expected writable memory for the blocks")

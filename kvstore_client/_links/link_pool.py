@@ -6,6 +6,8 @@ is silent for too long, its link becomes broken.
 
 The nodes are either a fixed list, whose WELCOMEs name the shards, or members of a cluster, which a `Watch` reports. A
 view is replaced as a whole. A link that left the view is closed when no call needs it. Thread-safe, also after a fork.
+
+Over 400 lines because the view, its links and their connections change together.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import random
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from kvstore import __version__, wire
@@ -26,7 +29,8 @@ from kvstore.wire.dealer import ReplyCollector
 from kvstore.wire.remote_memory import Transport
 from kvstore_client._links.connector import SharedMemory
 from kvstore_client._links.credentials import Credentials
-from kvstore_client._links.dialing import Dialer
+from kvstore_client._links.dialing import MOST_CONNECTING, Dialer
+from kvstore_client._links.first_contact import welcome_of_next
 from kvstore_client._links.generations import KnownGenerations, Listener
 from kvstore_client._links.lanes import LaneReaders
 from kvstore_client._links.leading import Leading
@@ -42,7 +46,7 @@ from kvstore_client.results import ClientStats
 log = logging.getLogger("kvstore_client")
 
 PREFERRED_S: Final = 1.0  # how long the same replica stays the preferred one
-FAIL_OPEN_WAIT_S: Final = 1.0  # how long a client with `fail_open` first waits for the directory
+FAIL_OPEN_WAIT_S: Final = 1.0  # how long a client with `fail_open` first waits for a node or the directory
 FIRST_NODES: Final = 3  # how many of a cluster's nodes are tried at the start, until one is connected
 
 
@@ -199,7 +203,7 @@ class LinkPool:
 
     def connect(self, fail_open: bool) -> None:
         """Connect to every node of a list, or to one node of a cluster. Raises if this fails, unless `fail_open` is
-        set. A refusal is raised in any case."""
+        set. A refusal is raised in any case. With `fail_open`, nodes that do not answer cost 1.5 s at most."""
         try:
             if self._cluster:
                 self._connect_cluster(fail_open)
@@ -215,18 +219,38 @@ class LinkPool:
             raise
 
     def _connect_nodes(self, fail_open: bool) -> None:
-        for node in self._nodes:
-            link = self._new_link(f"{node.host}:{node.port}", node.host, node.port)
-            try:
-                self._adopt(node, link, link.connect(self.timeout_s))
-                self._watch(link)
-                self.dialer.open_lanes(link)
-            except TRANSPORT_ERRORS as error:
-                if not fail_open:
-                    raise
+        if not fail_open or len(self._nodes) == 1:
+            for node in self._nodes:
+                self._connect_node(node, fail_open)
+            return
+        with ThreadPoolExecutor(min(len(self._nodes), MOST_CONNECTING), "kvstore-connect") as threads:
+            connecting = [threads.submit(self._connect_node, node, True) for node in self._nodes]
+        for each in connecting:
+            each.result()
+
+    def _connect_node(self, node: Node, fail_open: bool) -> None:
+        link = self._new_link(f"{node.host}:{node.port}", node.host, node.port)
+        try:
+            welcome = link.connect(min(self.timeout_s, FAIL_OPEN_WAIT_S) if fail_open else self.timeout_s)
+        except TRANSPORT_ERRORS as failure:
+            token = self._credentials.token if self._credentials is not None else b""
+            found = welcome_of_next(node.host, node.port, self.tls, token, self.timeout_s)
+            error: KVStoreError = failure
+            if found is not None:
+                shard = f"shard {found.shard} of {len(found.shards)}"
+                error = type(failure)(f"{failure}; it is {shard}, and another shard of the node answers")
+            if not fail_open:
+                raise error from None
+            if found is not None:
+                self._adopt(node, link, found)
+            else:
                 node.links = [link]
                 self._remap()
-                self.dialer.break_link(link, error)
+            self.dialer.break_link(link, error)
+        else:
+            self._adopt(node, link, welcome)
+            self._watch(link)
+            self.dialer.open_lanes(link)
 
     def _connect_cluster(self, fail_open: bool) -> None:
         deadline = time.monotonic() + self.timeout_s
@@ -270,13 +294,14 @@ class LinkPool:
         self._remap()
 
     def _remap(self) -> None:
-        self.view = View(
-            [
-                ShardEntry(link, f"{node.host}:{node.port}", node.zone or f"{node.host}:{node.port}")
-                for node in self._nodes
-                for link in node.links
-            ]
-        )
+        with self._map_lock:  # a view that was made earlier must not replace this one
+            self.view = View(
+                [
+                    ShardEntry(link, f"{node.host}:{node.port}", node.zone or f"{node.host}:{node.port}")
+                    for node in self._nodes
+                    for link in node.links
+                ]
+            )
 
     def _follow(self, membership: Membership) -> None:
         """Replace the view, because the cluster has changed. The follower's thread calls this."""

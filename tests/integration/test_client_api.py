@@ -4,6 +4,8 @@ shards."""
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -354,6 +356,14 @@ def test_an_unreachable_directory_costs_a_fail_open_client_one_second(namespace:
             "2 keys and 1 blocks: expected as many blocks as keys",
         ),
         (lambda c: c.get_into(KEYS[:1], room(2), [1.5]), TypeError, "slots: 'float'"),
+        (
+            lambda c: c.get_into(KEYS[:2], list(room(2))),
+            TypeError,
+            f"expected one array, CPU tensor or buffer of (n, {BLOCK_BYTES})",
+        ),
+        (lambda c: c.set(KEYS[:1], room(1), parent="x"), TypeError, "parent='x' is of type str: expected a key"),
+        (pickle.dumps, TypeError, "a KVStoreClient cannot be pickled or copied: make one in each process"),
+        (copy.deepcopy, TypeError, "a KVStoreClient cannot be pickled or copied: make one in each process"),
         (lambda c: c.set(KEYS, blocks_of(KEYS, BLOCK_BYTES), True), TypeError, "positional"),
         (lambda c: c.contains(KEYS, True), TypeError, "positional"),
     ],

@@ -244,7 +244,7 @@ def test_http_speaks_tls_too(server: Server, authority: Authority) -> None:
 
 
 def test_a_client_without_tls_gets_an_error_that_recommends_it(server: Server, namespace: Namespace) -> None:
-    with pytest.raises(ProtocolError, match=r"this port speaks TLS 1\.3 only"):
+    with pytest.raises(ProtocolError, match=r"it reports: this port speaks TLS 1\.3 only.*--tls-ca"):
         KVStoreClient(f"tcp://{server.host}:{server.port}", namespace, timeout_s=5)
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import pickle
+import subprocess
+import sys
+import textwrap
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +19,7 @@ from kvstore_client import AsyncKVStoreClient, KVStoreClient
 from kvstore_client.client import ClientKeywords
 from kvstore_client.engine.client_store import ClientOptions
 
+ROOT = Path(__file__).parents[2]
 OWN = {"connect"}  # only for the asynchronous client, which cannot connect when it is made
 PUBLIC = sorted(name for name in vars(KVStoreClient) if not name.startswith("_"))
 
@@ -78,3 +85,48 @@ def test_calls_are_awaited_and_streams_iterated() -> None:
         if inspect.isfunction(call) and not name.startswith("_") and name != "why_unanswered":
             assert inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call), name
     assert AsyncGenerator.__name__ in str(inspect.signature(AsyncKVStoreClient.stream_get).return_annotation)
+
+
+def test_a_client_that_cannot_be_pickled_says_so_and_shows_where_it_connects() -> None:
+    client = AsyncKVStoreClient("a:1")
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(
+            TypeError, match="an AsyncKVStoreClient cannot be pickled or copied: make one in each process"
+        ):
+            copied(client)
+    assert repr(client) == "<AsyncKVStoreClient>"
+
+
+def test_a_type_checker_finds_blocks_that_are_no_buffers(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+        import array
+
+        import numpy as np
+        import torch
+        from kvstore_client import KVStoreClient
+
+        def use(client: KVStoreClient, keys: list[bytes]) -> None:
+            for out in (np.zeros((2, 8)), torch.zeros(2, 8), bytearray(16), memoryview(b"")):
+                client.get_into(keys, out)
+            client.set(keys, np.zeros((2, 8)))
+            client.set(keys, torch.zeros(2, 8))
+            client.set(keys, [b"", bytearray(), memoryview(b""), array.array("b"), np.zeros(8), torch.zeros(8)])
+            client.set(keys, (bytes(8) for key in keys))
+            client.set(keys, "abc")
+            client.set(keys, b"abc")
+            client.set(keys, ["abc"])
+            client.set(keys, [1, 2])
+            client.get_into(keys, "abc")
+            client.get_into(keys, [bytearray(8)])
+        """)
+    )
+    settings = tmp_path / "mypy.ini"
+    settings.write_text("[mypy]\nstrict = true\n[mypy-torch.*]\nfollow_imports = skip\n")
+    arguments = ["--config-file", str(settings), "--cache-dir", str(Path(sys.prefix, "mypy-cache")), str(program)]
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", *arguments], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    lines = sorted({int(line.split(":")[1]) for line in checked.stdout.splitlines() if ": error:" in line})
+    assert lines == [15, 16, 17, 18, 19, 20], checked.stdout + checked.stderr
