@@ -26,7 +26,7 @@ from kvstore.cluster.following import SPREAD_S
 from kvstore.cluster.members import Member, Membership
 from kvstore.moving.mover import Mover
 from kvstore.moving.planning import plan_joining
-from kvstore.moving.progress import MoveReport
+from kvstore.moving.progress import FillProgress, MoveReport
 from kvstore.moving.settled import Settled
 from kvstore.wire import ShardAddress
 from kvstore.wire.queries import Dial, dial_tcp
@@ -65,6 +65,7 @@ class Filling(threading.Thread):
     def __init__(self, member: Member, shards: Sequence[ShardAddress], grace_s: float, dial: Dial = dial_tcp) -> None:
         super().__init__(name="kvstore-filling", daemon=True)
         self.progress: MoveReport | None = None  # the report of the current or the last fill; replaced as a whole
+        self._began = 0.0  # when the current fill began
         self._node = member.node
         self._mine = {_who(member)}  # the names under which this node is or was a member
         self._shards = shards
@@ -97,6 +98,15 @@ class Filling(threading.Thread):
         """Record that this node joins again as another instance. Call this before the new record is written, so that
         this node knows the instance before any view contains the record."""
         self._mine = self._mine | {_who(member)}
+
+    @property
+    def current(self) -> FillProgress | None:
+        """The progress of the current fill; None if there is none."""
+        with self._changed:
+            task, report = self._task, self.progress
+            if self._mover is None or task is None or report is None:
+                return None
+            return FillProgress(_names(task), self._began, task.deadline, report)
 
     def stop(self) -> None:
         """End the current fill soon, and start no other."""
@@ -142,8 +152,8 @@ class Filling(threading.Thread):
             settle_s = min(FILL_SETTLE_S, task.deadline - time.monotonic())
             if self._changed.wait_for(lambda: self._task is not task, settle_s):
                 return
-        began = time.monotonic()
-        log.info("node %s: filling %s for at most %.0f s", node, names, task.deadline - began)
+        self.progress, self._began = MoveReport(0, 0, 0, 0), time.monotonic()
+        log.info("node %s: filling %s for at most %.0f s", node, names, task.deadline - self._began)
         report = self._copy(task)
         log.info(
             "node %s: filling %s is over: to_copy=%d copied=%d present=%d failed=%d seconds=%.1f",
@@ -153,7 +163,7 @@ class Filling(threading.Thread):
             report.moved,
             report.present,
             report.failed,
-            time.monotonic() - began,
+            time.monotonic() - self._began,
         )
 
     def _copy(self, task: _Task) -> MoveReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -33,6 +33,22 @@ class MoveReport(msgspec.Struct, frozen=True):
         passes are counted again in this one."""
         moved, present = earlier.moved + self.moved, earlier.present + self.present
         return MoveReport(earlier.moved + earlier.present + self.total, moved, present, self.failed)
+
+
+class FillProgress(NamedTuple):
+    """A fill that is in progress."""
+
+    nodes: str  # the nodes that are filled
+    since: float  # when it began, by the monotonic clock, like the next field
+    deadline: float  # when it ends, even if blocks are left
+    report: MoveReport
+
+    def left_s(self, now: float) -> float | None:
+        """Return an estimate of the seconds that are left; None before the first copy."""
+        if not self.report.done:
+            return None
+        per_copy_s = (now - self.since) / self.report.done
+        return max(0.0, min(per_copy_s * (self.report.total - self.report.done), self.deadline - now))
 
 
 class MoveProgress:

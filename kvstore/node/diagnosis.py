@@ -6,6 +6,7 @@ top` show them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
@@ -69,14 +70,16 @@ def of_cluster(status: RegistrationStatus, reason: str) -> Iterator[Finding]:
             "warning",
             "etcd does not answer this node. The last list of members stays in use; no node can join or leave.",
         )
-    if status.state in ("joining", "draining"):
-        drain, fill = status.drain, status.fill
-        text = f"This node is {status.state}."
-        if status.state == "draining" and drain is not None:
-            text += f" {drain.done} of {drain.total} blocks are on other nodes."
-        elif fill is not None:
-            text += f" {fill.done} of {fill.total} blocks have been copied."
-        yield Finding("note", text)
+    drain, filling = status.drain, status.filling
+    if status.state == "joining":
+        yield Finding("note", "This node is joining: the other nodes copy its blocks to it.")
+    elif status.state == "draining":
+        moved = f" {drain.done:,} of {drain.total:,} blocks are on other nodes." if drain is not None else ""
+        yield Finding("note", f"This node is draining.{moved}")
+    if filling is not None:
+        done, left_s = filling.report, filling.left_s(time.monotonic())
+        left = "" if left_s is None else f", which takes about {left_s:.0f} s more"
+        yield Finding("note", f"{done.done:,} of {done.total:,} blocks are copied to {filling.nodes}{left}.")
 
 
 def _of_all(shards: Sequence[Seen], when: str) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from kvstore.wire.queries import Dial, ShardQueries, ShardQueryError, dial_tcp
 if TYPE_CHECKING:
     from kvstore.cluster.etcd import Drain
     from kvstore.cluster.members import Member
-    from kvstore.moving.progress import MoveReport
+    from kvstore.moving.progress import FillProgress, MoveReport
     from kvstore.node.tls import TLSUse
 
 log = logging.getLogger("kvstore.server")
@@ -46,6 +46,7 @@ class RegistrationStatus:
     changes: int  # of the view
     drain: Drain | None = None
     fill: MoveReport | None = None  # the current or the last fill of nodes that joined
+    filling: FillProgress | None = None  # the current one
 
 
 @dataclass(frozen=True)

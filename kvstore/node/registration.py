@@ -207,6 +207,7 @@ class Registration:
             changes=self._follower.changes,
             drain=draining.progress if draining else None,
             fill=self._filling.progress,
+            filling=self._filling.current,
         )
 
     # ---- the threads -----------------------------------------------------------------------------------------------

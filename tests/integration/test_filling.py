@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import threading
@@ -285,6 +286,26 @@ def test_sigterm_ends_a_fill_at_once(cluster: Cluster, new_namespace: MakeNamesp
     (fill,) = (fill for fill in fills(old) if fill[1])
     assert fill[1] > fill[2] + fill[3] > 0
     assert "Traceback" not in old.log_text() and "nothing more is sent to shard" not in old.log_text()
+
+
+def notes(server: Server) -> str:
+    with urllib.request.urlopen(f"{server.http_url}/status.json", timeout=10) as answer:
+        return "\n".join(each["text"] for each in json.load(answer)["messages"])
+
+
+def test_the_page_shows_how_far_a_fill_is_and_how_long_it_takes(cluster: Cluster, new_namespace: MakeNamespace) -> None:
+    (old,) = start_serving(cluster, "a")
+    put(cluster, new_namespace(BLOCK_BYTES), MANY)
+    with slow_joiner(cluster, "b") as (joining, link):
+        wait_until_filling(old)
+        shown = r"([\d,]+) of ([\d,]+) blocks are copied to b, which takes about (\d+) s more\."
+        found = wait_until(lambda: re.search(shown, notes(old)), what="the page shows the fill")
+        done, total, left_s = (int(each) for each in found.groups())
+        assert 0 < done < total <= MANY and left_s > 0
+        wait_until(lambda: int(re.search(shown, notes(old))[1]) > done, what="it goes on")  # type: ignore[index]
+        assert "This node is joining: the other nodes copy its blocks to it." in notes(joining)
+        link.bytes_per_s = None
+        wait_until(lambda: "are copied to b" not in notes(old), what="the note goes when the fill is over")
 
 
 def test_a_drain_ends_a_fill_and_moves_the_remaining_blocks(cluster: Cluster, new_namespace: MakeNamespace) -> None:
