@@ -335,7 +335,7 @@ def answer_of(output: Any, seconds: float) -> Answer:
     return Answer(
         list(output.outputs[0].token_ids),
         output.num_cached_tokens,
-        output.metrics.num_preemptions,
+        getattr(output.metrics, "num_preemptions", 0),  # since vLLM 0.31
         seconds,
         params=output.kv_transfer_params,
     )

@@ -54,10 +54,11 @@ from vllm.platforms import current_platform  # noqa: E402
 shm_broadcast.sched_yield = pause
 torch._dynamo.config.disable = True  # otherwise each rank of each engine would compile its lookup of tokens for seconds
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # the search through all modules also reads deprecated attributes
-    current_platform.register_triton_kernel_overrides()
-current_platform.register_triton_kernel_overrides = nothing
+if hasattr(type(current_platform), "register_triton_kernel_overrides"):  # since vLLM 0.31
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the search through all modules also reads deprecated attributes
+        current_platform.register_triton_kernel_overrides()
+    current_platform.register_triton_kernel_overrides = nothing
 gc.collect()
 gc.freeze()
 gc.enable()

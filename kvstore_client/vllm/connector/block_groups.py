@@ -26,9 +26,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from kvstore_client.engine.slices import GroupSlices, slice_keys
+from kvstore_client.vllm.shared.releases import layer_specs
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -89,7 +90,7 @@ class BlockGroups:
         """Return the groups of an engine, which `check_engine` must have accepted."""
         windows, states, ahead = [], [], 0
         for number, group in enumerate(kv_cache_config.kv_cache_groups):
-            specs = iter_layer_specs(group.kv_cache_spec)
+            specs = layer_specs(group.kv_cache_spec)
             kept = [_kept(spec) for spec in specs if isinstance(spec, SlidingWindowSpec)]
             windows.append(max(kept) if len(kept) == len(specs) else 0)
             for spec in specs:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from kvstore_client.vllm.shared.releases import BlockTables, block_tables
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class EngineCache:
@@ -20,6 +23,10 @@ class EngineCache:
 
     def __init__(self, manager: KVCacheManager | None = None) -> None:
         self._manager = manager
+
+    def tables(self, output: SchedulerOutput) -> BlockTables | None:
+        """Return the block tables of the step that was just scheduled."""
+        return block_tables(output, self._manager)
 
     @property
     def is_empty(self) -> bool:

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    to_event_extra_keys,
-)
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from kvstore_client.vllm.shared.releases import event_extra_keys, made
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -101,10 +99,10 @@ class KVEvents:
                 continue
             if medium == MEDIUM_CPU:
                 self._in_tier[key] = block.block_hash, block.group
-            extra = to_event_extra_keys([block.extra_keys])
             kind, window = self._groups[block.group]
             self._events.append(
-                BlockStored(
+                made(
+                    BlockStored,
                     block_hashes=[block.block_hash],
                     parent_block_hash=block.parent,
                     token_ids=block.token_ids,
@@ -112,7 +110,7 @@ class KVEvents:
                     lora_id=block.lora_id,
                     medium=medium,
                     lora_name=block.lora_name,
-                    extra_keys=extra,
+                    extra_keys=event_extra_keys(block.extra_keys),
                     group_idx=block.group,
                     kv_cache_spec_kind=kind,
                     kv_cache_spec_sliding_window=window,
@@ -129,7 +127,8 @@ class KVEvents:
                 block_hash, group = self._in_tier.pop(key)
                 removed.setdefault(group, []).append(block_hash)
         self._events += [
-            BlockRemoved(
+            made(
+                BlockRemoved,
                 block_hashes=hashes,
                 medium=MEDIUM_CPU,
                 group_idx=group,

@@ -30,11 +30,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore_client import Namespace
 from kvstore_client.engine.admission import Admission
@@ -79,6 +77,7 @@ from kvstore_client.vllm.shared.engine_checks import (
     recompute_failed_loads,
 )
 from kvstore_client.vllm.shared.model_identity import adapter_settings
+from kvstore_client.vllm.shared.releases import BINDS_MANAGER, CacheHitSource, KVConnectorTransferResults, manager_of
 from kvstore_client.vllm.shared.store_options import parse_options
 
 if TYPE_CHECKING:
@@ -88,6 +87,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -182,6 +182,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._cache = EngineCache(kv_cache_manager)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        if not BINDS_MANAGER:
+            self._cache = EngineCache(manager_of(gpu_block_pool))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Do nothing, because this connector does not use vLLM's handshake (see ``starting``). Another connector that
@@ -329,7 +334,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if half := self._scheduler:  # may raise; if the error were caught, the request would wait for its load forever
             half.allocated(request, blocks, num_external_tokens)
 
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         host, store = self._scheduler.loads.hit_sources(request) if self._scheduler else (0, 0)
         sources = {CacheHitSource.HOST: host, CacheHitSource.EXTERNAL_UNSPECIFIED: store}
         return {source: tokens for source, tokens in sources.items() if tokens}
@@ -341,7 +346,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return StepPlan(idle=not scheduler_output.total_num_scheduled_tokens)
         self._never_raise(half.notice_purge, False)
         plan = half.plan(scheduler_output)
-        plan.saves = self._never_raise(lambda: half.saves.plan(scheduler_output), None)
+        tables = self._cache.tables(scheduler_output)
+        plan.saves = self._never_raise(lambda: half.saves.plan(scheduler_output, tables), None)
         self._never_raise(lambda: half.complete(plan), None)
         plan.ending = self._ending.begun and plan.idle
         self._never_raise(lambda: self._traffic.tick(time.monotonic()), None)
@@ -525,7 +531,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         loaded = self._worker.loads.take_loaded()
         return self._worker.saves.take_saved(), loaded
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         saved, loaded = self.get_finished(finished_req_ids)
         failed = self._worker.loads.take_failed_requests() if self._worker else set()
         return KVConnectorTransferResults(saved or set(), loaded or set(), failed)

@@ -34,6 +34,7 @@ from kvstore_client.vllm.connector.pending import (
     WaitingRequest,
 )
 from kvstore_client.vllm.connector.planner_state import PlannerState
+from kvstore_client.vllm.shared.releases import BlockTables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -183,10 +184,10 @@ class SavePlanner:
 
     # The saves of a step.
 
-    def plan(self, output: SchedulerOutput) -> Saves | None:
+    def plan(self, output: SchedulerOutput, tables: BlockTables | None) -> Saves | None:
         """Return the saves of the step that the engine just scheduled. These are the blocks that the step completes,
-        and unsaved blocks of finished requests."""
-        if self._may_save and output.kv_connector_block_state is not None:
+        and unsaved blocks of finished requests. `tables`: the block tables of the step; None if it has none."""
+        if self._may_save and tables is not None:
             gathering = time.monotonic() - self._saved_at < self._gather_s
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 tracked = self.tracked.get(request_id)
@@ -195,10 +196,10 @@ class SavePlanner:
                 computed = tracked.request.num_computed_tokens + scheduled_tokens
                 if gathering and computed < tracked.request.num_tokens and not self._is_handed_over(tracked):
                     continue
-                block_ids = output.kv_connector_block_state.get_block_ids(request_id)
+                block_ids = tables.block_ids(request_id)
                 if block_ids is not None:
                     self._save(tracked, computed, block_ids)
-            for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
+            for request_id, offers in tables.boundary_states.items():
                 if (tracked := self.tracked.get(request_id)) is not None:
                     self._save_states(tracked, offers)
         self._place_the_rest()

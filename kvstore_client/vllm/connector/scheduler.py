@@ -26,6 +26,7 @@ from kvstore_client.vllm.connector.held_back import HeldBackTimes
 from kvstore_client.vllm.connector.load_planner import LoadPlanner
 from kvstore_client.vllm.connector.planner_state import PlannerState
 from kvstore_client.vllm.connector.save_planner import SavePlanner
+from kvstore_client.vllm.shared.releases import failed_requests
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -151,7 +152,7 @@ class SchedulerHalf:
 
     def update(self, output: KVConnectorOutput) -> None:
         """Process the workers' report of a step."""
-        self.loads.lost(output.invalid_block_ids or set(), output.failed_recving or ())
+        self.loads.lost(output.invalid_block_ids or set(), failed_requests(output))
         for request_id in output.finished_recving or ():
             if (load := self.loads.end(request_id)) is not None:
                 self._hold_no_longer(request_id)

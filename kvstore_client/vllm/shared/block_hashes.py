@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, resolve_none_hash_seed
+from vllm.v1.core.kv_cache_utils import hash_block_tokens
 
 from kvstore_client import Namespace
+from kvstore_client.vllm.shared.releases import HASHES_REPRODUCIBLY, first_parent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,13 +27,18 @@ def check_hash_reproducible(vllm_config: VllmConfig) -> None:
     """Raise ValueError if this process hashes with a random seed, because no other process has that seed."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     function = get_hash_fn_by_name(algorithm)
-    if resolve_none_hash_seed(function) != resolve_none_hash_seed(function):
-        raise ValueError(
-            f"kvstore: --prefix-caching-hash-algo is {algorithm!r}, whose block hashes differ in every process unless "
-            "PYTHONHASHSEED is set. No engine would find the blocks of another engine, or its own blocks after a "
-            "restart. Set --prefix-caching-hash-algo sha256 (or sha256_cbor), or set PYTHONHASHSEED to the same value "
-            "for every engine"
-        )
+    if first_parent(function) == first_parent(function):
+        return
+    if HASHES_REPRODUCIBLY:
+        cause = f"--prefix-caching-hash-algo is {algorithm!r}, whose"
+        remedy = "Set --prefix-caching-hash-algo sha256 (or sha256_cbor), or set"
+    else:
+        cause, remedy = "in this release of vLLM,", "Set"
+    raise ValueError(
+        f"kvstore: {cause} block hashes differ in every process unless PYTHONHASHSEED is set. No engine would find the "
+        f"blocks of another engine, or its own blocks after a restart. {remedy} PYTHONHASHSEED to the same value for "
+        "every engine"
+    )
 
 
 def hash_probe(vllm_config: VllmConfig) -> str:
@@ -41,8 +47,7 @@ def hash_probe(vllm_config: VllmConfig) -> str:
     not change vLLM's own state."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     function = get_hash_fn_by_name(algorithm)
-    root = BlockHash(function(resolve_none_hash_seed(function)))  # the first block's parent, as in init_none_hash
-    block = hash_block_tokens(function, root, PROBE_TOKENS, (("cache_salt", "kvstore"),))
+    block = hash_block_tokens(function, first_parent(function), PROBE_TOKENS, (("cache_salt", "kvstore"),))
     return f"{algorithm}-{hashlib.sha256(block).hexdigest()[:16]}"
 
 

@@ -10,10 +10,10 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    iter_layer_specs,
 )
 
 from kvstore_client.vllm.shared.block_hashes import check_hash_reproducible
+from kvstore_client.vllm.shared.releases import KVConnectorTransferResults, hash_tokens, layer_specs, tokens_per_state
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -24,14 +24,21 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     """Raise ValueError for an engine whose blocks cannot be shared. The message says what to change."""
     check_hash_reproducible(vllm_config)
     check_inputs(vllm_config)
-    groups = [iter_layer_specs(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    groups = [layer_specs(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    if len(groups) > 1 and KVConnectorTransferResults is None:
+        raise ValueError(
+            f"kvstore: the cache of this model has {len(groups)} groups of layers, and this release of vLLM cannot "
+            "compute such a request again when its blocks cannot be loaded. Start the engine with "
+            "--disable-hybrid-kv-cache-manager, or use vLLM 0.30 or later"
+        )
     for spec in itertools.chain(*groups):
         _check_layer(spec)
-        sizes = {spec.block_size, kv_cache_config.hash_block_size or spec.block_size}
+        hashed = hash_tokens(kv_cache_config, vllm_config) or spec.block_size
+        sizes = {spec.block_size, hashed}
         if sizes != {block_tokens := vllm_config.cache_config.block_size}:
             raise ValueError(
                 f"kvstore: a block of the KV cache has {spec.block_size} tokens, one hash covers "
-                f"{kv_cache_config.hash_block_size} tokens, and --block-size is {block_tokens}; all three must be "
+                f"{hashed} tokens, and --block-size is {block_tokens}; all three must be "
                 f"equal. Leave out --prefix-match-unit, and set --block-size {spec.block_size}. If only some layers "
                 "have sliding windows, start the engine with --disable-hybrid-kv-cache-manager"
             )
@@ -106,9 +113,9 @@ def _check_layer(spec: KVCacheSpec) -> None:
             "kvstore: this model has layers that attend to later tokens, so a block depends on more than the tokens "
             "before it and cannot be shared. Run this model without kvstore"
         )
-    if spec.tokens_per_state != 1:
+    if (tokens := tokens_per_state(spec)) != 1:
         raise ValueError(
-            f"kvstore: this model's KV cache keeps one state for {spec.tokens_per_state} tokens; only one state for "
+            f"kvstore: this model's KV cache keeps one state for {tokens} tokens; only one state for "
             "each token is supported. Run this model without kvstore"
         )
 

@@ -21,13 +21,14 @@ import xxhash
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig, iter_layer_specs
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstore.wire import MAX_BLOCK_BYTES
 from kvstore_client import Namespace
 from kvstore_client.vllm.shared.block_hashes import check_hash_reproducible, hash_probe
 from kvstore_client.vllm.shared.engine_checks import check_inputs
 from kvstore_client.vllm.shared.model_identity import config_digest, draft_identity, load_identity, model_identity
+from kvstore_client.vllm.shared.releases import layer_specs
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -62,7 +63,7 @@ def check_chunks(engine: VllmConfig, cache: KVCacheConfig, chunk_bytes: int) -> 
             "have other weights under this name. Leave --enable-lora out, or use KVStoreConnector, which supports it"
         )
     for group in cache.kv_cache_groups:
-        if any(getattr(spec, "non_causal", False) for spec in iter_layer_specs(group.kv_cache_spec)):
+        if any(getattr(spec, "non_causal", False) for spec in layer_specs(group.kv_cache_spec)):
             raise ValueError(
                 "kvstore: this model has layers that attend to later tokens, so a chunk depends on more than the "
                 "tokens before it and cannot be shared. Run this model without kvstore"

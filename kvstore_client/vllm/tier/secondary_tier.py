@@ -42,13 +42,13 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobId, JobResult, SecondaryTierManager, TransferJob
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.jobs import Within
 from kvstore_client.engine.transfer_in import TransferIn
 from kvstore_client.engine.transfer_out import BlockOut, SendOutcome, TransferOut
 from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, METRIC_PREFIX
+from kvstore_client.vllm.shared.releases import CacheHitSource
 from kvstore_client.vllm.shared.store_options import parse_options
 from kvstore_client.vllm.tier.chunk_keys import ChunkKeys, shared
 from kvstore_client.vllm.tier.chunk_lookups import ChunkLookups
@@ -142,7 +142,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     """One engine's access to the store. See the module's docstring for threads, blocking and failures."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
-    cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.EXTERNAL_UNSPECIFIED
+    cache_hit_source: ClassVar[Any] = CacheHitSource and CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def __init__(
         self,
