@@ -297,10 +297,12 @@ class ShardStore:
 
     def expire(self, now: float, ending: bool = False) -> None:
         """Free expired blocks, checking some of the slots in each call. End the promises whose time is over, or all
-        promises if the shard is `ending`. Forget namespaces that have been empty for `EMPTY_S`.
+        promises if the shard is `ending`. Forget namespaces that have been empty for `EMPTY_S`. Shrink tenants that
+        hold more memory than their quota.
 
         The loop calls this method every fraction of a second.
         """
+        self.memory.keep_quotas(now)
         for namespace in list(self):
             if namespace.promises:
                 namespace.promises.expire(float("inf") if ending else now)

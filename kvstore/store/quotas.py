@@ -53,6 +53,16 @@ class Quotas:
             return True
         return sum(len(member.transient) for member in members if member.tenant == tenant) < quota.transient
 
+    def beyond(self, members: Sequence[HeldT]) -> list[list[HeldT]]:
+        """Return the tenants that hold more segments than their maximum, because it was lowered: for each of them, its
+        namespaces."""
+        beyond = []
+        for tenant, count in _used(members).items():
+            most = self._quota_of(tenant).most
+            if most is not None and count > most:
+                beyond.append([member for member in members if member.tenant == tenant])
+        return beyond
+
     def victims(self, growing: HeldT, members: Sequence[HeldT], total: int) -> tuple[list[HeldT], bool]:
         """Return the namespaces that may have to give up a segment for `growing`, and whether recency decides. If
         recency decides, a namespace gives up only blocks that were used less recently than the blocks of `growing`.

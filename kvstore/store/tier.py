@@ -217,6 +217,13 @@ class Tier(Generic[Member]):
         """Give one of the least recently used segments back to the space. Return False when all are in use."""
         return self._shrink(self.members, now)
 
+    def keep_quotas(self, now: float) -> None:
+        """Give back a segment of each tenant that holds more than its maximum, because its maximum was lowered. The
+        loop calls this every fraction of a second, so a large tenant gives back its memory in small steps."""
+        if self.quotas is not None:
+            for members in self.quotas.beyond(self.members):
+                self._shrink(members, now)
+
     def _shrink(self, members: list[Member], now: float) -> bool:
         holding = [member for member in members if member.segments]
         return any(self._give_up(member, now) for member in sorted(holding, key=_reclaim_order))

@@ -39,7 +39,7 @@ class Tenants:
     """A server with the tenants above, and a token for each."""
 
     def __init__(self, folder: Path) -> None:
-        file = folder / "auth.toml"
+        self.file = file = folder / "auth.toml"
         self.tokens = {
             name: add(file, name, name, ["read", "write", "delete", "monitor"])
             for name in ("quiet", "noisy", "small", "slow", "heavy")
@@ -112,6 +112,20 @@ def test_a_tenant_stays_below_its_maximum_in_memory_and_on_disk(tenants: Tenants
         assert small.contains(keys[-16:]).any()
         info = state(small)
         assert (info.memory_limit_bytes, info.disk_limit_bytes) == (4 * MIB, 8 * MIB)
+
+
+def test_a_tenant_gives_memory_back_when_its_maximum_is_lowered(tenants: Tenants) -> None:
+    with tenants.client("small") as small, tenants.client("quiet") as quiet:
+        kept = fill(quiet, 64, 0)
+        fill(small, 64, 0)
+        assert 2 * MIB < state(small).memory_bytes <= 4 * MIB
+        beside = tenants.file.with_suffix(".new")
+        beside.write_text(tenants.file.read_text().replace('memory = "4MiB"', 'memory = "2MiB"'))
+        beside.chmod(0o600)
+        beside.rename(tenants.file)
+        wait_until(lambda: state(small).memory_bytes <= 2 * MIB, what="the tenant is within its maximum")
+        assert state(small).memory_bytes == 2 * MIB  # and not below
+        assert quiet.contains(kept).all()
 
 
 def test_pins_of_a_tenant_are_limited(tenants: Tenants) -> None:
