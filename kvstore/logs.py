@@ -58,6 +58,13 @@ def configure(level: str, where: str, form: str = "text") -> None:
     threading.excepthook = _log_exception_of_thread
 
 
+def set_level(level: str) -> None:
+    """Change the level that `configure` set, also for later children of this process."""
+    global _configured  # noqa: PLW0603 - see `configure`
+    _configured = (level, *_configured[1:])
+    logging.getLogger().setLevel(level.upper())
+
+
 def of_child(name: str) -> tuple[str, str, str]:
     """Return the arguments of `configure` for a child process that logs like this one."""
     level, where, form = _configured

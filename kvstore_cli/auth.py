@@ -46,8 +46,8 @@ def add(
         typer.Option(
             "--verbs",
             metavar="VERB,...",
-            help="What the principal may do: read, write, delete (blocks), admin (list, scrub, purge, info), monitor "
-            "(info and metrics).",
+            help="What the principal may do: read, write, delete (blocks), admin (list, scrub, purge, config, info), "
+            "monitor (info and metrics).",
         ),
     ],
     namespaces: Annotated[

@@ -15,6 +15,7 @@ from kvstore_cli import output
 from kvstore_cli.auth import auth_app
 from kvstore_cli.blocks import contains, delete, get, set_
 from kvstore_cli.cluster import cluster_app, drain
+from kvstore_cli.config import config_app
 from kvstore_cli.connection import add_connection_options, set_endpoint
 from kvstore_cli.load import load
 from kvstore_cli.options import EndpointOption, JsonOption, TimeoutOption, connected, endpoints_of
@@ -62,6 +63,7 @@ COMMAND_GROUPS: Final = {
         "verify": "Check every block on disk against its checksum.",
         "drain": "Move a node's blocks to the other nodes before it stops.",
         "auth": "The principals and tokens of a server's --auth file.",
+        "config": "Show and change settings of a running server.",
     },
     "Measure and plan": {
         "bench": "Throughput and latency of a running server.",
@@ -212,6 +214,7 @@ app.command(
 )(proxy)
 app.add_typer(auth_app, name="auth")
 app.add_typer(cluster_app, name="cluster")
+app.add_typer(config_app, name="config")
 app.add_typer(plan_app, name="plan")
 app.command(
     epilog=example(

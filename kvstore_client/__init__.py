@@ -20,11 +20,12 @@ if TYPE_CHECKING:
         NotAuthorized,
         OutOfMemory,
         ProtocolError,
+        SettingRefused,
         Timeout,
     )
     from kvstore_client.keys import Namespace, prefix_keys
     from kvstore_client.promises import Promise
-    from kvstore_client.results import GetResult, Location, Lookup, SetResult, ShardStatus, StoreInfo
+    from kvstore_client.results import GetResult, Location, Lookup, SetResult, ShardSettings, ShardStatus, StoreInfo
 
 __all__ = [
     "AsyncKVStoreClient",
@@ -42,6 +43,8 @@ __all__ = [
     "Promise",
     "ProtocolError",
     "SetResult",
+    "SettingRefused",
+    "ShardSettings",
     "ShardStatus",
     "StoreInfo",
     "Timeout",
@@ -59,11 +62,12 @@ _MODULES: Final = {
         "NotAuthorized",
         "OutOfMemory",
         "ProtocolError",
+        "SettingRefused",
         "Timeout",
     ),
     "keys": ("Namespace", "prefix_keys"),
     "promises": ("Promise",),
-    "results": ("GetResult", "Location", "Lookup", "SetResult", "ShardStatus", "StoreInfo"),
+    "results": ("GetResult", "Location", "Lookup", "SetResult", "ShardSettings", "ShardStatus", "StoreInfo"),
 }
 
 

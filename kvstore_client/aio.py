@@ -168,6 +168,8 @@ class AsyncKVStoreClient:
     ping = _awaited(KVStoreClient.ping)
     info = _awaited(KVStoreClient.info)
     scrub = _awaited(KVStoreClient.scrub)
+    config_get = _awaited(KVStoreClient.config_get)
+    config_set = _awaited(KVStoreClient.config_set)
     shards = _awaited(KVStoreClient.shards)
     locate = _awaited(KVStoreClient.locate)
 

@@ -45,7 +45,16 @@ from kvstore_client.endpoints import parse_endpoints, with_tls
 from kvstore_client.errors import KVStoreError, Timeout
 from kvstore_client.keys import Keys, Namespace, pack_keys
 from kvstore_client.promises import Promise
-from kvstore_client.results import ClientStats, GetResult, Location, Lookup, SetResult, ShardStatus, StoreInfo
+from kvstore_client.results import (
+    ClientStats,
+    GetResult,
+    Location,
+    Lookup,
+    SetResult,
+    ShardSettings,
+    ShardStatus,
+    StoreInfo,
+)
 
 DEFAULT_TIMEOUT_S: Final = 10.0
 DEFAULT_CONNECTIONS: Final = 1  # more are slower on 2 cores: `python -m benchmarks.remote_kv_cache.bench_connections`
@@ -681,6 +690,30 @@ class KVStoreClient:
         value is 0 for a shard without an active disk tier.
         """
         return self._shards.scrub(self._options(timeout_s))
+
+    def config_get(self, *, timeout_s: float | None = None) -> list[ShardSettings]:
+        """Request the settings that can be changed while the servers run.
+
+        Returns: A list of `ShardSettings`, one for each shard.
+
+        Raises: `ConnectionLost` if no shard is known. `ProtocolError` if a server has an earlier release. No error is
+        raised for a shard that does not answer or refuses the request: its answer has the `error`.
+        """
+        return self._shards.configure(self._options(timeout_s))
+
+    def config_set(self, name: str, value: str, *, timeout_s: float | None = None) -> list[ShardSettings]:
+        """Change a setting of every shard, until its server is restarted.
+
+        * `name`: The name of a setting that `config_get` has.
+        * `value`: The new value, as text.
+
+        Returns: A list of `ShardSettings`, one for each shard. A shard whose answer has an `error` may be unchanged.
+
+        Raises: The same as `config_get`, with nothing changed.
+        """
+        if not name:
+            raise ValueError("the name of the setting is empty: expected a name that config_get has")
+        return self._shards.configure(self._options(timeout_s), name, value)
 
     def shards(self, *, timeout_s: float | None = None) -> list[ShardStatus]:
         """Request the state of every shard that this client knows.

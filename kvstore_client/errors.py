@@ -37,6 +37,10 @@ class OutOfMemory(KVStoreError):
     """A server can never store a block of the namespace's size, because its segments are smaller."""
 
 
+class SettingRefused(KVStoreError, ValueError):
+    """A setting cannot be changed while the server runs, or a value of it is not allowed."""
+
+
 class ProtocolError(KVStoreError):
     """Client and server do not understand each other, or a request breaks a rule of the protocol."""
 
@@ -48,6 +52,7 @@ _BY_CODE: dict[int, type[KVStoreError]] = {
     ErrorCode.OUT_OF_MEMORY: OutOfMemory,
     ErrorCode.SHUTTING_DOWN: ConnectionLost,
     ErrorCode.NO_PLACE: ConnectionLost,
+    ErrorCode.SETTING: SettingRefused,
 }
 
 

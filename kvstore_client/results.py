@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.wire import ShardInfo
+from kvstore.wire import RunningSetting, ShardInfo
+from kvstore_client.errors import KVStoreError
 
 
 class SetResult(NamedTuple):
@@ -127,6 +128,28 @@ class ShardStatus:
     error: str
     answered: bool
     path: str = "tcp"
+
+
+@dataclass(frozen=True)
+class ShardSettings:
+    """The answer of one shard to `config_get` or `config_set`.
+
+    A setting has the members `name`, `value`, `configured`, `expected` and `keep`. `configured` is its value at the
+    start, or in the file of logins. `expected` says in words which values are allowed, and `keep` where to write the
+    value so that it outlives a restart.
+
+    * `name`: The shard's name.
+    * `endpoint`: The shard's address.
+    * `settings`: The settings, or only the one that was set; empty if there is an `error`.
+    * `before`: The value that a setting had before `config_set`; else empty.
+    * `error`: Why the shard did not answer, or refused the request; None if it did neither.
+    """
+
+    name: str
+    endpoint: str
+    settings: Sequence[RunningSetting] = ()
+    before: str = ""
+    error: KVStoreError | None = None
 
 
 @dataclass(frozen=True)

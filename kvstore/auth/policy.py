@@ -143,6 +143,12 @@ class Policy:
         principal = self.principals.get(name)
         return principal.rights if principal is not None and kept in principal.tokens else None
 
+    @property
+    def tenant_names(self) -> set[str]:
+        """The tenants that the file names, either with limits or in a principal."""
+        named = {principal.rights.tenant for principal in self.principals.values()}
+        return (named | self.tenants.keys()) - {EVERY_TENANT}
+
     def limits_of(self, tenant: str) -> Limits:
         """Return the limits of a tenant."""
         return self.tenants.get(tenant, NO_LIMITS)

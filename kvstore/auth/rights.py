@@ -86,6 +86,16 @@ def refuse(rights: Rights, request: wire.Request) -> WireError:
     )
 
 
+def refuse_to_owner_of_some(rights: Rights, request: wire.Request) -> WireError:
+    """Return the error for a request that concerns all tenants and models, while these rights include only some."""
+    return WireError(
+        ErrorCode.NOT_AUTHORIZED,
+        f"{wire.VERBS[type(request)].name.upper()}: principal {rights.principal!r} may not, because this concerns all "
+        f"tenants and models: this needs a principal with tenant = '{EVERY_TENANT}' and namespaces = ['*'] in the "
+        "server's --auth file",
+    )
+
+
 def own(canonical: bytes, rights: Rights) -> bytes:
     """Return a namespace's canonical JSON with the tenant of the principal that uses it.
 

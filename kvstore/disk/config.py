@@ -7,6 +7,12 @@ from typing import Final
 import msgspec
 
 DISK_WRITES: Final = ("all", "reused", "evicted")
+MAX_SCRUB_MBPS: Final = 100_000
+
+
+def scrub_bytes_per_s(mbps: int, shards: int) -> int:
+    """Return one shard's part of the speed of the scrubber, which is given in MB/s for the whole server."""
+    return mbps * 1_000_000 // shards
 
 
 class DiskConfig(msgspec.Struct, frozen=True):

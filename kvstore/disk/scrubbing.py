@@ -1,8 +1,8 @@
 """The scrubber: reads the blocks on disk one after the other, and drops damaged blocks.
 
-It works in the background, pass after pass, at the rate that the operator sets (`--scrub-mbps`). `kvstore verify
---endpoint` requests one pass that runs as fast as the disk allows in addition to the clients' reads. Only one read of
-the scrubber is in flight at a time.
+It works in the background, pass after pass, at the rate that the operator sets (`--scrub-mbps`, `kvstore config set`).
+`kvstore verify --endpoint` requests one pass that runs as fast as the disk allows in addition to the clients' reads.
+Only one read of the scrubber is in flight at a time.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ class Scrubbing:
     def running(self) -> bool:
         """True if a pass is in progress."""
         return self._rest is not None
+
+    def set_rate(self, bytes_per_s: int) -> None:
+        """Work at this rate from now on. With 0, end the pass in progress, unless it was requested."""
+        self._bytes_per_s = bytes_per_s
+        self._next_at = 0.0  # the rate before may have set a time that is far away
+        if not (bytes_per_s or self._asked):
+            self._rest = None
 
     def ask(self) -> int:
         """Make one complete pass now, at full speed. If a requested pass is already in progress, it goes on instead.

@@ -56,6 +56,7 @@ class DiskTier:
         writing, fetching = self.writing, self.fetching
         self.was_set, self.was_read, self.write_again = writing.was_set, writing.was_read, writing.write_again
         self.fetch, self.disown = fetching.fetch, fetching.disown
+        self.set_scrub_rate = self.scrubbing.set_rate
         self._config = config
         self._store = store
         self._recovery: Recovery | None = Recovery(volume)

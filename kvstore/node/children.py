@@ -249,4 +249,11 @@ class ShardChild(Child):
 
     def config(self, ready_fd: int) -> tuple[ShardConfig, Sequence[int]]:
         config = self._make_config(self, ready_fd)
-        return config, (config.listen_fd, config.unix_fd, ready_fd, config.heard_fd, *config.told_fds)
+        return config, (
+            config.listen_fd,
+            config.unix_fd,
+            ready_fd,
+            config.heard_fd,
+            config.changes_fd,
+            *config.told_fds,
+        )

@@ -12,7 +12,7 @@ import msgspec
 
 from kvstore._policies import POLICIES
 from kvstore.cluster.url import ETCD_SCHEME, ETCDS_SCHEME, EtcdURL, parse_etcd_url
-from kvstore.disk.config import DISK_WRITES
+from kvstore.disk.config import DISK_WRITES, MAX_SCRUB_MBPS
 from kvstore.logs import LEVELS, LOG_FORMATS
 from kvstore.node.settings import HostPort, Misfit, Portion, Setting, Size, Sources
 from kvstore.store.rules import NamespaceRule
@@ -207,7 +207,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = True
     scrub_mbps: Annotated[
         int,
-        msgspec.Meta(ge=0, le=100_000),
+        msgspec.Meta(ge=0, le=MAX_SCRUB_MBPS),
         Setting(
             DISK,
             "Check the blocks on disk in the background, at this speed for the whole server. 0: never.",

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.disk.config import DiskConfig
+from kvstore.disk.config import DiskConfig, scrub_bytes_per_s
 from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_layout
 from kvstore.node.children import StartError
 from kvstore.node.config import ServerConfig
@@ -63,7 +63,7 @@ class DiskFolder:
             limit_bytes=config.shard_disk_bytes,
             segment_bytes=layout.segment_bytes,
             write=config.disk_write,
-            scrub_bytes_per_s=config.scrub_mbps * 1_000_000 // config.shards,
+            scrub_bytes_per_s=scrub_bytes_per_s(config.scrub_mbps, config.shards),
             warm_start=config.warm_start,
             key=key,
         )

@@ -21,6 +21,7 @@ import socket
 import subprocess
 import time
 import uuid
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -31,11 +32,11 @@ from kvstore.cluster.members import DirectoryError, Member
 from kvstore.node import unix_sockets
 from kvstore.node.access import check_access
 from kvstore.node.announcing import Announcer, ServiceManager
+from kvstore.node.changes import Changes
 from kvstore.node.children import Child, ShardChild, StartError, bind, reap_adopted
 from kvstore.node.config import ServerConfig
 from kvstore.node.disk_folder import DiskFolder
 from kvstore.node.fitting import is_loopback, metrics_address, transport_misfits
-from kvstore.node.settings import listed
 from kvstore.shard.setup import ShardConfig
 from kvstore.store.rules import NamespaceRule
 from kvstore.wire import ShardAddress
@@ -70,6 +71,8 @@ class Supervisor:
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
         self._selector.register(self._wake_r, selectors.EVENT_READ)
+        self._changes = Changes(config)
+        self._selector.register(self._changes.fd, selectors.EVENT_READ)
         for misfit in transport_misfits(config):
             raise StartError(f"--{misfit}")
         self._member_secret = check_access(config)
@@ -251,7 +254,7 @@ class Supervisor:
         from kvstore.node.http_logins import http_logins
         from kvstore.node.http_pages import Pages
 
-        http.start(Pages(self._make_health(), self.node, listed(self.config), http_logins(self.config, self.node)))
+        http.start(Pages(self._make_health(), self.node, self._changes.shown, http_logins(self.config, self.node)))
 
     def _make_health(self) -> Health:
         from kvstore.node.health import Health, NodeView
@@ -320,6 +323,9 @@ class Supervisor:
             rules=[*self.config.namespaces, NamespaceRule("*", self.config.ttl_seconds)],
             disk=self._disk.shard_config(child.number) if self._disk is not None else None,
             transient_bytes=self.config.shard_transient_bytes,
+            scrub_mbps=self.config.scrub_mbps,
+            changes_fd=self._changes.told_fd,
+            changed=self._changes.in_force,
             zone=self.config.zone,
             cookie=self._cookie,
             auth=self.config.auth or "",
@@ -332,11 +338,8 @@ class Supervisor:
         deadline = time.monotonic() + SHARD_START_S
         while any(child.ready_fd >= 0 for child in self._processes):
             self._systemd.alive()
-            for key, _ in self._selector.select(self._systemd.wait_s(max(0.0, deadline - time.monotonic()))):
-                child = key.data
-                if child is None:
-                    os.read(self._wake_r, 64)
-                elif key.fd == child.ready_fd and not child.take_ready():
+            for child, fd in self._events(max(0.0, deadline - time.monotonic())):
+                if fd == child.ready_fd and not child.take_ready():
                     log.error("%s %d did not start; see its own message above", child.kind, child.number)
                     return False
             if self._asked_to_stop:
@@ -347,6 +350,17 @@ class Supervisor:
                 return False
         return True
 
+    def _events(self, timeout_s: float | None) -> Iterator[tuple[Child, int]]:
+        """Wait for an event, for at most `timeout_s`. Yield the child processes and descriptors that have one. Other
+        events are handled here."""
+        for key, _ in self._selector.select(self._systemd.wait_s(timeout_s)):
+            if key.data is not None:
+                yield key.data, key.fd
+            elif key.fd == self._changes.fd:
+                self._changes.take()
+            else:
+                os.read(self._wake_r, 64)
+
     def _watch(self) -> None:
         """Wait for an event, and handle it: a shard is ready or has died, a restart is due, or a signal came."""
         now = time.monotonic()
@@ -354,16 +368,14 @@ class Supervisor:
         if self._tls is not None:
             due.append(now + self._tls.look())
         self._systemd.alive()
-        for key, _ in self._selector.select(self._systemd.wait_s(max(0.0, min(due) - now) if due else None)):
-            child = key.data
-            if child is None:
-                os.read(self._wake_r, 64)
-            elif key.fd == child.ready_fd:
+        for child, fd in self._events(max(0.0, min(due) - now) if due else None):
+            if fd == child.ready_fd:
                 if child.take_ready():
+                    assert child.process is not None
                     log.warning("%s %d is serving again, pid %d", child.kind, child.number, child.process.pid)
                     if self._registration is not None and isinstance(child, ShardChild):
                         self._registration.shard_restarted()
-            elif key.fd == child.pid_fd:
+            elif fd == child.pid_fd:
                 child.bury()
         if self._adopts:
             reap_adopted({child.process.pid for child in self._processes if child.process is not None})

@@ -16,10 +16,11 @@ import msgspec
 from kvstore import __version__, wire
 from kvstore.auth.audit import NO_AUDIT, Audit
 from kvstore.auth.policy import AuthFile
-from kvstore.auth.rights import ALL, NONE, own, refuse
+from kvstore.auth.rights import ALL, NONE, own, refuse, refuse_to_owner_of_some
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import REMOVAL_BYTES, LimitReached
 from kvstore.shard.background import Background
+from kvstore.shard.configuring import Configuring
 from kvstore.shard.connection_limits import ConnectionLimits
 from kvstore.shard.leases import Leases, LeaseTotals
 from kvstore.shard.logins import Logins
@@ -76,6 +77,7 @@ class RequestHandlers:
             disk_segment_bytes = config.disk.segment_bytes if config.disk is not None else 1
             self.tenants = Tenants(auth.policy, len(config.shards), config.segment_bytes, disk_segment_bytes, audit)
             store.use_quotas(Quotas(self.tenants.memory_quota), Quotas(self.tenants.disk_quota))
+        self.configuring = Configuring(config, disk, self.tenants)
         generations = Generations()
         if disk is not None:
             generations.keep_in(disk.directory)
@@ -98,6 +100,7 @@ class RequestHandlers:
             wire.Share: self._share,
             wire.Raise: self._raise,
             wire.Noted: self._noted,
+            wire.Configure: self._configure,
         }
         self.keyed_handlers: Final[dict[type[wire.Request], KeyedHandler]] = {
             wire.Get: self._get,
@@ -114,18 +117,22 @@ class RequestHandlers:
         also have it deleted as damaged, because the shard itself checks whether the block is damaged."""
         if isinstance(request, wire.Delete) and request.damaged and peer.session.rights.verbs & READ:
             return
+        raise self._denied(peer, request, refuse(peer.session.rights, request))
+
+    def _denied(self, peer: Peer, request: wire.Request, error: WireError) -> WireError:
+        """Count and record a request that the connection may not make. Return the error to raise."""
         self._state.unauthorized += 1
         if peer.session.rights is not NONE:
             self._note(peer, request, "denied")
-        raise refuse(peer.session.rights, request)
+        return error
 
     def check_tenant(self, peer: Peer, tenant: Tenant) -> None:
         """Count a request of a tenant whose requests or bytes are limited. Raises `LimitReached`."""
         assert self.tenants is not None
         self.tenants.check_request(tenant, peer, self._state.now)
 
-    def _note(self, peer: Peer, request: wire.Request, outcome: str = "begun") -> None:
-        """Record in the audit log what a principal does, or what it was not allowed to do."""
+    def _note(self, peer: Peer, request: wire.Request, outcome: str = "begun", **more: str) -> None:
+        """Record in the audit log what a principal does, or what it was not allowed to do. `more`: further fields."""
         if peer.member:
             return
         rights = peer.session.rights
@@ -137,6 +144,7 @@ class RequestHandlers:
             address=peer.address,
             namespace=peer.session.namespace.decode(),
             **({"all": request.all} if isinstance(request, wire.Purge) else {}),
+            **more,
         )
 
     def _hello(self, peer: Peer, request: wire.Hello) -> None:
@@ -260,6 +268,16 @@ class RequestHandlers:
 
     def _noted(self, peer: Peer, request: wire.Noted) -> None:
         self.purging.noted(peer, request.generation)
+
+    def _configure(self, peer: Peer, request: wire.Configure) -> None:
+        if not peer.session.rights.owns_all:  # settings concern all tenants and models
+            raise self._denied(peer, request, refuse_to_owner_of_some(peer.session.rights, request))
+        if not request.name:
+            peer.outbox.reply(wire.ConfigureReply(request.id, self.configuring.all()))
+            return
+        setting, before = self.configuring.change(request.name, request.value, peer)
+        self._note(peer, request, "done", setting=setting.name, value=setting.value, before=before)
+        peer.outbox.reply(wire.ConfigureReply(request.id, [setting], before))
 
     # ---- requests with keys ----------------------------------------------------------------------------------
 

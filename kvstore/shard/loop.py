@@ -187,8 +187,8 @@ class Shard:
 
     def _take_policy(self) -> None:
         """Apply a new policy, and close the connections whose token or rights are not in it."""
-        if self._answers.tenants is not None and self._logins is not None:
-            self._answers.tenants.take_policy(self._logins.policy)
+        if self._logins is not None:
+            self._answers.configuring.take_policy(self._logins.policy)
         for reader in list(self._readers.values()):
             peer = reader.peer
             if self._logins is not None and not self._logins.still_valid(peer):

@@ -19,6 +19,7 @@ import msgspec
 
 from kvstore.auth.policy import AuthFileError
 from kvstore.logs import configure as configure_logs
+from kvstore.shard.configuring import LOG_LEVEL
 from kvstore.shard.loop import Shard
 from kvstore.shard.setup import ShardConfig
 from kvstore.tls.handing import Handed
@@ -40,7 +41,8 @@ def main() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ShardConfig)
-    configure_logs(config.log_level, f"shard={config.shard}", config.log_format)
+    changed = {change.name: change.value for change in config.changed}
+    configure_logs(changed.get(LOG_LEVEL, config.log_level), f"shard={config.shard}", config.log_format)
     listener = socket.socket(fileno=config.listen_fd)
     listener.setblocking(False)
     local = None

@@ -9,6 +9,15 @@ from kvstore.store.rules import NamespaceRule
 from kvstore.wire import ShardAddress
 
 
+class SettingChange(msgspec.Struct, frozen=True):
+    """A setting that was changed while the node runs. `instead_of`: the configured value at that time. If both are
+    equal, the setting is as configured again. A shard sends it to the supervisor as a line of JSON."""
+
+    name: str
+    value: str
+    instead_of: str
+
+
 class ShardConfig(msgspec.Struct, frozen=True):
     """One shard's configuration; the supervisor sends it as JSON. The descriptors are inherited."""
 
@@ -36,4 +45,7 @@ class ShardConfig(msgspec.Struct, frozen=True):
     log_format: str = "text"
     auth: str = ""  # the file of principals; empty: every client may do everything
     audit: str = ""  # where administrative acts are recorded (a file, "stderr" or "syslog"); empty: nowhere
+    scrub_mbps: int = 0  # the speed of the scrubber for the whole server, in MB/s
+    changes_fd: int = -1  # the pipe on which this shard informs the supervisor of changed settings; -1: there is none
+    changed: list[SettingChange] = []  # the settings that were changed before this process started
     cookie: str = ""  # the secret that members of the cluster show in HELLO; empty: there are no members

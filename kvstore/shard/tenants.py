@@ -11,12 +11,13 @@ Used by the loop's thread only.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
 from kvstore.auth.audit import Audit
-from kvstore.auth.policy import Policy
+from kvstore.auth.policy import Limits, Policy
 from kvstore.auth.rights import EVERY_TENANT, Rights
 from kvstore.shard.account import TENANT, LimitReached
 from kvstore.shard.peer import Peer
@@ -38,12 +39,47 @@ class Tenants:
         self._disk_segment_bytes = disk_segment_bytes
         self._audit = audit
         self._tenants: dict[str, Tenant] = {}
+        self._changed: dict[str, Limits] = {}  # by tenant: limits whose `memory` is not that of the policy
 
-    def take_policy(self, policy: Policy) -> None:
-        """Apply a new policy."""
-        self._policy = policy
+    def take_policy(self, policy: Policy) -> list[str]:
+        """Apply a new policy. Return the tenants whose quota of memory was changed with `set_quota` and is now that of
+        the policy again, because the policy has another one than before."""
+        former, self._policy = self._policy, policy
         for tenant in self._tenants.values():
             tenant.set_limits(policy.limits_of(tenant.name), self._shards)
+        reset = []
+        for name, changed in list(self._changed.items()):
+            limits, quota = policy.limits_of(name), changed.memory
+            gone = name not in policy.tenant_names or limits.memory != former.limits_of(name).memory
+            if gone or (quota is not None and quota < limits.memory_guaranteed):
+                del self._changed[name]
+                reset.append(name)
+            else:
+                self._changed[name] = dataclasses.replace(limits, memory=quota)
+        return reset
+
+    @property
+    def names(self) -> set[str]:
+        """The tenants that the policy names."""
+        return self._policy.tenant_names
+
+    @property
+    def least_quota(self) -> int:
+        """The smallest useful quota of memory of a node, in bytes: one segment in each shard."""
+        return self._segment_bytes * self._shards
+
+    def limits_of(self, name: str, changed: bool = True) -> Limits:
+        """Return the limits of a tenant on the node, either those in force or, without `changed`, the policy's."""
+        limits = self._changed.get(name) if changed else None
+        return self._policy.limits_of(name) if limits is None else limits
+
+    def set_quota(self, name: str, memory: int | None) -> None:
+        """Change a tenant's quota of memory on the node, in bytes; None means no limit. It stays until the policy has
+        another quota for the tenant than now."""
+        limits = self._policy.limits_of(name)
+        self._changed.pop(name, None)
+        if memory != limits.memory:
+            self._changed[name] = dataclasses.replace(limits, memory=memory)
 
     def enter(self, peer: Peer, now: float) -> None:
         """Count a connection that has logged in. Raises `LimitReached` if its tenant already has its maximum of
@@ -112,7 +148,7 @@ class Tenants:
 
     def memory_quota(self, name: str) -> Quota:
         """Return a tenant's quota of this shard's memory."""
-        limits = self._policy.limits_of(name)
+        limits = self.limits_of(name)
         return Quota(
             guaranteed=limits.memory_guaranteed // self._shards // self._segment_bytes,
             most=self._segments(limits.memory, self._segment_bytes),
@@ -136,7 +172,7 @@ class Tenants:
         return [self._info_of(name, memory[name], disk[name]) for name in sorted(names) if rights.owns(name)]
 
     def _info_of(self, name: str, memory_bytes: int, disk_bytes: int) -> TenantInfo:
-        limits, tenant = self._policy.limits_of(name), self._tenants.get(name)
+        limits, tenant = self.limits_of(name), self._tenants.get(name)
         return TenantInfo(
             tenant=name,
             memory_bytes=memory_bytes,

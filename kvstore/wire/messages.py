@@ -63,6 +63,7 @@ MAX_GENERATION: Final = (1 << 63) - 1
 MAX_HOTTEST_BYTES: Final = 8 << 20  # the most bytes of keys in one HOTTEST reply
 MAX_DEADLINE_MS: Final = 600_000
 MAX_PROMISE_MS: Final = 600_000
+MAX_SETTING_CHARACTERS: Final = 128  # of the name and of the value of a setting in CONFIGURE
 CHECKSUM_BYTES: Final = 8
 ATTRIBUTES_BYTES: Final = 6  # a block's attributes without its key, as sent to another shard: see attributes.py
 
@@ -92,6 +93,7 @@ class ErrorCode(enum.IntEnum):
     OUT_OF_MEMORY = 8  # this shard can never hold a block of this size
     SHUTTING_DOWN = 9
     NO_PLACE = 10  # too many connections, so this one may send only PING and INFO until another one ends
+    SETTING = 11  # CONFIGURE names a setting that cannot be changed here, or a value that is not allowed
 
 
 class Outcome(enum.IntEnum):
@@ -134,8 +136,8 @@ class WireError(Exception):
 
 
 class Hello(Request, tag=1, frozen=True):
-    """The first message of a connection. With an empty `namespace`, only PING, INFO, SYNC, SCRUB and a PURGE of all
-    namespaces are allowed."""
+    """The first message of a connection. With an empty `namespace`, only PING, INFO, SYNC, SCRUB, CONFIGURE and a
+    PURGE of all namespaces are allowed."""
 
     protocol: int  # the oldest version that the client speaks; a shard of version 3 uses this version or refuses
     namespace: bytes = b""  # canonical JSON
@@ -353,6 +355,15 @@ class Noted(Request, tag=21, frozen=True):
     generation: int
 
 
+class Configure(Request, tag=24, frozen=True):
+    """Set the setting `name` to `value` until the server is restarted. Without a name, request all settings that can be
+    changed in this way."""
+
+    deadline_ms: int
+    name: str = ""
+    value: str = ""
+
+
 # ---- shard -> client -------------------------------------------------------------------------------------------
 
 
@@ -528,6 +539,23 @@ class Raised(Reply, tag=85, frozen=True):
     generation: int
 
 
+class RunningSetting(msgspec.Struct, array_like=True, frozen=True):
+    """A setting that can be changed while the server runs."""
+
+    name: str
+    value: str  # the value in force
+    configured: str  # the value at the start; for a quota, the value in the file of --auth
+    expected: str  # which values are allowed, in words
+    keep: str  # where to write the value in force so that it outlives a restart, in words
+
+
+class ConfigureReply(Reply, tag=88, frozen=True):
+    """The requested settings, or the one that was set. `before`: the value that the latter had before."""
+
+    settings: list[RunningSetting]
+    before: str = ""
+
+
 class Error(Reply, tag=127, frozen=True):
     """A request was refused. `id` is 0 if the message was so malformed that its request is not known."""
 
@@ -643,6 +671,15 @@ def _check_share(request: Share) -> None:
         )
 
 
+def _check_configure(request: Configure) -> None:
+    for what, text in (("name", request.name), ("value", request.value)):
+        if len(text) > MAX_SETTING_CHARACTERS:
+            raise WireError(
+                ErrorCode.SETTING,
+                f"the {what} of a setting has {len(text)} characters: expected at most {MAX_SETTING_CHARACTERS}",
+            )
+
+
 VERBS: Final = table(
     Verb(Hello, ANYBODY, (_REPLICAS, _GENERATION), large=True),
     Verb(Set, WRITE, (_PRIORITY, _TTL, _POSITION, _GENERATION), _check_set, timed=True, disk=True),
@@ -665,6 +702,7 @@ VERBS: Final = table(
     Verb(Expire, WRITE, (_TTL,), timed=True),
     Verb(Raise, READ | WRITE | ADMIN, (_GENERATION,), namespace=True),
     Verb(Noted, LOGGED_IN, (_GENERATION,)),
+    Verb(Configure, ADMIN, (_DEADLINE,), _check_configure, large=True),
 )
 """The row of each request."""
 

@@ -17,12 +17,12 @@ from kvstore_client._calls.batches import keyed_message
 from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
-from kvstore_client._links.call import Call, Message
+from kvstore_client._links.call import Call, Message, protocol_error
 from kvstore_client._links.link import Link
 from kvstore_client._links.view import NO_SHARD, ShardEntry
 from kvstore_client.errors import TRANSPORT_ERRORS, ProtocolError
 from kvstore_client.keys import KeyArray, Namespace
-from kvstore_client.results import Location, ShardStatus, StoreInfo
+from kvstore_client.results import Location, ShardSettings, ShardStatus, StoreInfo
 
 _Reply = TypeVar("_Reply", bound=wire.Reply)
 
@@ -79,6 +79,20 @@ class Shards:
             generations.learn(max((reply.generation for reply in replies.values()), default=0))
         return replies
 
+    def configure(self, options: Options, name: str = "", value: str = "") -> list[ShardSettings]:
+        """See `KVStoreClient.config_get` and, with a name, `KVStoreClient.config_set`."""
+        for link in self._pool.links:
+            if link.sock is not None and not link.knows_generations:  # CONFIGURE and generations are of one version
+                raise _too_old(link)
+
+        def request(number: int, deadline_ms: int) -> wire.Configure:
+            return wire.Configure(number, deadline_ms, name, value)
+
+        calls = self._exchange.ask_all(request, msgspec.structs.replace(options, fail_open=True))
+        if not calls:
+            raise self._pool.no_shards()
+        return [_settings_of(call) for call in calls]
+
     # ---- state of the shards ---------------------------------------------------------------------------------
 
     def info(self, namespace: Namespace, options: Options) -> StoreInfo:
@@ -118,7 +132,7 @@ class Shards:
                     node=place.node,
                     zone=_zone(place),
                     state=place.state,
-                    endpoint=_endpoint(place),
+                    endpoint=_endpoint(place.link),
                     weight=place.link.weight,
                     takes_sets=place.new,
                     info=info,
@@ -146,7 +160,7 @@ class Shards:
                 zone=_zone(place),
                 state=place.state,
                 shard=place.link.name,
-                endpoint=_endpoint(place),
+                endpoint=_endpoint(place.link),
                 present=present.get(place),
             )
             for place in places
@@ -182,12 +196,29 @@ def _answered(calls: list[Call], expected: type[_Reply], options: Options) -> li
     return [(call, reply) for call, reply in replies if reply is not None]
 
 
+def _settings_of(call: Call) -> ShardSettings:
+    link, reply = call.link, call.reply
+    name, endpoint = link.name, _endpoint(link)
+    if isinstance(reply, wire.ConfigureReply) and call.error is None:
+        return ShardSettings(name, endpoint, reply.settings, reply.before)
+    unknown = isinstance(reply, wire.Error) and reply.code == wire.ErrorCode.PROTOCOL
+    error = _too_old(link) if unknown else call.error or protocol_error(link, reply)
+    return ShardSettings(name, endpoint, error=error)
+
+
+def _too_old(link: Link) -> ProtocolError:
+    return ProtocolError(
+        f"{link}: this server is older and changes no settings while it runs: upgrade it, or change the setting in its "
+        "configuration and restart it"
+    )
+
+
 def _zone(place: ShardEntry) -> str:
     """Return the zone of a shard's node, empty if it has none. In a view, a node without a zone is its own zone."""
     return "" if place.zone == place.node else place.zone
 
 
-def _endpoint(place: ShardEntry) -> str:
-    host, port = place.link.host, place.link.port
-    scheme = "tcp" if place.link.connector.tls is None else "tls"
+def _endpoint(link: Link) -> str:
+    host, port = link.host, link.port
+    scheme = "tcp" if link.connector.tls is None else "tls"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

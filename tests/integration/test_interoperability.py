@@ -191,8 +191,8 @@ def link_to(router: zmq.Socket[bytes]) -> Link:
     )
 
 
-def welcome(request_id: int, port: int = 1, block_bytes: int = 64, shard: int = 0) -> bytes:
-    return pack(WELCOME, request_id, PROTOCOL, "9.9", "fake", shard, block_bytes, [["fake/0", "", port, 1.0]])
+def welcome(request_id: int, port: int = 1, block_bytes: int = 64, shard: int = 0, protocol: int = PROTOCOL) -> bytes:
+    return pack(WELCOME, request_id, protocol, "9.9", "fake", shard, block_bytes, [["fake/0", "", port, 1.0]])
 
 
 def test_a_link_connects_to_a_pyzmq_router(router: zmq.Socket[bytes]) -> None:
@@ -242,12 +242,15 @@ def test_a_router_with_other_answers_is_no_server(router: zmq.Socket[bytes], ans
 
 
 class FakeShard(threading.Thread):
-    """A ROUTER that answers HELLO correctly, and every other request with the frames that `answer` returns."""
+    """A ROUTER that answers HELLO correctly, and every other request with the frames that `answer` returns. `spoken`:
+    the version of the protocol. `block_bytes`: the size of the blocks in its clients' namespaces."""
 
-    def __init__(self, router: zmq.Socket[bytes], answer: Any) -> None:
+    def __init__(self, router: zmq.Socket[bytes], answer: Any, spoken: int = PROTOCOL, block_bytes: int = 64) -> None:
         super().__init__(daemon=True)
         self.router = router
         self.answer = answer
+        self.spoken = spoken
+        self.block_bytes = block_bytes
         self.port = router.bind_to_random_port("tcp://127.0.0.1")
         self.stop = threading.Event()
 
@@ -257,7 +260,10 @@ class FakeShard(threading.Thread):
                 continue
             peer, *frames = self.router.recv_multipart()
             fields = msgspec.msgpack.decode(frames[0])
-            replies = [[welcome(fields[1], self.port, 64)]] if fields[0] == HELLO else self.answer(fields, frames)
+            if fields[0] == HELLO:
+                replies = [[welcome(fields[1], self.port, self.block_bytes, protocol=self.spoken)]]
+            else:
+                replies = self.answer(fields, frames)
             for reply in replies:
                 self.router.send_multipart([peer, *reply])
 

@@ -19,7 +19,7 @@ import msgspec
 
 from kvstore.auth.policy import Policy
 from kvstore.disk.verify import VerifyReport
-from kvstore_cli import auth, bench, cluster_status, load_tables, plan_tables, size, verify
+from kvstore_cli import auth, bench, cluster_status, config, load_tables, plan_tables, size, verify
 from kvstore_cli.bench import BenchReport
 from kvstore_cli.cluster_status import ClusterStatus
 from kvstore_cli.sizing import Sizing
@@ -37,6 +37,8 @@ CASES: dict[str, tuple[type, Callable[[Any], None]]] = {
     "verify": (VerifyReport, verify.print_verified),
     "size": (Sizing, size.print_size),
     "cluster": (ClusterStatus, cluster_status.print_status),
+    "config get": (config.SettingRows, config.print_settings),
+    "config set": (config.SettingChanged, config.print_changed),
     "load": (LoadReport, load_tables.print_report),
     "sweep": (RateSweep, load_tables.print_sweep),
     "queue": (Queue, plan_tables.print_queue),

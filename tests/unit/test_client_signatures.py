@@ -72,7 +72,7 @@ def test_an_engines_secrets_are_not_in_the_text_of_its_options() -> None:
 def test_options_after_the_data_are_keywords(name: str) -> None:
     call = vars(KVStoreClient)[name]
     if not isinstance(call, property):
-        data = {"self", "keys", "key", "blocks", "out", "slots"}
+        data = {"self", "keys", "key", "blocks", "out", "slots", "name", "value"}
         named = [each for each in parameters(call) if each.name not in data]
         assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in named)
         talks = name not in ("close", "why_unanswered")

@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "python.md"
 SHARED: Final = ("self", "cls", "keys", "timeout_s")  # the page describes `keys` and `timeout_s` once, for all calls
 RESULTS: Final = [
     *(kvstore_client.SetResult, kvstore_client.GetResult, kvstore_client.Lookup, kvstore_client.StoreInfo),
-    *(kvstore_client.ShardStatus, kvstore_client.Location, ClientStats),
+    *(kvstore_client.ShardStatus, kvstore_client.ShardSettings, kvstore_client.Location, ClientStats),
 ]
 FUNCTIONS: Final = [Namespace.for_model, prefix_keys, memory.host_memory, memory.memory_of_process]
 MOST_CELL: Final = 120

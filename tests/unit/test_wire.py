@@ -157,6 +157,8 @@ REQUESTS: dict[str, wire.Request] = {
     "share": wire.Share(13, 2, 16 << 20),
     "promise": wire.MakePromise(14, 10_000, 64, 16, 30_000),
     "withdraw": wire.Withdraw(15, 1_000, 64, 16),
+    "configure": wire.Configure(17, 10_000, "log-level", "debug"),
+    "configure_list": wire.Configure(18, 10_000),
     "expire": wire.Expire(16, 10_000, 64, 17, 86_400.0),
 }
 REPLIES: dict[str, wire.Reply] = {
@@ -202,6 +204,9 @@ REPLIES: dict[str, wire.Reply] = {
     "promise_reply": wire.PromiseReply(14, b"\x00\x01\x02"),
     "withdraw_reply": wire.WithdrawReply(15, 62),
     "expire_reply": wire.ExpireReply(16, b"\x01\x00\x01"),
+    "configure_reply": wire.ConfigureReply(
+        17, [wire.RunningSetting("log-level", "debug", "info", "one of debug, info", "--log-level debug")], "info"
+    ),
     "error": wire.Error(0, 6, "10000 keys in one request: expected 0 to 8192; split the batch"),
 }
 FRAMES: dict[str, bytes] = {
