@@ -7,11 +7,13 @@ the engine goes to the log file.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -331,11 +333,36 @@ def sampling(max_tokens: int, options: dict[str, Any] | None = None, side: str =
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
 
 
+_preempted: Counter[str] = Counter()  # by request, where vLLM does not report it in its outputs
+
+
+def count_preemptions() -> None:
+    """Count how often each request is preempted, if this is done in this process. Since 0.30, vLLM's outputs say it."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt = Scheduler._preempt_request
+
+    @functools.wraps(preempt)
+    def counted(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+        _preempted[request.request_id] += 1
+        return preempt(self, request, *arguments, **named)
+
+    Scheduler._preempt_request = counted
+
+
+def preemptions_of(output: Any) -> int:
+    reported: int | None = getattr(output.metrics, "num_preemptions", None)
+    if reported is not None:
+        return reported
+    # The engine appends a random part to the request's name.
+    return sum(count for name, count in _preempted.items() if name.rpartition("-")[0] == str(output.request_id))
+
+
 def answer_of(output: Any, seconds: float) -> Answer:
     return Answer(
         list(output.outputs[0].token_ids),
         output.num_cached_tokens,
-        getattr(output.metrics, "num_preemptions", 0),  # since vLLM 0.31
+        preemptions_of(output),
         seconds,
         params=output.kv_transfer_params,
     )
@@ -344,7 +371,10 @@ def answer_of(output: Any, seconds: float) -> Answer:
 def make_engine(spec: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
+    from vllm.v1.metrics.stats import RequestStateStats
 
+    if not hasattr(RequestStateStats, "num_preemptions"):
+        count_preemptions()
     connector, arguments = None, dict(spec["engine"])
     if "kv_events_config" in arguments:
         arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])

@@ -528,6 +528,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if not self._worker:
             return None, None
+        if self._plan().idle:  # before 0.30, vLLM does not call `wait_for_save` in steps without tokens
+            self._worker.saves.save()
         loaded = self._worker.loads.take_loaded()
         return self._worker.saves.take_saved(), loaded
 

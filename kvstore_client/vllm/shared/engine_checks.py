@@ -28,7 +28,7 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     if len(groups) > 1 and KVConnectorTransferResults is None:
         raise ValueError(
             f"kvstore: the cache of this model has {len(groups)} groups of layers, and this release of vLLM cannot "
-            "compute such a request again when its blocks cannot be loaded. Start the engine with "
+            "compute a request again when not all of its blocks can be loaded. Start the engine with "
             "--disable-hybrid-kv-cache-manager, or use vLLM 0.30 or later"
         )
     for spec in itertools.chain(*groups):

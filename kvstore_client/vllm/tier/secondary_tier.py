@@ -154,6 +154,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         """Connect. If the store is out of reach, this is logged, and the store is used as soon as it is up. Raises
         ValueError for invalid options or an unsuitable engine. The engine then stops with the message of the error."""
+        if not hasattr(SecondaryTierManager, "block_size_bytes"):
+            raise ValueError(
+                "kvstore: this release of vLLM gives tiers too little to name their chunks. Use vLLM 0.31 or later, or "
+                "KVStoreConnector instead of KVStoreTier"
+            )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         given = parse_options(TierOptions, options, f"secondary_tiers, {tier_type}")
         self.locality = Locality(given.locality)
