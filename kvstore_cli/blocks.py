@@ -1,15 +1,17 @@
-"""`kvstore contains`, `get`, `set` and `delete`: commands for single blocks of a namespace."""
+"""`kvstore keys`, `contains`, `get`, `set` and `delete`: commands for the blocks of a namespace."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
+import msgspec
 import typer
 
-from kvstore.wire import MAX_READS
+from kvstore.wire import MAX_HOTTEST_KEYS, MAX_READS
 from kvstore_cli.options import (
     EndpointOption,
     JsonOption,
@@ -21,9 +23,71 @@ from kvstore_cli.options import (
     parse_key,
     parse_namespace,
 )
-from kvstore_cli.output import CommandFailed, fail, show
+from kvstore_cli.output import CommandFailed, fail, printable, show
 
 STANDARD_INPUT: Final = Path("-")
+
+
+class HotKey(msgspec.Struct, frozen=True):
+    """A recently used key. `rank`: its place in the list of a shard, from 1; the best one if several shards have it."""
+
+    rank: int
+    key: str  # in hexadecimal
+    shards: Sequence[str]  # NODE/NUMBER
+
+
+class HotKeys(msgspec.Struct, frozen=True):
+    """The most recently used keys of a namespace."""
+
+    keys: Sequence[HotKey]
+    block_bytes: int
+
+
+def keys(
+    namespace: NamespaceOption,
+    hottest: Annotated[
+        int, typer.Option("--hottest", metavar="N", min=1, max=MAX_HOTTEST_KEYS, help="How many keys to show.")
+    ] = 20,
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 30.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the most recently used keys of a namespace, in memory and on disk.
+
+    The use of a block counts for the earlier blocks of its chain, too, so they come before it. Shards do not report
+    times of use, but each has a list with the last used key first. The command shows the first key of every shard, then
+    the second ones, and so on. With logins, it needs the verb admin. If some shards do not answer, the others are
+    shown, and the exit status is 1.
+    """
+    from kvstore_cli.store_state import store_state
+
+    parsed = parse_namespace(namespace)
+    with connected(endpoint, parsed, timeout, fail_open=True) as client:
+        by_shard = client.hottest(count=hottest)
+        state = store_state(client)
+    found = HotKeys(merged(by_shard, state.names)[:hottest], parsed.block_bytes)
+    document = {**msgspec.to_builtins(found), "silent": state.silent}
+    show(document, as_json, lambda: print_keys(found), state.failure)
+
+
+def merged(by_shard: Mapping[str, Sequence[bytes]], names: Mapping[str, str]) -> list[HotKey]:
+    """Return the keys of all shards' lists by their rank. `names`: the names of shards for people."""
+    ranks: dict[bytes, int] = {}
+    shards: dict[bytes, list[str]] = {}
+    for shard in sorted(by_shard, key=lambda shard: names.get(shard, shard)):
+        for rank, key in enumerate(by_shard[shard], 1):
+            ranks[key] = min(rank, ranks.get(key, rank))
+            shards.setdefault(key, []).append(names.get(shard, shard))
+    order = sorted(ranks, key=lambda key: (ranks[key], shards[key]))
+    return [HotKey(ranks[key], key.hex(), shards[key]) for key in order]
+
+
+def print_keys(found: HotKeys) -> None:
+    """Print the keys, one a line."""
+    if not found.keys:
+        print("The namespace has no blocks.")
+    for row in found.keys:
+        print(f"{row.rank:>6}  {row.key}  {printable(', '.join(row.shards))}")
 
 
 def contains(

@@ -13,7 +13,8 @@ import typer.core
 from kvstore import __version__
 from kvstore_cli import output
 from kvstore_cli.auth import auth_app
-from kvstore_cli.blocks import contains, delete, get, set_
+from kvstore_cli.blocks import contains, delete, get, keys, set_
+from kvstore_cli.clients import clients
 from kvstore_cli.cluster import cluster_app, drain
 from kvstore_cli.config import config_app
 from kvstore_cli.connection import add_connection_options, set_endpoint
@@ -24,6 +25,7 @@ from kvstore_cli.plan import plan_app
 from kvstore_cli.proxy import proxy
 from kvstore_cli.purge import purge
 from kvstore_cli.size import SIZE_EXAMPLES, size
+from kvstore_cli.slowlog import slowlog
 from kvstore_cli.top import top
 from kvstore_cli.trace import trace
 from kvstore_cli.verify import verify
@@ -47,11 +49,14 @@ COMMAND_GROUPS: Final = {
     "See what a store does": {
         "info": "Nodes, tenants and namespaces: memory, disk, hit rates.",
         "top": "The same and more, live.",
+        "slowlog": "The last requests that took long, and where in a shard.",
         "ping": "Whether all shards answer, and how fast.",
+        "clients": "The connections: traffic, requests, what waits to be sent.",
         "cluster": "The nodes of a cluster, and the shards that own a key.",
         "trace": "Merge trace files of the proxy and engines into one.",
     },
     "Use blocks": {
+        "keys": "The most recently used keys of a namespace.",
         "contains": "Which keys have a block.",
         "get": "Write a block to a file or to standard output.",
         "set": "Store a block from a file or from standard input.",
@@ -152,6 +157,11 @@ def sync(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json:
 
 
 app.command(epilog=example("kvstore top --endpoint cache-1:7070", "kvstore top --once --sort out --by shard"))(top)
+app.command(epilog=example("kvstore clients --endpoint cache-1:7070", "kvstore clients --by address --limit 10"))(
+    clients
+)
+app.command(epilog=example("kvstore slowlog --endpoint cache-1:7070"))(slowlog)
+app.command(epilog=example("kvstore keys --hottest 10 --namespace @ns.json"))(keys)
 app.command(epilog=example("kvstore contains 00112233445566778899aabbccddeeff --namespace @ns.json"))(contains)
 app.command(epilog=example("kvstore get 00112233445566778899aabbccddeeff --namespace @ns.json --output block"))(get)
 app.command(

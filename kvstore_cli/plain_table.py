@@ -3,7 +3,7 @@ shows, and its format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from rich import box
@@ -76,6 +76,18 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[object], n
     if title:
         console.print(Text(title, style="italic"))  # a title of the table's own would be folded to the table's width
     console.print(table)
+
+
+def print_fitting(columns: Mapping[str, Sequence[str]], left_out_first: Sequence[str]) -> None:
+    """Print a table of the texts of each column, which fits the terminal. Columns without any text are left out.
+    `left_out_first`: see `fitting_table`."""
+    shown = {heading: texts for heading, texts in columns.items() if any(texts)}
+    console = Console(highlight=False)
+    rows = list(zip(*shown.values(), strict=True))
+    table, left_out = fitting_table(list(shown), rows, [name for name in left_out_first if name in shown], console)
+    console.print(table)
+    if left_out:
+        print(f"a wider terminal also shows: {', '.join(left_out)}")
 
 
 def fitting_table(

@@ -45,6 +45,11 @@ class StoreState(msgspec.Struct, frozen=True):
     paths: Sequence[str]  # how this host reads blocks from `shards`: "shared memory" or "tcp"
 
     @property
+    def names(self) -> dict[str, str]:
+        """The names of `shards` for people, NODE/NUMBER, by their own names."""
+        return {shard.name: f"{node}/{shard.shard}" for node, shard in zip(self.nodes, self.shards, strict=True)}
+
+    @property
     def failure(self) -> CommandFailed | None:
         """The failure that says why the state is not complete. It is None if the state is complete."""
         if not self.silent:

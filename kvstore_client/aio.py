@@ -171,6 +171,9 @@ class AsyncKVStoreClient:
     config_get = _awaited(KVStoreClient.config_get)
     config_set = _awaited(KVStoreClient.config_set)
     shards = _awaited(KVStoreClient.shards)
+    clients = _awaited(KVStoreClient.clients)
+    hottest = _awaited(KVStoreClient.hottest)
+    slow_requests = _awaited(KVStoreClient.slow_requests)
     locate = _awaited(KVStoreClient.locate)
 
     async def promise(self, keys: Keys, *, ttl_s: float = 30.0, timeout_s: float | None = None) -> Promise:

@@ -726,6 +726,48 @@ class KVStoreClient:
         """
         return self._shards.statuses(self._options(timeout_s))
 
+    def clients(self, *, timeout_s: float | None = None) -> dict[str, list[wire.ConnectedClient]]:
+        """List the open connections of every shard, including those of this client.
+
+        The call raises an error if a shard does not answer; with `fail_open`, that shard is left out. With logins, it
+        lists the connections of the token's tenant.
+
+        Returns: A dict from a shard's name to a list of `ConnectedClient`, in the order in which they connected.
+
+        Raises: `NotAuthorized` without the verb `monitor` or `admin`, and `ProtocolError` if a shard has an earlier
+        release.
+        """
+        return self._shards.clients(self._options(timeout_s))
+
+    def slow_requests(self, *, timeout_s: float | None = None) -> dict[str, wire.SlowlogReply]:
+        """Request the slow log of every shard. It has the last requests of all clients that took at least as long as
+        the server's setting `slowlog_ms` says.
+
+        The call raises an error if a shard does not answer; with `fail_open`, that shard is left out. With logins, it
+        returns the requests of the token's tenant.
+
+        Returns: A dict from a shard's name to its `SlowlogReply`, whose `requests` has the last request first.
+
+        Raises: `NotAuthorized` without the verb `monitor` or `admin`, and `ProtocolError` if a shard has an earlier
+        release.
+        """
+        return self._shards.slow_requests(self._options(timeout_s))
+
+    def hottest(self, *, count: int = 20, timeout_s: float | None = None) -> dict[str, list[bytes]]:
+        """List the most recently used keys of this client's namespace on every shard.
+
+        The use of a block counts for the earlier blocks of its chain, too, so they come before it. Shards do not report
+        times of use. The call raises an error if a shard does not answer; with `fail_open`, that shard is left out.
+
+        * `count`: The most keys of each shard; 1 to 131072.
+
+        Returns: A dict from a shard's name to a list of keys, the most recently used first.
+
+        Raises: `NotAuthorized` without the verb `admin`.
+        """
+        count = _arguments.whole_number("count", count, 1, wire.MAX_HOTTEST_KEYS)
+        return self._shards.hottest(count, self._options(timeout_s))
+
     def locate(
         self, key: bytes, *, replicas: int | None = None, ask: bool = True, timeout_s: float | None = None
     ) -> list[Location]:

@@ -1,5 +1,8 @@
 """All settings of `kvstore-server` in one struct, from which the flags, the variables, the keys of the file and the
-manual are generated."""
+manual are generated.
+
+Over 400 lines because every setting is described in one place.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ DISK_SEGMENT_BYTES: Final = 256 << 20
 DISK_SEGMENTS: Final = (16, 1024)
 MAX_SECONDS: Final = 86_400
 MAX_PORT: Final = 65_535
+MAX_SLOWLOG_MS: Final = 600_000
 
 SERVER: Final = "Server"
 MEMORY_GROUP: Final = "Memory"
@@ -306,6 +310,17 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             more="monitoring.md#log",
         ),
     ] = "text"
+
+    slowlog_ms: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=MAX_SLOWLOG_MS),
+        Setting(
+            LOG,
+            "Each shard keeps its last 128 requests that took at least this long. 0: none.",
+            "MS",
+            more="operations.md#slow-requests",
+        ),
+    ] = 100
 
     namespaces: Annotated[
         list[NamespaceRule],

@@ -15,11 +15,10 @@ import msgspec
 
 from kvstore.node.diagnosis import Finding
 from kvstore.node.rates import Table, amount, counts_of, hit_rate, quantile_s
-from kvstore.wire import NamespaceInfo, ShardInfo
+from kvstore.wire import MAX_SHOWN_MODEL, NamespaceInfo, ShardInfo
 from kvstore.wire.status import TenantInfo, fields_of
 
 MAX_SHOWN_NAMESPACES = 50  # first the namespaces with the most traffic, then those with the most memory
-MAX_SHOWN_MODEL = 200  # the most characters of a model's name
 
 
 class DiskRow(msgspec.Struct, frozen=True):

@@ -318,6 +318,7 @@ class Supervisor:
             shards=self._addresses,
             log_level=self.config.log_level,
             log_format=self.config.log_format,
+            slowlog_ms=self.config.slowlog_ms,
             drain_s=DRAIN_S,
             policy=self.config.policy,
             rules=[*self.config.namespaces, NamespaceRule("*", self.config.ttl_seconds)],

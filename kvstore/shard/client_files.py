@@ -97,6 +97,7 @@ class ClientFiles:
     def __init__(self, sharing: Sharing, touched: Touched) -> None:
         self._memory = sharing.remote(must_stay=True, touched=touched, close=close_foreign)
         self._numbers: set[int] = set()
+        self.copied_bytes = 0  # bytes of SETs that were copied from these files
 
     def take(self, descriptors: list[int]) -> None:
         """Keep the descriptors that have come on the connection. Raises `ZMTPError` if more than one waits, or if too
@@ -146,6 +147,7 @@ class ClientFiles:
                     f"{len(wrong)} blocks do not match the checksums of the SET: memory must not change while its "
                     "blocks are being set",
                 )
+        self.copied_bytes += len(entries) * block_bytes
         sums: npt.NDArray[np.uint64] = entries["sum"].copy()
         return sums
 

@@ -4,11 +4,13 @@ Each row of `wire.VERBS` has a handler. Handlers of requests of one frame are in
 keys are in `keyed_handlers`, and `handle_keyed` calls them. `sets` handles a SET. The reader has already checked what
 the row demands. If a request breaks a rule, a handler raises `WireError`, which the reader sends to the client as
 ERROR.
+
+Over 400 lines because each request has a handler here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -20,6 +22,7 @@ from kvstore.auth.rights import ALL, NONE, own, refuse, refuse_to_owner_of_some
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import REMOVAL_BYTES, LimitReached
 from kvstore.shard.background import Background
+from kvstore.shard.clients import ClientList, Connection
 from kvstore.shard.configuring import Configuring
 from kvstore.shard.connection_limits import ConnectionLimits
 from kvstore.shard.leases import Leases, LeaseTotals
@@ -27,7 +30,7 @@ from kvstore.shard.logins import Logins
 from kvstore.shard.peer import Peer
 from kvstore.shard.purging import Purging
 from kvstore.shard.report import Report
-from kvstore.shard.sets import Sets
+from kvstore.shard.sets import Sets, TimedRequest
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import ReplyStream
@@ -59,9 +62,11 @@ class RequestHandlers:
         audit: Audit = NO_AUDIT,
         auth: AuthFile | None = None,
         transport: Transport | None = None,
+        connections: Collection[Connection] = (),
     ) -> None:
         """auth: the rights of principals, or None if every client may do everything.
         transport: how clients on other hosts may read this shard's memory, or None if they may not.
+        connections: a view of the open connections, in the order in which they were made.
         """
         self.lending = LeaseTotals(store.arena)
         self._transport = transport
@@ -86,6 +91,7 @@ class RequestHandlers:
         self.sets = Sets(store, disk, state, self.lending, self.purging)
         self.background.answer = self.sets.reply_for_good
         self._report = Report(config, state, store, disk, self.lending, generations, self.logins, self.tenants)
+        self._clients = ClientList(connections, config.transport)
         self.handlers: Final[dict[type[wire.Request], Callable[[Peer, Any], None]]] = {
             wire.Hello: self._hello,
             wire.Sync: self._sync,
@@ -100,6 +106,8 @@ class RequestHandlers:
             wire.Share: self._share,
             wire.Raise: self._raise,
             wire.Noted: self._noted,
+            wire.Clients: self._list_clients,
+            wire.Slowlog: self._slowlog,
             wire.Configure: self._configure,
         }
         self.keyed_handlers: Final[dict[type[wire.Request], KeyedHandler]] = {
@@ -183,7 +191,7 @@ class RequestHandlers:
         generation = self.purging.enter(peer, request)
         peer.session.replicas = request.replicas
         self.sets.note_replicas(peer, self._store.get(peer.session.namespace))
-        peer.session.client = request.client[:64]
+        peer.session.client = request.client[: wire.MAX_SHOWN_NAME]
         transport = self._transport
         if transport is not None and peer.leases is None and wire.transport_of(request) == transport.name:
             self._store.arena.lending = True
@@ -269,6 +277,14 @@ class RequestHandlers:
     def _noted(self, peer: Peer, request: wire.Noted) -> None:
         self.purging.noted(peer, request.generation)
 
+    def _list_clients(self, peer: Peer, request: wire.Clients) -> None:
+        rows = self._clients.rows(request.after, peer.session.rights, self._state.now)
+        peer.outbox.reply(wire.ClientsReply(request.id, rows))
+
+    def _slowlog(self, peer: Peer, request: wire.Slowlog) -> None:
+        slow = self._state.slow
+        peer.outbox.reply(wire.SlowlogReply(request.id, slow.rows(peer.session.rights), slow.limit_ms))
+
     def _configure(self, peer: Peer, request: wire.Configure) -> None:
         if not peer.session.rights.owns_all:  # settings concern all tenants and models
             raise self._denied(peer, request, refuse_to_owner_of_some(peer.session.rights, request))
@@ -293,8 +309,9 @@ class RequestHandlers:
         if namespace is not None and namespace.memory.transient:
             self.lending.collect()  # transient blocks that clients have read may then be free
         self.keyed_handlers[kind](peer, request, namespace, keys)
-        if verb.timed and not verb.disk:  # otherwise the request is counted when it is answered
-            self._state.timing.add(kind, self._state.now)
+        state = self._state
+        if verb.timed and not verb.disk and state.timing.add(kind, state.now):  # others are counted when answered
+            state.slow.add(peer.session, kind, state.now, request.count)
 
     def _get(self, peer: Peer, request: wire.Get, namespace: NamespaceStore | None, keys: bytes) -> None:
         self._state.gets += 1
@@ -343,7 +360,8 @@ class RequestHandlers:
             peer.share.check(held)
             disk.disown(namespace, keys)
         deleted = namespace.delete(keys, self._state.now) if namespace else 0
-        self.sets.reply_for_good(peer, wire.DeleteReply(request.id, deleted), held, wire.Delete, self._state.now)
+        timed = TimedRequest(wire.Delete, self._state.now, request.count)
+        self.sets.reply_for_good(peer, wire.DeleteReply(request.id, deleted), held, timed)
 
     def _expire(self, peer: Peer, request: wire.Expire, namespace: NamespaceStore | None, keys: bytes) -> None:
         there = bytes(request.count)

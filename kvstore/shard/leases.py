@@ -104,6 +104,7 @@ class Leases:
 
     def __init__(self, lending: LeaseTotals, share: AddressBudget, sharing: Sharing) -> None:
         self.held_bytes = 0
+        self.lent_bytes = 0  # bytes lent since the connection was made
         self.ring_wanted = False
         self._ring: IdRing | None = None
         self._lending = lending
@@ -177,6 +178,7 @@ class Leases:
         self._lent.setdefault(request_id, deque()).append((namespace, slots))
         nbytes = len(slots) * namespace.block_bytes
         self.held_bytes += nbytes
+        self.lent_bytes += nbytes
         lending.held_bytes += nbytes
         lending.total_bytes += nbytes
         lending.blocks += len(slots)

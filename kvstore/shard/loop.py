@@ -79,6 +79,7 @@ class Shard:
         auth = AuthFile(config.auth) if config.auth else None
         self._audit = Audit(config.audit, node=config.node, shard=config.shard)
         self._state = ShardState(time.monotonic(), ALL if auth is None else NONE)
+        self._state.keep_slow_requests(config.slowlog_ms)
         self._store = ShardStore(
             config.memory_bytes,
             config.segment_bytes,
@@ -109,7 +110,15 @@ class Shard:
         if self._transport is not None:
             self._store.arena.withdraw = self._transport.sharing.withdraw
         self._answers = RequestHandlers(
-            config, self._store, self._disk, self._state, self._places, self._audit, auth, self._transport
+            config,
+            self._store,
+            self._disk,
+            self._state,
+            self._places,
+            self._audit,
+            auth,
+            self._transport,
+            self._readers.values(),
         )
         self._logins = self._answers.logins
         self._neighbours = Neighbours(config, self._store)
@@ -446,6 +455,8 @@ class Shard:
                     continue
             if held_back:  # the server causes the delay, so the client's deadline must not run
                 reader.deadline += HOUSEKEEPING_S
+                if reader.write is not None:
+                    reader.write.held_back_s += HOUSEKEEPING_S
                 continue
             if now > reader.deadline + self._grace_s(reader):
                 self._state.errors += 1

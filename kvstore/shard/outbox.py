@@ -6,7 +6,10 @@ more from that client. Used by the loop's thread only.
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
+import termios
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +34,8 @@ SMALL_REPLIES_BYTES: Final = 4 << 10
 KEEP_ALIVE_S: Final = 1.0  # how often a client that must wait is sent a PING
 READER_STALL_S: Final = 30.0
 _IOV: Final = 512
+_INT: Final = struct.Struct("i")
+_SIOCOUTQNSD: Final = 0x894B  # <linux/sockios.h>: how many bytes of a TCP socket's queue were not sent yet
 
 
 class Outbox:
@@ -51,6 +56,7 @@ class Outbox:
         self.closing = False  # the connection is closed when everything is sent
         self.streams: dict[int, ReplyStream] = {}
         self.next_due = float("inf")  # when the first of its streams is due
+        self.sent_bytes = 0  # bytes that the kernel has taken since the connection was made
         self._state = state
         self._session = session
         self._to_flush = to_flush
@@ -156,6 +162,24 @@ class Outbox:
         return self._held_replies > 0
 
     @property
+    def requests(self) -> int:
+        """The number of GETs in progress, and of replies that wait for the disk."""
+        return len(self.streams) + self._held_replies
+
+    def waiting_bytes(self) -> int:
+        """Return how many bytes wait to be sent: replies that are queued here, and what the kernel has taken but not
+        sent. Blocks that were not given to the kernel do not count."""
+        queued = self._replies_bytes - REPLY_BYTES * len(self._replies)
+        if self._parts is None:
+            queued += sum(map(len, self._sending))
+        queue = termios.TIOCOUTQ if self.sock.family == socket.AF_UNIX else _SIOCOUTQNSD
+        try:
+            (unsent,) = _INT.unpack(fcntl.ioctl(self.sock, queue, bytes(_INT.size)))
+        except OSError:  # the connection is lost
+            unsent = 0
+        return int(queued + unsent)
+
+    @property
     def empty(self) -> bool:
         """True if there is nothing to send, now or later."""
         return not (self._busy or self._replies or self.streams or self._held_replies)
@@ -194,6 +218,7 @@ class Outbox:
                 else:
                     sent = self.sock.sendmsg(self._sending[:_IOV])
                 self._state.bytes_out += sent
+                self.sent_bytes += sent
                 if session.tenant is not None:
                     session.tenant.spend(sent)
                 self._progress = now
@@ -221,7 +246,8 @@ class Outbox:
             if outgoing is None:
                 continue  # the stream is resumed by credit or by a commit
             if stream.done:
-                self._state.timing.add(wire.Get, stream.began, stream.fetched)
+                if self._state.timing.add(wire.Get, stream.began, stream.fetched):
+                    self._add_slow(stream)
                 self.end_stream(stream)
             else:
                 self._turn.append(stream)
@@ -229,6 +255,12 @@ class Outbox:
             self._progress = now
             return True
         return False
+
+    def _add_slow(self, stream: ReplyStream) -> None:
+        """Add a GET to the slow log if it belongs there."""
+        waits = stream.waits_s()
+        slow, keys, nbytes = self._state.slow, stream.keys, stream.sent_bytes
+        slow.add(self._session, wire.Get, stream.began, keys, nbytes, running="replies", waits=waits)
 
     def _release_sent(self, all_sent: bool) -> None:
         self.share.give_back(REPLIES, self._sending_replies_bytes)

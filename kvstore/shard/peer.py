@@ -50,6 +50,8 @@ class Peer:
         leases, files: the blocks lent to a client on this host, and the files that the client shares; None if the
         client is not at the Unix socket.
         """
+        state.accepted += 1
+        self.number = state.accepted  # the number of the connection, counted since the shard's start
         self.sock = sock
         self.leases = leases
         self.files = files
@@ -57,7 +59,8 @@ class Peer:
         self.place = ConnectionClass.DOOR  # until it gets a place of another class
         self.host = host
         self.address = f"{host}:{port}"
-        self.session = Session(state.newcomer, state.account)
+        self.received_bytes = 0  # bytes that the client has sent over the connection, after its greeting
+        self.session = Session(state.newcomer, state.account, self.address)
         self.outbox = Outbox(state, sock, share, self.session, to_flush)
         self.jobs = 0  # this client's jobs in the background
         self.promising: set[Promises] = set()  # the namespaces in which it has promised blocks
@@ -71,6 +74,11 @@ class Peer:
     def member(self) -> bool:
         """True if the client is a member of the cluster, or the node itself."""
         return self.place is ConnectionClass.MEMBER
+
+    @property
+    def encrypted(self) -> bool:
+        """True if the client speaks TLS with the process that has handed over this connection."""
+        return self.files is None and self.sock.family == socket.AF_UNIX
 
     @property
     def idle(self) -> bool:

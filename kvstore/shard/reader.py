@@ -117,6 +117,7 @@ class MessageReader:
             alive = self._receiver.receive(budget)
             received = self._receiver.received - before
             self._state.bytes_in += received
+            self.peer.received_bytes += received
             tenant = self.peer.session.tenant
             if tenant is not None:
                 tenant.spend(received)

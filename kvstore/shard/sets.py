@@ -6,8 +6,9 @@ a request breaks a rule, `WireError` is raised, and the reader sends it to the c
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from kvstore.shard.leases import LeaseTotals
 from kvstore.shard.peer import Peer
 from kvstore.shard.purging import Purging
 from kvstore.shard.state import ShardState
+from kvstore.shard.turns import Stage
 from kvstore.store.chains import part_of
 from kvstore.store.expected import split
 from kvstore.store.namespace import NamespaceStore, find_parent
@@ -61,11 +63,27 @@ class Write:
     placed: int = 0  # the number of blocks for which memory was provided; not used with `payload`
     payload: Payload | None = None  # the memory for all blocks; None: each frame gets its own memory
     sums: bytes = b""  # for a SET by references: the checksums so far
+    held_back_s: float = 0.0  # how long its client was not read because the disk was behind
 
     @property
     def arrived(self) -> int:
         """The number of blocks that have arrived or are arriving."""
         return self.placed if self.payload is None else self.payload.arrived
+
+
+class TimedRequest(NamedTuple):
+    """A request that `timing` counts when it is answered.
+
+    began: when the request began, in monotonic seconds.
+    keys, nbytes: the number of its keys, and the bytes of its blocks.
+    held_back_s: see `Write`.
+    """
+
+    request: type[wire.Request]
+    began: float
+    keys: int
+    nbytes: int = 0
+    held_back_s: float = 0.0
 
 
 class Sets:
@@ -215,10 +233,22 @@ class Sets:
                 namespace.delete_on_disk(written)
             self._disk.was_set(namespace, written, self._state.now)
             if request.force:
-                self.reply_for_good(peer, reply, 0, wire.Set, write.began)
+                self.reply_for_good(peer, reply, 0, _timed(write))
                 return
         peer.outbox.reply(reply)
-        self._state.timing.add(wire.Set, write.began)
+        self._count(peer, write)
+
+    def _count(self, peer: Peer, write: Write) -> None:
+        """Count a SET that is answered now."""
+        if self._state.timing.add(wire.Set, write.began):
+            self._note_slow(peer, _timed(write), 0.0)
+
+    def _note_slow(self, peer: Peer, timed: TimedRequest, disk_s: float) -> None:
+        """Add a request to the slow log if it belongs there. `disk_s`: how long its reply has waited for the disk."""
+        request, began, keys, nbytes, held_back_s = timed
+        running: Stage = "disk" if disk_s else "requests"
+        waits: dict[Stage, float] = {"disk": disk_s + held_back_s}
+        self._state.slow.add(peer.session, request, began, keys, nbytes, running=running, waits=waits)
 
     def _refuse_stale(self, peer: Peer, write: Write, generation: int) -> None:
         """Refuse blocks whose generation has ended, perhaps while they were arriving."""
@@ -228,7 +258,7 @@ class Sets:
         outcomes = bytes([Outcome.ERROR]) * count if request.outcomes else b""
         reply = wire.SetReply(request.id, count, 0, 0, 0, 0, count, outcomes, write.evicted, generation)
         peer.outbox.reply(reply)
-        self._state.timing.add(wire.Set, write.began)
+        self._count(peer, write)
 
     def _outcomes(self, write: Write, by_slot: bytes, replaced: npt.NDArray[np.bool_] | None) -> bytes:
         """Return one `Outcome` per block. `by_slot`: the outcomes as far as the slots alone show them."""
@@ -249,26 +279,31 @@ class Sets:
         peer: Peer,
         reply: wire.Reply,
         held: int = 0,
-        request: type[wire.Request] | None = None,
-        began: float = 0.0,
+        timed: TimedRequest | None = None,
     ) -> None:
         """Send a reply when no removed block can come back from disk any more, even if the server dies.
 
         held: the bytes that the removal holds until the reply is sent.
-        request, began: the kind of request that `timing` then counts, and the time when this request began.
+        timed: the request, if it is to be counted then.
         """
         if self._disk is None:
             peer.outbox.reply(reply)
-            if request is not None:
-                self._state.timing.add(request, began)
+            if timed is not None and self._state.timing.add(timed.request, timed.began):
+                self._note_slow(peer, timed, 0.0)
             return
+        waits_since = self._state.now
         peer.share.take(REMOVALS, held)
         send = peer.outbox.hold(reply)
 
         def removed() -> None:
             peer.share.give_back(REMOVALS, held)
             send()
-            if request is not None:
-                self._state.timing.add(request, began, True)
+            if timed is not None and self._state.timing.add(timed.request, timed.began, True):
+                self._note_slow(peer, timed, time.monotonic() - waits_since)
 
         self._disk.after_removals(removed)
+
+
+def _timed(write: Write) -> TimedRequest:
+    nbytes = write.request.count * write.namespace.block_bytes
+    return TimedRequest(wire.Set, write.began, write.request.count, nbytes, write.held_back_s)

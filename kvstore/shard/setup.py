@@ -43,6 +43,7 @@ class ShardConfig(msgspec.Struct, frozen=True):
     unix_users: list[int] = msgspec.field(default_factory=list)  # ids of the users that may connect to `unix_fd`
     transport: str = ""  # how clients on other hosts may read the shard's memory; empty: they may not
     log_format: str = "text"
+    slowlog_ms: int = 0  # the least time of a request in the slow log; 0: there is no slow log
     auth: str = ""  # the file of principals; empty: every client may do everything
     audit: str = ""  # where administrative acts are recorded (a file, "stderr" or "syslog"); empty: nowhere
     scrub_mbps: int = 0  # the speed of the scrubber for the whole server, in MB/s

@@ -10,7 +10,8 @@ import secrets
 
 from kvstore.auth.rights import ALL, Rights
 from kvstore.shard.account import LIMITS, Account
-from kvstore.shard.timing import Timing
+from kvstore.shard.slow_requests import SlowRequests
+from kvstore.shard.timing import NEVER_US, Timing
 from kvstore.shard.turns import LoopWatchdog
 
 
@@ -26,9 +27,16 @@ class ShardState:
         self.draining = False  # new SETs are refused
         self.turns = LoopWatchdog()
         self.timing = Timing()
+        self.slow = SlowRequests(self.turns)
         self.account = Account()
         self.connections = self.streams = 0  # open now
+        self.accepted = 0  # connections since the start
         self.bytes_in = self.bytes_out = self.errors = 0
         self.refused = dict.fromkeys(LIMITS, 0)  # refused requests, by the limit that was reached
         self.sets = self.gets = self.lookups = 0
         self.unauthorized = 0  # requests refused because the connection lacked the right
+
+    def keep_slow_requests(self, limit_ms: int) -> None:
+        """Keep requests that take at least this long in the slow log from now on. 0: none."""
+        self.slow.limit_ms = limit_ms
+        self.timing.limit_us = limit_ms * 1000 or NEVER_US

@@ -28,6 +28,7 @@ from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import STREAM_BYTES
 from kvstore.shard.leases import Leases, References
 from kvstore.shard.search import Positions, Search
+from kvstore.shard.turns import Stage
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.namespaces import ShardStore
 from kvstore.store.tier import Slots
@@ -54,7 +55,10 @@ class ReplyStream:
     __slots__ = (
         "_attributes",
         "_disk",
+        "_disk_s",
+        "_disk_since",
         "_ends",
+        "_first_s",
         "_group",
         "_hit",
         "_leases",
@@ -92,6 +96,9 @@ class ReplyStream:
         self.began = now
         self.credit = request.credit if request.credit > 0 else None
         self.done = False
+        self._first_s = -1.0  # how long it has waited until its first blocks were looked up; below 0 before that
+        self._disk_s = 0.0  # how long it has waited for blocks on disk
+        self._disk_since = 0.0  # since when it waits for these; 0 if it does not
         self._disk = disk
         self._resume = resume  # called when there may be parts to send again
         self._attributes = request.attributes
@@ -113,6 +120,20 @@ class ReplyStream:
     def fetched(self) -> bool:
         """Whether at least one of its blocks was read from disk."""
         return self._search is not None and self._search.fetched
+
+    def waits_s(self) -> dict[Stage, float]:
+        """Return how long the shard has made it wait, by the stage of the loop that was responsible."""
+        return {"replies": max(0.0, self._first_s), "disk": self._disk_s}
+
+    @property
+    def keys(self) -> int:
+        """The number of keys for which the reply is decided: all of them at the end."""
+        return self._hit + self._miss
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of the blocks in the parts made so far."""
+        return self._hit * self.namespace.block_bytes if self.namespace is not None else 0
 
     @property
     def nbytes(self) -> int:
@@ -174,6 +195,8 @@ class ReplyStream:
 
     def _make_group(self, namespace: NamespaceStore, search: Search, now: float) -> bool:
         """Make the next parts ready. Return False if no part can be sent now."""
+        if self._first_s < 0:
+            self._first_s = now - self.began
         block_bytes, per_frame = namespace.block_bytes, namespace.frame_blocks
         room = group = per_frame * max(1, REPLY_GROUP_BYTES // (per_frame * block_bytes))
         if self.credit is not None:
@@ -191,7 +214,12 @@ class ReplyStream:
             return False
         positions, slots = search.take(room, now)
         if not len(positions) and search.undecided:
+            if search.fetched and not self._disk_since:
+                self._disk_since = now
             return False
+        if self._disk_since:
+            self._disk_s += now - self._disk_since
+            self._disk_since = 0.0
         if self.credit is not None:
             self.credit -= len(positions) * block_bytes
         self._places = None

@@ -19,19 +19,22 @@ from typing import Final
 from kvstore.wire import VERBS, Request, RequestTimes
 from kvstore.wire.status import FIRST_BOUND, REQUEST_BOUNDS_S
 
+NEVER_US: Final = 1 << 62  # no request takes that long
 _LAST: Final = len(REQUEST_BOUNDS_S)  # for times over every bound
 
 
 class Timing:
-    """The histograms of one shard. Used by the loop's thread only."""
+    """The histograms of one shard. `limit_us`: the least time of a slow request. Used by the loop's thread only."""
 
     def __init__(self) -> None:
+        self.limit_us = NEVER_US
         # Each list has one count for each bucket and, at the end, the sum of all times in microseconds.
         self._memory = {verb.request: [0] * (_LAST + 2) for verb in VERBS.values() if verb.timed}
         self._disk = {verb.request: [0] * (_LAST + 2) for verb in VERBS.values() if verb.disk}
 
-    def add(self, request: type[Request], began: float, disk: bool = False) -> None:
-        """Count a request that is answered now.
+    def add(self, request: type[Request], began: float, disk: bool = False) -> bool:
+        """Count a request that is answered now. Return whether it took at least `limit_us`, so that it may belong in
+        the slow log.
 
         began: the time when the request began, in monotonic seconds.
         disk: whether the request waited for the disk.
@@ -41,6 +44,7 @@ class Timing:
         bucket = (took_us >> FIRST_BOUND).bit_length()
         row[bucket if bucket < _LAST else _LAST] += 1
         row[-1] += took_us
+        return took_us >= self.limit_us
 
     def rows(self) -> list[RequestTimes]:
         """Return the rows with at least one counted request."""

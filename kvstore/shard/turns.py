@@ -19,6 +19,7 @@ from typing import Final, Generic, Literal, TypeVar, get_args
 SLICE_S: Final = 0.0015  # how long one connection is read at a time, in seconds
 NEW_SLICE_S: Final = 0.00015  # the same for a new connection, so that a thousand of them do not delay each other
 SLOW_TURN_S: Final = 0.05
+KEPT_TURNS: Final = 64
 Stage = Literal["events", "requests", "background", "disk", "replies", "transport", "housekeeping"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 
@@ -131,9 +132,10 @@ class LoopWatchdog:
         self.longest_s = 0.0
         self._began = self._stage_began = self._longest_stage_s = 0.0
         self._longest_stage = STAGES[0]
+        self._last: deque[tuple[float, Stage, float]] = deque(maxlen=KEPT_TURNS)  # slow ones: end, stage, seconds
 
     def begin(self, now: float) -> None:
-        """Begin a turn at the time `now`."""
+        """Begin a turn at the time `now`, in monotonic seconds."""
         self._began = self._stage_began = now
         self._longest_stage_s = 0.0
 
@@ -151,3 +153,16 @@ class LoopWatchdog:
         self.longest_s = max(self.longest_s, took_s)
         if took_s > SLOW_TURN_S:
             self.slow[self._longest_stage] += 1
+            self._last.append((self._stage_began, self._longest_stage, took_s))
+
+    def slow_since(self, began: float, running: Stage) -> dict[Stage, float]:
+        """Return the seconds of the slow turns since a turn began at `began`, and of the present turn. Each turn counts
+        for the stage that took longest. `running`: the present stage of the present turn."""
+        found: dict[Stage, float] = {}
+        for end, stage, took_s in self._last:
+            if end > began:
+                found[stage] = found.get(stage, 0.0) + took_s
+        now = time.monotonic()
+        longest = running if now - self._stage_began > self._longest_stage_s else self._longest_stage
+        found[longest] = found.get(longest, 0.0) + now - self._began
+        return found

@@ -61,6 +61,10 @@ TRANSIENT_TTL_S: Final = 60.0  # the time to live of a transient block if the cl
 MAX_REPLICAS: Final = 3
 MAX_GENERATION: Final = (1 << 63) - 1
 MAX_HOTTEST_BYTES: Final = 8 << 20  # the most bytes of keys in one HOTTEST reply
+MAX_HOTTEST_KEYS: Final = MAX_HOTTEST_BYTES // MAX_KEY_BYTES  # as many keys of any length fit one HOTTEST reply
+MAX_LISTED_CLIENTS: Final = 256  # the most connections in one CLIENTS reply
+MAX_SHOWN_NAME: Final = 64  # characters of the names that a shard keeps for people: of clients, principals, tenants
+MAX_SHOWN_MODEL: Final = 200  # characters of a model's name that are shown
 MAX_DEADLINE_MS: Final = 600_000
 MAX_PROMISE_MS: Final = 600_000
 MAX_SETTING_CHARACTERS: Final = 128  # of the name and of the value of a setting in CONFIGURE
@@ -355,6 +359,20 @@ class Noted(Request, tag=21, frozen=True):
     generation: int
 
 
+class Clients(Request, tag=22, frozen=True):
+    """Request the shard's open connections, in the order in which they were made: up to `MAX_LISTED_CLIENTS` of those
+    whose number is above `after`."""
+
+    deadline_ms: int
+    after: int = 0
+
+
+class Slowlog(Request, tag=23, frozen=True):
+    """Request the last slow requests of the shard."""
+
+    deadline_ms: int
+
+
 class Configure(Request, tag=24, frozen=True):
     """Set the setting `name` to `value` until the server is restarted. Without a name, request all settings that can be
     changed in this way."""
@@ -539,6 +557,58 @@ class Raised(Reply, tag=85, frozen=True):
     generation: int
 
 
+class ConnectedClient(msgspec.Struct, array_like=True, frozen=True):
+    """One open connection of a shard. Times are in seconds. Long names are cut."""
+
+    number: int  # counts the connections since the shard's process started, from 1
+    address: str  # HOST:PORT; at the Unix socket, the user and the process id
+    client: str  # the name that HELLO gave
+    principal: str  # empty without a login
+    tenant: str  # of the namespace or, without one, of the principal; empty: none
+    namespace: str  # its id in hexadecimal; empty: none
+    model: str
+    transport: str  # "tcp", "tls", "unix", "shared memory" or the name of a transport
+    age_s: float  # since the connection was accepted
+    idle_s: float  # since the client last sent something
+    requests: int  # requests that have begun and are not answered
+    bytes_in: int  # received, or copied from the client's memory
+    bytes_out: int  # sent, or lent
+    waiting_bytes: int  # to be sent: replies queued in the shard, and what its kernel has not sent yet
+
+
+class ClientsReply(Reply, tag=86, frozen=True):
+    """`clients`: the connections that the sender's rights include; empty at the end of the list."""
+
+    clients: list[ConnectedClient]
+
+
+class SlowRequest(msgspec.Struct, array_like=True, frozen=True):
+    """One request that took long. Times are in seconds. Long names are cut."""
+
+    at: float  # when it was answered, since 1970
+    verb: str  # "set", "get", "contains" …
+    keys: int
+    bytes: int  # of its blocks: those that a SET brought, or that a GET sent
+    seconds: float  # in the shard, without the time of the client and the wait for other clients' blocks
+    total_s: float  # from the arrival of header and keys to the reply; of a GET, to its last part
+    stage: str  # the stage of the shard's loop that took longest, as in `slow_turns` of INFO
+    stage_s: float  # how long that stage took
+    address: str  # from here on as in `ConnectedClient`
+    client: str
+    principal: str
+    tenant: str
+    namespace: str
+    model: str
+
+
+class SlowlogReply(Reply, tag=87, frozen=True):
+    """`requests`: those that the sender's rights include, the last one first.
+    `limit_ms`: the least time of a slow request; 0 if the shard keeps none."""
+
+    requests: list[SlowRequest]
+    limit_ms: int
+
+
 class RunningSetting(msgspec.Struct, array_like=True, frozen=True):
     """A setting that can be changed while the server runs."""
 
@@ -591,6 +661,7 @@ _PRIORITY: Final = Bound("priority", 0, MAX_PRIORITY, f"a priority of {{}}: expe
 _POSITION: Final = Bound("position", 0, MAX_POSITION, f"a position of {{}} in a chain: expected 0 to {MAX_POSITION}")
 _PIN: Final = Bound("pin_s", 0, MAX_PIN_S, f"a pin of {{}} s: expected 0 to {MAX_PIN_S:g} s")
 _RELEASED: Final = Bound("count", 0, (1 << 63) - 1, "a RELEASE of {} blocks: expected 0 or more, below 2**63")
+_AFTER: Final = Bound("after", 0, (1 << 63) - 1, "connections after number {}: expected 0 or more, below 2**63")
 _PROMISE: Final = Bound("ttl_ms", 1, MAX_PROMISE_MS, f"a promise for {{}} ms: expected 1 to {MAX_PROMISE_MS} ms")
 
 
@@ -702,6 +773,8 @@ VERBS: Final = table(
     Verb(Expire, WRITE, (_TTL,), timed=True),
     Verb(Raise, READ | WRITE | ADMIN, (_GENERATION,), namespace=True),
     Verb(Noted, LOGGED_IN, (_GENERATION,)),
+    Verb(Clients, ADMIN | MONITOR, (_AFTER,), large=True),
+    Verb(Slowlog, ADMIN | MONITOR, large=True),
     Verb(Configure, ADMIN, (_DEADLINE,), _check_configure, large=True),
 )
 """The row of each request."""

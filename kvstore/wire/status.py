@@ -291,6 +291,9 @@ class ShardInfo(msgspec.Struct, frozen=True):
     generation: Annotated[int, Field("generations.highest")] = 0
     # How clients on other hosts may read its memory; empty if they may not.
     transport: Annotated[str, Field("config.transport")] = ""
+    slow_requests: Annotated[dict[str, int], Counter("state.slow.count", "kvstore_slow_requests",
+        "Requests over slowlog_ms, by the stage that took most of their time.", label="stage",
+        info="requests: slow")] = {}
 
     def __post_init__(self) -> None:
         if self.transport == FLAGGED_TRANSPORT:

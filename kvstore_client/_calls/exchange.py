@@ -161,14 +161,17 @@ class Exchange:
     ) -> list[Call]:
         """Send the request `request(id, deadline_ms)` to every shard, wait for the answers, and return the calls.
         Raises if no shard is known, except with `fail_open`. `every_lane`: send it on each connection that is up."""
-        deadline_ms = options.deadline_ms
-
-        def message(call: Call) -> Message:
-            return [[frame(wire.encode(request(call.id, deadline_ms)), False)]]
-
         links = self.pool.links if not every_lane else [lane for each in self.pool.links for lane in usable(each)]
         if not links and not options.fail_open:
             raise self.pool.no_shards()
+        return self.ask(links, lambda call: request(call.id, options.deadline_ms), options)
+
+    def ask(self, links: Iterable[Link], request: Callable[[Call], wire.Request], options: Options) -> list[Call]:
+        """Send the request `request(call)` on each link, wait for the answers, and return the calls."""
+
+        def message(call: Call) -> Message:
+            return [[frame(wire.encode(request(call)), False)]]
+
         calls = [Call(link, self.pool.next_id(), np.empty(0, dtype=np.intp), message) for link in links]
         self.run(calls, time.monotonic() + options.timeout_s)
         return calls
@@ -320,11 +323,7 @@ class Exchange:
             raise
 
     def wait(
-        self,
-        calls: Sequence[Call],
-        deadline: float,
-        patience_s: float | None,
-        enough: Callable[[], bool] | None = None,
+        self, calls: Sequence[Call], deadline: float, patience_s: float | None, enough: Callable[[], bool] | None = None
     ) -> None:
         """Wait for all answers, or until `enough()` is true. Calls that get no answer in time fail."""
         drive(self._answered(calls, deadline, patience_s, enough))

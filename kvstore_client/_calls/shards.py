@@ -6,12 +6,13 @@ They are meant for people, scripts and tests, not for a data path, because each 
 from __future__ import annotations
 
 import time
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
 
 from kvstore import wire
+from kvstore.wire import ErrorCode
 from kvstore.wire.status import segment_slots
 from kvstore_client._calls.batches import keyed_message
 from kvstore_client._calls.exchange import Exchange, outcome
@@ -25,6 +26,7 @@ from kvstore_client.keys import KeyArray, Namespace
 from kvstore_client.results import Location, ShardSettings, ShardStatus, StoreInfo
 
 _Reply = TypeVar("_Reply", bound=wire.Reply)
+_CONFIG: Final = "settings that can be changed while it runs"
 
 
 class Shards:
@@ -62,12 +64,11 @@ class Shards:
         """See `KVStoreClient.purge_shards`."""
         repairs.cancel_all(options.timeout_s / 2)
         generations = self._pool.generations
-        for link in self._pool.links if model or prefix else ():
-            if link.sock is not None and not link.knows_generations:
-                raise ProtocolError(
-                    f"{link.name}: this server has an earlier release, which would purge all namespaces: upgrade "
-                    "the server first, or name the namespace in full. Nothing was removed"
-                )
+        if (model or prefix) and (link := self._earlier()) is not None:
+            raise ProtocolError(
+                f"{link.name}: this server has an earlier release, which would purge all namespaces: upgrade "
+                "the server first, or name the namespace in full. Nothing was removed"
+            )
         generation = max(generations.known + 1, time.time_ns())
 
         def request(number: int, deadline_ms: int) -> wire.Purge:
@@ -79,11 +80,79 @@ class Shards:
             generations.learn(max((reply.generation for reply in replies.values()), default=0))
         return replies
 
+    # ---- what shards keep for operators ----------------------------------------------------------------------
+
+    def clients(self, options: Options) -> dict[str, list[wire.ConnectedClient]]:
+        """See `KVStoreClient.clients`."""
+        self._need_present("list of clients")
+        lists: dict[Link, list[wire.ConnectedClient]] = {link: [] for link in self._pool.links}
+        if not lists and not options.fail_open:
+            raise self._pool.no_shards()
+        after = dict.fromkeys(lists, 0)  # the last number that each shard has sent
+
+        def request(call: Call) -> wire.Clients:
+            return wire.Clients(call.id, options.deadline_ms, after[call.link])
+
+        left, deadline = list(lists), time.monotonic() + options.timeout_s
+        while left:
+            calls = self._exchange.ask(left, request, options.within(deadline - time.monotonic()))
+            answered = {
+                call.link: reply for call, reply in self._known(calls, wire.ClientsReply, options, "list of clients")
+            }
+            for link in left:
+                if link not in answered:
+                    del lists[link]
+            left = []
+            for link, reply in answered.items():
+                lists[link] += reply.clients
+                if reply.clients and reply.clients[-1].number > after[link]:
+                    after[link] = reply.clients[-1].number
+                    left.append(link)
+        return {link.name: found for link, found in lists.items()}
+
+    def hottest(self, count: int, options: Options) -> dict[str, list[bytes]]:
+        """See `KVStoreClient.hottest`."""
+        calls = self._exchange.ask_all(lambda number, ms: wire.Hottest(number, ms, 0, count), options)
+        found = {}
+        for call, reply in _answered(calls, wire.HottestReply, options):
+            size = reply.key_bytes
+            if reply.keys and not (
+                wire.MIN_KEY_BYTES <= size <= wire.MAX_KEY_BYTES
+                and len(reply.keys) % size == 0
+                and len(reply.keys) <= count * size
+            ):
+                raise ProtocolError(
+                    f"{call.link}: {len(reply.keys)} bytes of keys of {size} bytes: expected at most {count} keys"
+                )
+            found[call.link.name] = [reply.keys[at : at + size] for at in range(0, len(reply.keys), size or 1)]
+        return found
+
+    def slow_requests(self, options: Options) -> dict[str, wire.SlowlogReply]:
+        """See `KVStoreClient.slow_requests`."""
+        self._need_present("slow log")
+        calls = self._exchange.ask_all(wire.Slowlog, options)
+        return {call.link.name: reply for call, reply in self._known(calls, wire.SlowlogReply, options, "slow log")}
+
+    def _earlier(self) -> Link | None:
+        """Return a connected shard whose release speaks only an earlier version of the protocol, if there is one."""
+        return next((link for link in self._pool.links if link.sock is not None and not link.knows_generations), None)
+
+    def _need_present(self, what: str) -> None:
+        """Raise `ProtocolError` if a connected shard has an earlier release, which does not have `what`."""
+        if (link := self._earlier()) is not None:
+            raise _too_old(link, what)
+
+    @staticmethod
+    def _known(calls: list[Call], expected: type[_Reply], options: Options, what: str) -> list[tuple[Call, _Reply]]:
+        """Like `_answered`, for requests that a shard of an earlier release refuses because it does not know them."""
+        for call in calls:
+            if isinstance(call.reply, wire.Error) and call.reply.code == ErrorCode.PROTOCOL:
+                raise _too_old(call.link, what)
+        return _answered(calls, expected, options)
+
     def configure(self, options: Options, name: str = "", value: str = "") -> list[ShardSettings]:
         """See `KVStoreClient.config_get` and, with a name, `KVStoreClient.config_set`."""
-        for link in self._pool.links:
-            if link.sock is not None and not link.knows_generations:  # CONFIGURE and generations are of one version
-                raise _too_old(link)
+        self._need_present(_CONFIG)
 
         def request(number: int, deadline_ms: int) -> wire.Configure:
             return wire.Configure(number, deadline_ms, name, value)
@@ -196,21 +265,18 @@ def _answered(calls: list[Call], expected: type[_Reply], options: Options) -> li
     return [(call, reply) for call, reply in replies if reply is not None]
 
 
+def _too_old(link: Link, what: str) -> ProtocolError:
+    return ProtocolError(f"{link}: this server has an earlier release, which has no {what}: upgrade the server")
+
+
 def _settings_of(call: Call) -> ShardSettings:
     link, reply = call.link, call.reply
     name, endpoint = link.name, _endpoint(link)
     if isinstance(reply, wire.ConfigureReply) and call.error is None:
         return ShardSettings(name, endpoint, reply.settings, reply.before)
     unknown = isinstance(reply, wire.Error) and reply.code == wire.ErrorCode.PROTOCOL
-    error = _too_old(link) if unknown else call.error or protocol_error(link, reply)
+    error = _too_old(link, _CONFIG) if unknown else call.error or protocol_error(link, reply)
     return ShardSettings(name, endpoint, error=error)
-
-
-def _too_old(link: Link) -> ProtocolError:
-    return ProtocolError(
-        f"{link}: this server is older and changes no settings while it runs: upgrade it, or change the setting in its "
-        "configuration and restart it"
-    )
 
 
 def _zone(place: ShardEntry) -> str:

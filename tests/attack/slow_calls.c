@@ -1,7 +1,7 @@
 /* Delays calls on files below a folder, once a trigger file exists.
 
    Preloaded into a server: SLOW_CALLS_FOLDER is the folder, SLOW_CALLS_TRIGGER the file, whose content says which calls
-   are delayed ("fallocate", "open" or "unlink"), SLOW_CALLS_MS for how long. */
+   are delayed ("fallocate", "open", "pread" or "unlink"), SLOW_CALLS_MS for how long. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -35,17 +35,33 @@ static void delay(const char *call, const char *path)
     errno = saved;
 }
 
+static void delay_fd(const char *call, int fd)
+{
+    char link[64], path[PATH_MAX] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    if (readlink(link, path, sizeof path - 1) > 0)
+        delay(call, path);
+}
+
 int fallocate(int fd, int mode, off_t offset, off_t size)
 {
     static int (*next)(int, int, off_t, off_t);
-    char link[64], path[PATH_MAX] = "";
     if (next == NULL)
         *(void **)&next = dlsym(RTLD_NEXT, "fallocate");
-    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    if (readlink(link, path, sizeof path - 1) > 0)
-        delay("fallocate", path);
+    delay_fd("fallocate", fd);
     return next(fd, mode, offset, size);
 }
+
+ssize_t pread(int fd, void *to, size_t size, off_t at)
+{
+    static ssize_t (*next)(int, void *, size_t, off_t);
+    if (next == NULL)
+        *(void **)&next = dlsym(RTLD_NEXT, "pread");
+    delay_fd("pread", fd);
+    return next(fd, to, size, at);
+}
+
+ssize_t pread64(int fd, void *to, size_t size, off64_t at) { return pread(fd, to, size, at); }
 
 int fallocate64(int fd, int mode, off64_t offset, off64_t size) { return fallocate(fd, mode, offset, size); }
 

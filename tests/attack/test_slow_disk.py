@@ -5,13 +5,15 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from kvstore.wire import SlowRequest
 from kvstore_client import KVStoreClient
 from tests.attack.scale import FULL, LONGEST_S
-from tests.support.disk import disk_flags, disk_info, wait_until_on, wait_until_written
+from tests.support.disk import disk_flags, disk_info, fill, wait_until_on, wait_until_written
 from tests.support.harness import (
     GET,
     PART,
@@ -119,3 +121,44 @@ def test_a_waiting_read_ends_in_time_though_its_client_waits_for_disk(
         assert time.monotonic() - began < 4.0, "it waited for the disk"
         assert disk_info(client).behind
         trigger.unlink()
+
+
+def test_requests_that_wait_for_the_disk_are_in_the_slow_log(
+    slow_server: SlowServer, new_namespace: MakeNamespace, trigger: Path
+) -> None:
+    server = slow_server(1.0)
+    namespace = new_namespace(BLOCK)
+    [key, *many] = make_keys(1200)
+    head, named, *payload = set_frames(1, [key], blocks_of([key], BLOCK))
+    with (
+        KVStoreClient(server.endpoint, namespace, timeout_s=30) as client,
+        KVStoreClient(server.endpoint, namespace, timeout_s=30) as flood,
+        RawClient(server) as raw,
+    ):
+
+        def slow(verb: str) -> SlowRequest | None:
+            (log,) = client.slow_requests().values()
+            return next((row for row in log.requests if row.client == "raw" and row.verb == verb), None)
+
+        wait_until_on(client)
+        raw.hello(namespace.canonical())
+        raw.send(head, named, more=True)
+        trigger.write_text("fallocate")
+        with ThreadPoolExecutor(1) as threads:
+            flooding = threads.submit(flood.set, many[:400], blocks_of(many[:400], BLOCK))
+            wait_until(lambda: disk_info(client).behind)
+            raw.send(*payload)  # the server reads it only when the disk has caught up
+            assert raw.reply()[0][0] == SET_REPLY
+            trigger.unlink()
+            flooding.result(60)
+        row = wait_until(lambda: slow("set"))
+        assert (row.stage, row.keys, row.bytes) == ("disk", 1, BLOCK) and 0.1 < row.seconds <= row.total_s
+
+        fill(client, many[400:], BLOCK)  # so many blocks that the first ones are only on disk
+        wait_until_written(client)
+        trigger.write_text("pread")
+        raw.send(pack(GET, 2, 60_000, 1, 16), key)
+        assert raw.reply()[0][:2] == [PART, 2]
+        trigger.unlink()
+        row = wait_until(lambda: slow("get"))
+        assert (row.stage, row.keys, row.bytes) == ("disk", 1, BLOCK) and 0.9 < row.seconds <= row.total_s

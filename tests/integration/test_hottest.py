@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from kvstore import wire
 from kvstore.shard.account import MAX_HELD_BYTES
 from kvstore.wire import ErrorCode
 from kvstore_client import KVStoreClient, Namespace
+from tests.support import forked
 from tests.support.disk import disk_flags, fill, wait_until_on, wait_until_written
 from tests.support.harness import (
     ERROR,
@@ -17,11 +19,13 @@ from tests.support.harness import (
     RawClient,
     Server,
     StartServer,
+    environment,
     make_keys,
     pack,
     put,
     wait_until,
 )
+from tests.support.logins import Guarded
 
 HOTTEST, HOTTEST_REPLY = 13, 75
 LRU = ("--policy", "lru")
@@ -148,3 +152,68 @@ def test_both_tiers_form_one_list(
         client.get(oldest[:10])  # from disk
         assert set(hottest(server, namespace, 0, 10)[0]) == set(oldest[:10])
         assert hottest(server, namespace)[1] == 400
+
+
+# ---- the call and the command --------------------------------------------------------------------------------------
+
+
+def kvstore_keys(server: Server, namespace: Namespace, *arguments: str, status: int = 0, **variables: str) -> str:
+    done = forked.run(
+        *("kvstore_cli", "keys", "--namespace", namespace.canonical().decode(), "--endpoint", server.endpoint),
+        *arguments,
+        env=environment(**variables),
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return str(done.stdout + done.stderr)
+
+
+def test_the_command_shows_the_keys_used_last(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    server, namespace, keys = start_server("--shards", "2"), new_namespace(), make_keys(60)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        assert kvstore_keys(server, namespace) == "The namespace has no blocks.\n"
+        for key in keys:
+            put(client, [key])
+        client.get(keys[7:8])
+        client.get(keys[3:4])
+        lists = client.hottest(count=60)
+        assert sorted(key for found in lists.values() for key in found) == sorted(keys)
+        document = json.loads(kvstore_keys(server, namespace, "--hottest", "60", "--json"))
+        assert document["silent"] == [] and document["block_bytes"] == namespace.block_bytes
+        rows = document["keys"]
+        assert [row["rank"] for row in rows] == sorted(row["rank"] for row in rows)
+        numbers = {shard.name: f"{shard.node}/{shard.info.shard}" for shard in client.shards() if shard.info}
+        by_shard = {numbers[name]: [key.hex() for key in found] for name, found in lists.items()}
+        for shard, found in by_shard.items():
+            assert [row["key"] for row in rows if row["shards"] == [shard]] == found
+        used = [keys[3].hex(), keys[7].hex(), *(key.hex() for key in reversed(keys))]
+        for found in by_shard.values():
+            assert found == list(dict.fromkeys(key for key in used if key in found)), "the last use comes first"
+        shown = kvstore_keys(server, namespace, "--hottest", "4").splitlines()
+        assert [line.split()[:2] for line in shown] == [[str(row["rank"]), row["key"]] for row in rows[:4]]
+        assert keys[3].hex() in [row["key"] for row in rows[:2]]
+        assert "--hottest" in kvstore_keys(server, namespace, "--hottest", "0", status=2)
+        with pytest.raises(ValueError, match="count"):
+            client.hottest(count=0)
+
+
+def test_a_key_that_several_shards_have_is_shown_once(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    servers, namespace, keys = [start_server(), start_server()], new_namespace(), make_keys(5)
+    endpoints = [server.endpoint for server in servers]
+    with KVStoreClient(endpoints, namespace, replicas=2) as client:
+        put(client, keys)
+    rows = json.loads(kvstore_keys(servers[0], namespace, "--endpoint", endpoints[1], "--json"))["keys"]
+    assert [row["key"] for row in rows] == [key.hex() for key in keys]
+    assert all(len(row["shards"]) == 2 for row in rows)
+
+
+def test_the_command_needs_the_verb_admin(guarded: Guarded, new_namespace: MakeNamespace) -> None:
+    namespace, keys = new_namespace(), make_keys(3)
+    with KVStoreClient(guarded.server.endpoint, namespace, token=guarded.tokens["all"]) as client:
+        put(client, keys)
+    shown = kvstore_keys(guarded.server, namespace, KVSTORE_TOKEN=guarded.tokens["admin"])
+    assert [line.split()[1] for line in shown.splitlines()] == [key.hex() for key in keys]
+    for who in ("read", "monitor"):
+        refused = kvstore_keys(guarded.server, namespace, status=1, KVSTORE_TOKEN=guarded.tokens[who])
+        assert f"HOTTEST: principal '{who}' may not: this needs the verb admin" in refused
+    other = kvstore_keys(guarded.server, namespace, KVSTORE_TOKEN=guarded.tokens["other"])
+    assert other == "The namespace has no blocks.\n", "another tenant has another namespace"

@@ -314,6 +314,32 @@ def test_a_lying_server_causes_errors_or_misses_but_never_wrong_bytes(
         shard.join()
 
 
+@pytest.mark.parametrize("protocol", [3, 4])
+def test_a_server_that_does_not_know_a_request_is_named(
+    router: zmq.Socket[bytes], new_namespace: MakeNamespace, protocol: int
+) -> None:
+    """A server of version 3 is not asked. Another server that does not know the request answers with ERROR."""
+    asked: list[int] = []
+
+    def answer(fields: list[Any], _: list[bytes]) -> list[list[bytes]]:
+        asked.append(fields[0])
+        return [[pack(127, fields[1], 1, "the header is not a request of protocol 4: Invalid value 22 - at `$[0]`")]]
+
+    shard = FakeShard(router, answer, protocol)
+    shard.start()
+    try:
+        with KVStoreClient(f"tcp://127.0.0.1:{shard.port}", new_namespace(64), timeout_s=5.0) as client:
+            expected = rf"127\.0\.0\.1:{shard.port}: this server has an earlier release, .* clients: upgrade the server"
+            with pytest.raises(ProtocolError, match=expected):
+                client.clients()
+            with pytest.raises(ProtocolError, match=expected.replace("clients", "log")):
+                client.slow_requests()
+    finally:
+        shard.stop.set()
+        shard.join()
+    assert asked == ([] if protocol == 3 else [22, 23])
+
+
 def test_a_server_that_names_a_nonexistent_shard_is_refused(
     router: zmq.Socket[bytes], new_namespace: MakeNamespace
 ) -> None:

@@ -65,7 +65,7 @@ def test_a_field_added_by_one_line_is_shown_everywhere(changed: Path, tmp_path: 
         (shard,) = json.loads(run("info", "--json"))["shards"]
         assert shard["wishes"] == 5
         sets = next(line for line in run("info", "--shards").splitlines() if "wishes" in line)
-        assert sets.split() == ["shard", "sets", "gets", "lookups", "received", "sent", "wishes"]
+        assert sets.split() == ["shard", "sets", "gets", "lookups", "received", "sent", "slow", "wishes"]
         top = json.loads(run("top", "--once", "--json", "--interval", "0.2", "--sort", "wishes"))
         assert top["all"]["wishes"] == 0  # since the first sample
         assert "wishes▼" in run("top", "--once", "--interval", "0.2", "--sort", "wishes")

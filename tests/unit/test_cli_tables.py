@@ -19,10 +19,25 @@ import msgspec
 
 from kvstore.auth.policy import Policy
 from kvstore.disk.verify import VerifyReport
-from kvstore_cli import auth, bench, cluster_status, config, load_tables, plan_tables, size, verify
+from kvstore_cli import (
+    auth,
+    bench,
+    blocks,
+    clients,
+    cluster_status,
+    config,
+    load_tables,
+    plan_tables,
+    size,
+    slowlog,
+    verify,
+)
 from kvstore_cli.bench import BenchReport
+from kvstore_cli.blocks import HotKeys
+from kvstore_cli.clients import ShownClients
 from kvstore_cli.cluster_status import ClusterStatus
 from kvstore_cli.sizing import Sizing
+from kvstore_cli.slowlog import SlowLog
 from kvstore_serving.load.report import LoadReport
 from kvstore_serving.load.sweep import RateSweep
 from kvstore_serving.planning.document import PlanDocument
@@ -35,6 +50,13 @@ CASES: dict[str, tuple[type, Callable[[Any], None]]] = {
     "auth": (Policy, lambda policy: auth._print(auth._rows(policy))),
     "bench": (BenchReport, bench.print_bench),
     "verify": (VerifyReport, verify.print_verified),
+    "keys": (HotKeys, blocks.print_keys),
+    "slowlog": (SlowLog, slowlog.print_slow_requests),
+    "clients": (ShownClients, lambda found: clients.print_clients(msgspec.structs.replace(found, by="connection"))),
+    "clients, grouped": (
+        ShownClients,
+        lambda found: clients.print_clients(msgspec.structs.replace(found, by="client", clients=[])),
+    ),
     "size": (Sizing, size.print_size),
     "cluster": (ClusterStatus, cluster_status.print_status),
     "config get": (config.SettingRows, config.print_settings),

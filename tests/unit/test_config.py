@@ -88,6 +88,7 @@ def test_every_setting_can_come_from_every_source(write: Any) -> None:
         "transient_memory": "2.5%",
         "log_level": "error",
         "log_format": "json",
+        "slowlog_ms": 250,
         "http": "[::]:9100",
         "policy": "lru",
         "ttl_seconds": 3600,

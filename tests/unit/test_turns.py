@@ -84,3 +84,29 @@ def test_a_slow_turn_counts_for_its_most_expensive_stage(monkeypatch: pytest.Mon
         watch.end()
     assert watch.slow == {**dict.fromkeys(STAGES, 0), "disk": 3}
     assert watch.longest_s == pytest.approx(3 * SLOW_TURN_S + 0.0002)
+
+
+def test_the_slow_turns_since_a_request_began_count_for_their_longest_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(turns.time, "monotonic", lambda: now)
+    watch = LoopWatchdog()
+    began = 0.0
+    for stage, took in (("disk", 0.2), ("background", 0.3), ("disk", 0.01), ("replies", 0.1), ("background", 0.1)):
+        if stage == "background" and not began:
+            began = now
+        watch.begin(now)
+        now += took
+        watch.done(stage)  # type: ignore[arg-type]
+        now += 0.001
+        watch.done("housekeeping")
+        watch.end()
+    watch.begin(now)
+    now += 0.002
+    watch.done("events")
+    now += 0.005
+    found = watch.slow_since(began, "requests")
+    assert found == pytest.approx({"background": 0.402, "replies": 0.101, "requests": 0.007})
+    assert watch.slow_since(now, "requests") == pytest.approx({"requests": 0.007})
+    watch.done("requests")
+    now += 0.001
+    assert watch.slow_since(now, "background") == pytest.approx({"requests": 0.008})

@@ -121,6 +121,7 @@ SHARD_INFO = wire.ShardInfo(
     requests=[wire.RequestTimes("get", "disk", 0.25, [0, 3, 1])],
     generation=1_790_000_000_000_000_002,
     transport="nixl",
+    slow_requests={"disk": 3},
 )
 
 REQUESTS: dict[str, wire.Request] = {
@@ -160,6 +161,8 @@ REQUESTS: dict[str, wire.Request] = {
     "configure": wire.Configure(17, 10_000, "log-level", "debug"),
     "configure_list": wire.Configure(18, 10_000),
     "expire": wire.Expire(16, 10_000, 64, 17, 86_400.0),
+    "clients": wire.Clients(17, 10_000, 256),
+    "slowlog": wire.Slowlog(18, 10_000),
 }
 REPLIES: dict[str, wire.Reply] = {
     "welcome": wire.Welcome(
@@ -204,6 +207,25 @@ REPLIES: dict[str, wire.Reply] = {
     "promise_reply": wire.PromiseReply(14, b"\x00\x01\x02"),
     "withdraw_reply": wire.WithdrawReply(15, 62),
     "expire_reply": wire.ExpireReply(16, b"\x01\x00\x01"),
+    "clients_reply": wire.ClientsReply(
+        17,
+        [
+            wire.ConnectedClient(
+                *(257, "10.0.0.7:41234", "kvstore-client/0.1.0 pid=7", "chat-engines", "chat", NAMESPACE.id, "m/7B"),
+                *("tcp", 3600.5, 0.25, 2, 917_504, 4 << 30, 65_536),
+            )
+        ],
+    ),
+    "slowlog_reply": wire.SlowlogReply(
+        18,
+        [
+            wire.SlowRequest(
+                *(1_790_000_000.5, "get", 64, 58_720_256, 0.75, 1.5, "disk", 0.5, "10.0.0.7:41234"),
+                *("kvstore-client/0.1.0 pid=7", "chat-engines", "chat", NAMESPACE.id, "m/7B"),
+            )
+        ],
+        100,
+    ),
     "configure_reply": wire.ConfigureReply(
         17, [wire.RunningSetting("log-level", "debug", "info", "one of debug, info", "--log-level debug")], "info"
     ),

@@ -77,7 +77,7 @@ from kvstore_client.vllm.shared.engine_checks import (
     recompute_failed_loads,
 )
 from kvstore_client.vllm.shared.model_identity import adapter_settings
-from kvstore_client.vllm.shared.releases import BINDS_MANAGER, CacheHitSource, KVConnectorTransferResults, manager_of
+from kvstore_client.vllm.shared.releases import CacheHitSource, binds_manager, manager_of, transfer_results
 from kvstore_client.vllm.shared.store_options import parse_options
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
-        if not BINDS_MANAGER:
+        if not binds_manager():
             self._cache = EngineCache(manager_of(gpu_block_pool))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], object]) -> None:
@@ -536,7 +536,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         saved, loaded = self.get_finished(finished_req_ids)
         failed = self._worker.loads.take_failed_requests() if self._worker else set()
-        return KVConnectorTransferResults(saved or set(), loaded or set(), failed)
+        return transfer_results()(saved or set(), loaded or set(), failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.loads.take_failed_block_ids() if self._worker else set()

@@ -29,15 +29,16 @@ def check_hash_reproducible(vllm_config: VllmConfig) -> None:
     function = get_hash_fn_by_name(algorithm)
     if first_parent(function) == first_parent(function):
         return
+    lost = "No engine would find the blocks of another engine, or its own blocks after a restart."
     if HASHES_REPRODUCIBLY:
-        cause = f"--prefix-caching-hash-algo is {algorithm!r}, whose"
-        remedy = "Set --prefix-caching-hash-algo sha256 (or sha256_cbor), or set"
-    else:
-        cause, remedy = "in this release of vLLM,", "Set"
+        raise ValueError(
+            f"kvstore: --prefix-caching-hash-algo is {algorithm!r}, whose block hashes differ in every process unless "
+            f"PYTHONHASHSEED is set. {lost} Set --prefix-caching-hash-algo sha256 (or sha256_cbor), or set "
+            "PYTHONHASHSEED to the same value for every engine"
+        )
     raise ValueError(
-        f"kvstore: {cause} block hashes differ in every process unless PYTHONHASHSEED is set. No engine would find the "
-        f"blocks of another engine, or its own blocks after a restart. {remedy} PYTHONHASHSEED to the same value for "
-        "every engine"
+        "kvstore: in this release of vLLM, block hashes differ in every process unless PYTHONHASHSEED is set. "
+        f"{lost} Set PYTHONHASHSEED to the same value for every engine"
     )
 
 

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstore_client.vllm.shared.block_hashes import check_hash_reproducible
-from kvstore_client.vllm.shared.releases import KVConnectorTransferResults, hash_tokens, layer_specs, tokens_per_state
+from kvstore_client.vllm.shared.releases import hash_tokens, layer_specs, tokens_per_state, transfer_results
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -25,7 +25,7 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     check_hash_reproducible(vllm_config)
     check_inputs(vllm_config)
     groups = [layer_specs(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    if len(groups) > 1 and KVConnectorTransferResults is None:
+    if len(groups) > 1 and transfer_results() is None:
         raise ValueError(
             f"kvstore: the cache of this model has {len(groups)} groups of layers, and this release of vLLM cannot "
             "compute a request again when not all of its blocks can be loaded. Start the engine with "

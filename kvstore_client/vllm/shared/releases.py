@@ -7,21 +7,21 @@ back, or a build of a commit between releases, works too. `docs/vllm.md` says wh
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash
-from vllm.v1.core.sched.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
 
@@ -39,17 +39,7 @@ def _found(module: str, name: str) -> Any:
 # Since 0.32: where cached tokens came from. Earlier releases do not ask.
 CacheHitSource: Final = _found("vllm.v1.metrics.cache_hit_source", "CacheHitSource")
 
-# Since 0.30: the results of transfers, with the requests whose blocks could not be loaded. Earlier releases ask for the
-# ids of such blocks, which works only for a cache with one group.
-KVConnectorTransferResults: Final = _found(
-    "vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorTransferResults"
-)
-
-# Since 0.30, the scheduler gives its connector the manager of its cache. Before, only the manager's pool of blocks.
-BINDS_MANAGER: Final = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
-
-# Since 0.29, a step carries the block tables of its requests.
-_CARRIES_TABLES: Final = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+_CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"  # importing it takes a second
 
 # Since 0.29, block hashes begin with a seed that is the same in all processes, unless the hash is not cryptographic.
 # In 0.28 the seed is random, unless PYTHONHASHSEED is set.
@@ -58,6 +48,21 @@ HASHES_REPRODUCIBLY: Final = _resolve_seed is not None
 
 # Since 0.31, the extra keys of a hash have tags, which KV events leave out.
 _untagged: Final = getattr(kv_cache_utils, "to_event_extra_keys", None)
+
+
+@functools.cache
+def transfer_results() -> Any:
+    """Since 0.30, this is the class of the results of transfers, which name the requests whose blocks could not be
+    loaded. Earlier releases ask for the ids of such blocks, which works only for a cache with one group. The result is
+    then None."""
+    return _found(_CONNECTOR, "KVConnectorTransferResults")
+
+
+@functools.cache
+def binds_manager() -> bool:
+    """Return whether the scheduler gives its connector the manager of its cache, as it does since 0.30. Earlier releases
+    give it only the manager's pool of blocks."""
+    return hasattr(_found(_CONNECTOR, "KVConnectorBase_V1"), "bind_kv_cache_manager")
 
 
 class BlockTables(NamedTuple):
@@ -73,7 +78,7 @@ class BlockTables(NamedTuple):
 
 def block_tables(output: SchedulerOutput, manager: KVCacheManager | None) -> BlockTables | None:
     """Return the block tables of the step that was just scheduled; None if the engine gives its connector none."""
-    if not _CARRIES_TABLES:
+    if not hasattr(output, "kv_connector_block_state"):  # before 0.29
         return BlockTables(manager.get_block_ids, {}) if manager is not None else None
     state = output.kv_connector_block_state
     if state is None:
