@@ -15,7 +15,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import hash_block_tokens
 
 from kvstore_client import Namespace
-from kvstore_client.vllm.shared.releases import HASHES_REPRODUCIBLY, first_parent
+from kvstore_client.vllm.shared.releases import first_parent, hashes_reproducibly
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +30,7 @@ def check_hash_reproducible(vllm_config: VllmConfig) -> None:
     if first_parent(function) == first_parent(function):
         return
     lost = "No engine would find the blocks of another engine, or its own blocks after a restart."
-    if HASHES_REPRODUCIBLY:
+    if hashes_reproducibly():
         raise ValueError(
             f"kvstore: --prefix-caching-hash-algo is {algorithm!r}, whose block hashes differ in every process unless "
             f"PYTHONHASHSEED is set. {lost} Set --prefix-caching-hash-algo sha256 (or sha256_cbor), or set "

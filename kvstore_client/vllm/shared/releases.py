@@ -14,13 +14,11 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.kv_cache_utils import BlockHash
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
@@ -39,15 +37,9 @@ def _found(module: str, name: str) -> Any:
 # Since 0.32: where cached tokens came from. Earlier releases do not ask.
 CacheHitSource: Final = _found("vllm.v1.metrics.cache_hit_source", "CacheHitSource")
 
-_CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"  # importing it takes a second
-
-# Since 0.29, block hashes begin with a seed that is the same in all processes, unless the hash is not cryptographic.
-# In 0.28 the seed is random, unless PYTHONHASHSEED is set.
-_resolve_seed: Final = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
-HASHES_REPRODUCIBLY: Final = _resolve_seed is not None
-
-# Since 0.31, the extra keys of a hash have tags, which KV events leave out.
-_untagged: Final = getattr(kv_cache_utils, "to_event_extra_keys", None)
+# Modules that take a second to import. So they are imported when they are needed.
+_CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_HASHES: Final = "vllm.v1.core.kv_cache_utils"
 
 
 @functools.cache
@@ -105,20 +97,30 @@ def failed_requests(output: KVConnectorOutput) -> Iterable[str]:
     return getattr(output, "failed_recving", None) or ()
 
 
+def hashes_reproducibly() -> bool:
+    """Return whether block hashes begin with a seed that is the same in all processes, unless the hash is not
+    cryptographic. In 0.28, the seed is random unless PYTHONHASHSEED is set."""
+    return _found(_HASHES, "resolve_none_hash_seed") is not None
+
+
 def first_parent(function: Callable[[Any], bytes]) -> BlockHash:
     """Return the hash that stands before a prompt's first block, as `init_none_hash` makes it. It differs from call to
     call if it differs from process to process."""
-    if _resolve_seed is not None:
-        return BlockHash(function(_resolve_seed(function)))
+    from vllm.v1.core.kv_cache_utils import BlockHash
+
+    if hashes_reproducibly():
+        return BlockHash(function(_found(_HASHES, "resolve_none_hash_seed")(function)))
     seed = os.getenv("PYTHONHASHSEED")
     return BlockHash(os.urandom(32) if seed is None else function(seed))
 
 
 def event_extra_keys(extra_keys: tuple[Any, ...] | None) -> list[tuple[Any, ...] | None] | None:
-    """Return the extra keys of one block in the form of KV events."""
-    if _untagged is None:
+    """Return the extra keys of one block in the form of KV events. Since 0.31, the extra keys of a hash have tags, which
+    events leave out."""
+    untagged = _found(_HASHES, "to_event_extra_keys")
+    if untagged is None:
         return None if extra_keys is None else [extra_keys]
-    keys: list[tuple[Any, ...] | None] | None = _untagged([extra_keys])
+    keys: list[tuple[Any, ...] | None] | None = untagged([extra_keys])
     return keys
 
 
@@ -127,7 +129,7 @@ def hash_tokens(cache: KVCacheConfig, config: VllmConfig) -> int | None:
     if hasattr(cache, "hash_block_size"):  # since 0.32
         tokens: int | None = cache.hash_block_size
     else:
-        _, tokens = kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)
+        _, tokens = _found(_HASHES, "resolve_kv_cache_block_sizes")(cache, config)
     return tokens
 
 
