@@ -24,7 +24,7 @@ import numpy as np
 from kvstore.sizes import format_size
 from kvstore.store.namespaces import INDEX_OVERHEAD_BYTES, SLOT_BYTES
 from kvstore.wire import ShardInfo
-from kvstore.wire.status import segment_slots
+from kvstore.wire.status import TAKES_NO_BLOCKS, segment_slots
 from kvstore_cli.plain_table import columns, print_table
 from kvstore_cli.progress import progress_bar
 from kvstore_cli.store_state import owners_of
@@ -271,7 +271,7 @@ def room_for(shard: ShardInfo, block_bytes: int) -> int:
     segment_index_bytes = slots * (BENCH_KEY_BYTES + SLOT_BYTES) * tiers
     free_bytes = free * shard.segment_bytes + INDEX_OVERHEAD_BYTES - shard.index_bytes
     room = max(0, min(free, free_bytes // (shard.segment_bytes + segment_index_bytes))) * slots
-    if shard.disk is not None and shard.disk.state != "off":
+    if shard.disk is not None and shard.disk.state not in TAKES_NO_BLOCKS:
         # One segment is left free, because the space of a deleted block is free only after the deletion has been
         # written.
         room = min(room, max(0, shard.disk.segments_free - 1) * (shard.disk.segment_bytes // block_bytes))

@@ -3,6 +3,7 @@ tables of `info_tables.py` show the same shard by shard."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -14,6 +15,7 @@ from kvstore.node.rates import hit_rate, table_of, took_s, total
 from kvstore.node.status import TenantRow, model_of, tenant_of, tenant_rows
 from kvstore.sizes import format_size
 from kvstore.wire import NamespaceInfo, ShardInfo
+from kvstore.wire.status import TAKES_NO_BLOCKS
 from kvstore_cli.options import ID_DIGITS
 from kvstore_cli.plain_table import columns, fitting_table, print_table
 from kvstore_cli.store_state import StoreState
@@ -57,9 +59,9 @@ def _p99(shards: Iterable[ShardInfo], verb: str) -> str:
 
 def _disk(shards: Sequence[ShardInfo]) -> str:
     disks = [shard.disk for shard in shards if shard.disk is not None]
-    off = sum(disk.state == "off" for disk in disks)
     use = _use(sum(disk.used_bytes for disk in disks), sum(disk.limit_bytes for disk in disks))
-    return f"{use}, {off} off" if off else use
+    failed = Counter(disk.state for disk in disks if disk.state in TAKES_NO_BLOCKS)
+    return ", ".join([use, *(f"{count} {state}" for state, count in sorted(failed.items()))])
 
 
 # By heading. A narrow terminal leaves out the first of `_SUMMARY_LEFT_OUT_FIRST`.
@@ -178,5 +180,5 @@ def _print_nodes(state: StoreState) -> None:
         print(f"a wider terminal also shows: {', '.join(left_out)}")
     print()
     for name, shard in zip(state.nodes, state.shards, strict=True):
-        if shard.disk is not None and shard.disk.state == "off":
-            print(f"{name}/{shard.shard}: its disk tier is off: {shard.disk.reason}\n")
+        if shard.disk is not None and shard.disk.state in TAKES_NO_BLOCKS:
+            print(f"{name}/{shard.shard}: its disk tier is {shard.disk.state}: {shard.disk.reason}\n")

@@ -38,6 +38,7 @@ SEGMENTS: Final = "segments"
 SEGMENT_SUFFIX: Final = ".seg"
 INDEX: Final = "index"
 DISK_LOCK_WAIT_S: Final = 5.0
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})  # the errors of a full file system, or of a used up quota
 _FORMAT_NAME: Final = "kvstore-disk"
 _TEMPORARY: Final = "FORMAT.new"
 _SHAPE: Final = ("shards", "segment_bytes", "identity")
@@ -181,8 +182,7 @@ def lock_shard(directory: Path) -> int:
     try:
         if not flock_within(fd, fcntl.LOCK_EX, DISK_LOCK_WAIT_S):
             raise DiskFormatError(f"{directory} is in use by {lock_holder(fd)}: stop it, or give --disk another folder")
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        _write_holder(fd)
     except OSError as error:
         os.close(fd)
         raise DiskFormatError(_explain(directory, error)) from error
@@ -190,6 +190,15 @@ def lock_shard(directory: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _write_holder(fd: int) -> None:
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    except OSError as error:
+        if error.errno not in NO_SPACE:  # only messages need the number, so it may be missing on a full file system
+            raise
 
 
 def flock_within(fd: int, operation: int, wait_s: float) -> bool:

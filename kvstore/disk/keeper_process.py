@@ -46,7 +46,7 @@ from kvstore.disk.entries import (
     unpack_namespace,
     unpack_ordinal,
 )
-from kvstore.disk.format import INDEX
+from kvstore.disk.format import INDEX, NO_SPACE
 from kvstore.disk.index_files import BLOCKS, DATA_FILE, NAMESPACES_TABLE, NewIndex, OldIndex, Record
 from kvstore.disk.messages import IndexedNamespace, Operation
 
@@ -307,10 +307,12 @@ def main() -> None:
     except (lmdb.Error, OSError) as error:
         sentence = f"the index of {directory} failed: {type(error).__name__}: {error}"
         free_bytes = _free_bytes(Path(directory))
+        no_space = any(os.strerror(code) in str(error) for code in NO_SPACE)
         if free_bytes < _NEARLY_FULL_BYTES:  # LMDB reports the first short write as EIO
+            no_space = True
             sentence += f"; no space left: {free_bytes} bytes are free on this file system"
         with contextlib.suppress(ShardGone):
-            shard.tell(messages.KeeperFailed(sentence))
+            shard.tell(messages.KeeperFailed(sentence, no_space))
         sys.exit(1)
     finally:
         sock.detach()  # the kernel closes it when the process ends, so the exit status follows at once

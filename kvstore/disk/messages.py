@@ -101,6 +101,7 @@ class KeeperFailed(KeeperMessage, frozen=True):
     """The keeper has ended, and `message` says why. This is the last event. All events before it remain valid."""
 
     message: str
+    no_space: bool = False  # because the file system is full
 
 
 Operation: TypeAlias = IndexedNamespace | ForgetNamespace | Put | DropEntries | CommitNow | Stop

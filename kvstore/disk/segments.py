@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from kvstore.disk.format import SEGMENT_SUFFIX, SEGMENTS, segment_path
+from kvstore.disk.format import NO_SPACE, SEGMENT_SUFFIX, SEGMENTS, segment_path
 
 DIRECT_BYTES: Final = 4096  # O_DIRECT requires sizes, offsets and addresses that are multiples of this
 MIN_DIRECT_BYTES: Final = 64 << 10
@@ -48,6 +48,23 @@ def open_segment(path: Path, flags: int, direct: bool) -> int:
             if error.errno != errno.EINVAL:  # EINVAL: the file system does not support O_DIRECT
                 raise
     return os.open(path, flags | os.O_CLOEXEC)
+
+
+def preallocate(fd: int, nbytes: int) -> None:
+    """Reserve the space of a new file. If the file system cannot do that, only set its size. Raises `OSError`."""
+    # posix_fallocate is not used, because it writes to every page if the file system cannot preallocate.
+    if _libc.fallocate(fd, 0, 0, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(code, os.strerror(code))
+        os.ftruncate(fd, nbytes)
+
+
+def _unless_full(error: OSError) -> bool:
+    """Return False if the error is that of a full file system. Raise any other error."""
+    if error.errno not in NO_SPACE:
+        raise error
+    return False
 
 
 class SegmentFiles:
@@ -154,16 +171,38 @@ class SegmentFiles:
         path = self._path(segment)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # posix_fallocate is not used, because it writes to every page if the file system cannot preallocate.
-            if _libc.fallocate(fd, 0, 0, self.segment_bytes) != 0:
-                code = ctypes.get_errno()
-                if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                    path.unlink()
-                    raise OSError(code, os.strerror(code), str(path))
-                os.ftruncate(fd, self.segment_bytes)
+            preallocate(fd, self.segment_bytes)
+        except OSError as error:
+            path.unlink()
+            error.filename = str(path)
+            raise
         finally:
             os.close(fd)
         self._found.add(segment)
+
+    def has_room(self, more_bytes: int) -> bool:
+        """Return whether two more files could be made, and `more_bytes` be written in addition.
+
+        Blocks. May be called on any thread.
+        """
+        directory = self._shard_directory / SEGMENTS
+        status = os.statvfs(directory)
+        if status.f_bavail * status.f_frsize < 2 * self.segment_bytes + more_bytes:
+            return False
+        # These numbers leave out the quotas of users. So make a file without a name, which is gone when it is closed.
+        try:
+            fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # the file system has no such files
+                return True
+            return _unless_full(error)
+        try:
+            preallocate(fd, self.segment_bytes)
+        except OSError as error:
+            return _unless_full(error)
+        finally:
+            os.close(fd)
+        return True
 
     def sync(self) -> None:
         """Flush all data written to open files. Blocks until the data is on the device."""

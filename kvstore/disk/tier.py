@@ -2,8 +2,10 @@
 
 A tier is *recovering* until the keeper has sent the whole old index and the index in memory holds all of it. Until then
 the tier writes no blocks, but serves the entries that it already has. Then the tier is *on*: it reads blocks that
-clients want, writes dirty blocks, scrubs, and loads the hottest blocks of an earlier run into memory. When the volume
-fails, the tier is *off* until the process ends, and the shard serves from memory only.
+clients want, writes dirty blocks, scrubs, and loads the hottest blocks of an earlier run into memory. When the file
+system is full, the tier is *out of space* until it has room: the tier does all this, but writes nothing. The index in
+memory stays right meanwhile. When there is room, a fresh keeper gets all its entries, so no deleted block comes back.
+When the disk fails, the tier is *off* until the process ends, and the shard serves from memory only.
 
 Only the thread of the shard's loop uses this module. Only two calls block: the constructor, which locks the folder, and
 `close`.
@@ -20,6 +22,7 @@ from kvstore._index import BlockIndex
 from kvstore.disk.fetching import Fetching
 from kvstore.disk.messages import Committed, Event, IndexedNamespace, KeeperFailed, Recovered, RecoveryDone
 from kvstore.disk.recovery import Recovery, WarmStart
+from kvstore.disk.room import RoomWatch
 from kvstore.disk.scrubbing import Scrubbing
 from kvstore.disk.volume import Volume
 from kvstore.disk.writing import Writing
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.disk")
 
 RECENCY_S: Final = 60.0  # how often the recency of used blocks is written to the persistent index, in seconds
-RECENCY_BATCH: Final = 8192
+RECORD_BATCH: Final = 8192
 KEEPER_STOP_S: Final = 60.0
 
 
@@ -46,7 +49,7 @@ class DiskTier:
     """
 
     def __init__(self, store: ShardStore, config: DiskConfig, poll: select.epoll) -> None:
-        self.volume = volume = Volume(store, config, poll, self._on_failure)
+        self.volume = volume = Volume(store, config, poll, self._on_stop)
         self.writing = Writing(volume, config.write)
         self.fetching = Fetching(volume, self.writing)
         self.scrubbing = Scrubbing(volume, self.fetching, config.scrub_bytes_per_s)
@@ -66,7 +69,8 @@ class DiskTier:
         self._finishing = False
         self._recency_at = 0.0
         self._recency_tick = 0
-        self._recency_rest: list[tuple[DiskBlocks, Slots]] = []
+        self._to_record: list[tuple[DiskBlocks, Slots]] = []  # entries that the keeper must still get
+        self._room = RoomWatch(volume)
         store.disk = Disk(volume.members, volume.open, volume.forget)
         volume.take()
 
@@ -95,13 +99,15 @@ class DiskTier:
         """
         if self._recovery is not None and self._recovery.step():
             self._turn_on(self._recovery)
-        if not self.volume.on:
+        volume = self.volume
+        if not volume.readable:
             return
-        self.volume.check_progress(now)
-        if not self.volume.on:
-            return
-        self.writing.pump(now, quiet_since, hurry)
-        if not self.volume.on:
+        volume.check_progress(now)
+        if volume.out_of_space and not hurry and self._room.found(now):
+            self._write_blocks_again()
+        if volume.on:
+            self.writing.pump(now, quiet_since, hurry)
+        if not volume.readable:
             return
         if self.fetching.starved and self.writing.idle:
             self.fetching.wake()
@@ -109,9 +115,10 @@ class DiskTier:
             if self._warm_start is not None and self._warm_start.pump(now):
                 self._warm_start = None
             self.scrubbing.pump(now)
-            self._record_recency(now)
-        if self.volume.on:
-            self.volume.watch_keeper()
+            if volume.on:
+                self._record_recency(now)
+        if volume.on:
+            volume.watch_keeper()
 
     @property
     def recovering(self) -> bool:
@@ -125,14 +132,15 @@ class DiskTier:
 
     def scrub(self) -> int:
         """Check every block on disk now. Return the number of complete passes that there will be after this check,
-        or 0 if the tier is not on."""
-        return self.scrubbing.ask() if self.volume.on else 0
+        or 0 if blocks cannot be read from disk."""
+        return self.scrubbing.ask() if self.volume.readable else 0
 
     @property
     def working(self) -> bool:
         """True if work is pending that `pump` starts when it is due, so that the loop must call `pump` often."""
         sorting = self._recovery is not None and self._recovery.ready
-        return sorting or not self.writing.idle or self._warm_start is not None or self.scrubbing.running
+        reading = self._warm_start is not None or self.scrubbing.running
+        return sorting or not self.writing.idle or reading or bool(self._to_record)
 
     @property
     def restless(self) -> bool:
@@ -143,7 +151,7 @@ class DiskTier:
         if isinstance(event, Committed):
             self.volume.committed(event.sequence)
         elif isinstance(event, KeeperFailed):
-            self._on_keeper_failed(event.message)
+            self._on_keeper_failed(event)
         elif self._recovery is not None:
             if isinstance(event, IndexedNamespace):
                 self._recovery.found(event)
@@ -155,9 +163,10 @@ class DiskTier:
                     log.error("disk: the index was damaged: %d entries dropped; %s", event.bad_entries, event.damage)
                 self._recovery.complete()
 
-    def _on_keeper_failed(self, message: str) -> None:
+    def _on_keeper_failed(self, event: KeeperFailed) -> None:
+        message = event.message
         if self._recovery is None or self._recovery.rewrite:
-            self.volume.fail(OSError(f"the index: {message}"))
+            (self.volume.run_out if event.no_space else self.volume.fail)(OSError(f"the index: {message}"))
             return
         log.error("disk: the index could not be read to its end; the entries read so far are kept: %s", message)
         try:
@@ -180,23 +189,24 @@ class DiskTier:
         self.volume.turned_on()
         if self._finishing:
             self.writing.add_all(time.monotonic())
-        elif self.volume.on and recovery.blocks and self._config.warm_start:
+        elif self.volume.readable and recovery.blocks and self._config.warm_start:
             self._warm_start = WarmStart(self.volume, self.fetching)
 
     def _record_recency(self, now: float) -> None:
         """Every `RECENCY_S`, record in the persistent index which blocks were used since the last time."""
-        if self._recency_rest:
+        if self._to_record:
             if self.volume.keeper.backlog_bytes:
                 return
-            member, slots = self._recency_rest.pop()
-            if len(slots) > RECENCY_BATCH:
-                self._recency_rest.append((member, slots[RECENCY_BATCH:]))
-            slots = slots[:RECENCY_BATCH]
-            slots = slots[member.index.states_of(slots) == BlockIndex.READY]
-            self.volume.record(member, slots)
+            member, slots = self._to_record.pop()
+            if len(slots) > RECORD_BATCH:
+                self._to_record.append((member, slots[RECORD_BATCH:]))
+            self._record(member, slots[:RECORD_BATCH])
         elif now > self._recency_at + RECENCY_S:
             self._recency_at = now
-            self._recency_rest = self._used()
+            self._to_record = self._used()
+
+    def _record(self, member: DiskBlocks, slots: Slots) -> None:
+        self.volume.record(member, slots[member.index.states_of(slots) == BlockIndex.READY])
 
     def _used(self) -> list[tuple[DiskBlocks, Slots]]:
         since, self._recency_tick = self._recency_tick, self._store.ticks(1)
@@ -205,10 +215,19 @@ class DiskTier:
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    def _on_failure(self) -> None:
-        self._recovery = self._warm_start = None
+    def _on_stop(self) -> None:
         self.writing.give_up()
-        self.fetching.give_up()
+        self._to_record.clear()
+        if self.volume.out_of_space:
+            self._room.ran_out(time.monotonic())
+        else:
+            self._recovery = self._warm_start = None
+            self.fetching.give_up()
+
+    def _write_blocks_again(self) -> None:
+        """Turn the tier on again, because the file system has room. The keeper then gets the entries of all blocks."""
+        if self.volume.resume():
+            self._to_record = [(member, member.index.ready_slots()) for member in self.volume.members.members]
 
     def finish(self, now: float) -> None:
         """Start to write the blocks that are only in memory, because no client is left. When they are written,
@@ -221,8 +240,8 @@ class DiskTier:
 
     @property
     def finished(self) -> bool:
-        """True if no block is left to write, or if the tier is off and cannot write."""
-        return self.volume.off or (self.volume.on and self.writing.idle)
+        """True if no block is left to write, or if the tier cannot write."""
+        return not self.volume.takes_blocks or (self.volume.on and self.writing.idle)
 
     def close(self) -> None:
         """Stop all threads, flush all files to the device, and stop the keeper. Blocks."""
@@ -236,8 +255,8 @@ class DiskTier:
             except OSError as error:
                 self.volume.fail(error)
         if self.volume.on:
-            for member, slots in self._used():
-                self.volume.record(member, slots)
+            for member, slots in [*self._to_record, *self._used()]:
+                self._record(member, slots)
             if not self.volume.keeper.stop(KEEPER_STOP_S):
                 log.error("disk: the index was not written completely: blocks set last may be missing after a restart")
         elif self.volume.recovering:

@@ -2,7 +2,11 @@
 
 Blocks and index entries may reach the disk in any order, because a block whose bytes are missing fails its checksum and
 is a miss. Deleted and replaced blocks must not come back. So the reply to a request that removes blocks waits until the
-keeper has committed the removal (`after_removals`). Any error of the disk turns the volume off until the process ends.
+keeper has committed the removal (`after_removals`). If the file system is full, the volume is *out of space* until
+there is room. Blocks are then read but not written, and there is no keeper. Any other error of the disk turns the
+volume off until the process ends.
+
+Over 400 lines because the parts share one state: every call below depends on it or changes it.
 
 Only the thread of the shard's loop uses this module.
 """
@@ -14,7 +18,6 @@ import enum
 import logging
 import os
 import select
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,8 +29,9 @@ import numpy.typing as npt
 
 from kvstore._index import BlockIndex
 from kvstore.disk.config import DiskConfig
+from kvstore.disk.discarding import Discarding
 from kvstore.disk.entries import ENTRY, Entries
-from kvstore.disk.format import INDEX, DiskFormatError, lock_shard
+from kvstore.disk.format import NO_SPACE, DiskFormatError, lock_shard
 from kvstore.disk.jobs import BlockJobs
 from kvstore.disk.keeper import Keeper
 from kvstore.disk.segments import SegmentFiles
@@ -64,23 +68,23 @@ class DiskState(enum.Enum):
 
     RECOVERING = "recovering"
     ON = "on"
+    OUT_OF_SPACE = "out of space"
     OFF = "off"
 
 
 class Volume:
     """One shard's folder. Call `take` before any other method.
 
-    on_failure: a function that is called once, when the volume has turned itself off.
+    on_stop: a function that is called when the volume has turned itself off, and when it has run out of space.
     """
 
-    def __init__(
-        self, store: ShardStore, config: DiskConfig, poll: select.epoll, on_failure: Callable[[], None]
-    ) -> None:
+    def __init__(self, store: ShardStore, config: DiskConfig, poll: select.epoll, on_stop: Callable[[], None]) -> None:
         self.store = store
-        self._on_failure = on_failure
+        self._on_stop = on_stop
         self.config = config
         self.state = DiskState.RECOVERING
-        self.reason = ""  # why the volume is off
+        self.reason = ""  # why the volume is off or out of space
+        self._full: OSError | None = None  # why it is out of space when recovery has ended
         self.directory = Path(config.directory)
         self.segments = SegmentFiles(self.directory, config.segment_bytes, config.limit_bytes // config.segment_bytes)
         self.jobs = BlockJobs(self.segments, config.key)
@@ -92,16 +96,14 @@ class Volume:
         self._poll = poll
         self._poll.register(self.completions.fileno(), select.EPOLLIN)
         self._removed_early: list[tuple[DiskBlocks, bytes]] = []  # keys removed during recovery
-        # Three lists of functions from `after_removals`. They wait for the commit of a sequence number, for the end of
-        # recovery, and for the removal of an index that can no longer be changed.
+        # Functions from `after_removals`, which wait for the commit of a sequence number, and for the end of recovery.
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._waiting_early: list[Callable[[], None]] = []
-        self._waiting_discard: list[Callable[[], None]] = []
+        self._discarding = Discarding(self.directory, self.completions)
         # Sequence numbers of the keeper's operations: the last removal, the last committed one and the last one sent.
         self._removal = self._committed = self._sequence = 0
         self._uncommitted_since: float | None = None
         self._clock_offset = time.time() - time.monotonic()
-        self._index_discarded = False
         self._lock_fd = -1
         self._keeper: Keeper | None = None
 
@@ -118,7 +120,8 @@ class Volume:
         """Start a keeper in place of the present one, if any. `fresh`: start with an empty index and no namespaces."""
         if self._keeper is not None:
             self._keeper.kill()
-        self._committed = self._sequence = 0
+        self._removal = self._committed = self._sequence = 0
+        self._uncommitted_since = None
         map_bytes = max(self.config.limit_bytes, MIN_MAP_BYTES)
         self._keeper = Keeper(self.directory, fresh=fresh, lock_fd=self._lock_fd, map_bytes=map_bytes)
         self._poll.register(self._keeper.fileno(), select.EPOLLIN)
@@ -137,6 +140,8 @@ class Volume:
         """End recovery: carry out the removals that were requested during it."""
         self.state = DiskState.ON
         self._uncommitted_since = None
+        if self._full is not None:
+            self.run_out(self._full)
         for member in self.members.members:
             member.recovering = False
         self._shrink(time.monotonic())
@@ -151,6 +156,21 @@ class Volume:
     def on(self) -> bool:
         """True if blocks can be read and written."""
         return self.state is DiskState.ON
+
+    @property
+    def out_of_space(self) -> bool:
+        """True if blocks can be read, but not written until the file system has room again."""
+        return self.state is DiskState.OUT_OF_SPACE
+
+    @property
+    def readable(self) -> bool:
+        """True if all blocks on disk are known and can be read."""
+        return self.on or self.out_of_space
+
+    @property
+    def takes_blocks(self) -> bool:
+        """True if new blocks are written to disk, now or after recovery."""
+        return self.on or self.recovering
 
     @property
     def recovering(self) -> bool:
@@ -208,12 +228,13 @@ class Volume:
     def _may_grow(self, member: DiskBlocks, now: float) -> bool:
         segments = max(self.segments.made, self.segments.segments - self.segments.free + 1)
         more = member.index.slots_per_segment * _entry_bytes(member.index.key_bytes)
-        bytes_after = segments * self.config.segment_bytes + self._index_file_bytes() + more
+        bytes_after = segments * self.config.segment_bytes + self.index_file_bytes() + more
         return bytes_after <= self.config.limit_bytes and self.store.disk_may_grow(
             member.index.slots_per_segment, member.index.key_bytes, now
         )
 
-    def _index_file_bytes(self) -> int:
+    def index_file_bytes(self) -> int:
+        """Return the most bytes that the persistent index takes on disk for the present namespaces."""
         indexes = [member.index for member in self.members.members]
         return EMPTY_INDEX_BYTES + sum(index.slots * _entry_bytes(index.key_bytes) for index in indexes)
 
@@ -221,7 +242,7 @@ class Volume:
         """Remove the least used segments while the files exceed the limit. An earlier run may have had a higher
         limit."""
         try:
-            while self.segments.used_bytes + self._index_file_bytes() > self.config.limit_bytes:
+            while self.segments.used_bytes + self.index_file_bytes() > self.config.limit_bytes:
                 if not self.segments.remove_one() and not self.members.shrink(now):
                     break
         except OSError as error:
@@ -268,7 +289,7 @@ class Volume:
         self._record(member, slots, keys_before(member, slots))
 
     def _record(self, member: DiskBlocks, slots: Slots, before: npt.NDArray[np.uint8]) -> None:
-        if not self.off and len(slots):
+        if self.takes_blocks and len(slots):
             keys = member.index.keys_of(slots)
             self._sent(self.keeper.put(self._ordinal(member), keys, self._entries(member, slots, before)))
 
@@ -309,35 +330,10 @@ class Volume:
         elif self.on and self._removal > self._committed:
             self.keeper.sync()
             self._waiting.append((self._removal, call))
-        elif self.on or self._lock_fd < 0 or self._index_discarded:
+        elif self.on or self._lock_fd < 0:
             call()
         else:
-            self._waiting_discard.append(call)
-            if len(self._waiting_discard) == 1:
-                threading.Thread(target=self._discard_index, name="kvstore-disk-discard", daemon=True).start()
-
-    def _discard_index(self) -> None:
-        """Remove the index, because it still has deleted blocks and no keeper can change it any more.
-
-        This runs on a thread of its own, because the disk may hang.
-        """
-        try:
-            index = self.directory / INDEX
-            for name in os.listdir(index):
-                os.unlink(index / name)
-            folder = os.open(index, os.O_RDONLY | os.O_DIRECTORY)
-            os.fsync(folder)
-            os.close(folder)
-            log.error("disk: blocks were deleted while the tier is off; its index was removed, so it will start empty")
-        except OSError as error:
-            log.error("disk: blocks deleted while the tier is off may come back after a restart: %s", error)
-        self.completions.add(self._discarded)
-
-    def _discarded(self) -> None:
-        self._index_discarded = True
-        waiting, self._waiting_discard = self._waiting_discard, []
-        for call in waiting:
-            call()
+            self._discarding.after(call)
 
     def committed(self, sequence: int) -> None:
         """Run the calls that waited for operations up to `sequence`, which the keeper has now committed."""
@@ -359,6 +355,9 @@ class Volume:
         """Turn the volume off because of `error`. The shard goes on without it. Later calls do nothing."""
         if self.off:
             return
+        if isinstance(error, OSError) and error.errno in NO_SPACE and not self.recovering:
+            self.run_out(error)
+            return
         self.state = DiskState.OFF
         self.reason = str(error)
         log.error(
@@ -366,20 +365,61 @@ class Volume:
             self.directory,
             error,
         )
-        if self._keeper is not None:
-            with contextlib.suppress(OSError, ValueError):  # the keeper's socket may be closed already
-                self._poll.unregister(self._keeper.fileno())
-            self._keeper.kill()
         for member in self.members.members:
             member.index.clear()
             member.recovering = False
         self._removed_early.clear()
+        self._stop()
+
+    def run_out(self, error: OSError) -> None:
+        """Write no more blocks, because the file system is full, as `error` says. While the volume recovers, its keeper
+        must have reported all entries. Then the volume is out of space when recovery ends."""
+        if self.recovering:
+            self._full = error
+            self._end_keeper()
+        elif self.on:
+            self.state = DiskState.OUT_OF_SPACE
+            self.reason = str(error)
+            log.error(
+                "disk tier %s is out of space: %s; its blocks are served, and none are written until there is room",
+                self.directory,
+                error,
+            )
+            self._stop()
+
+    def _end_keeper(self) -> None:
+        if self._keeper is not None:
+            with contextlib.suppress(OSError, ValueError):  # the keeper's socket may be closed already
+                self._poll.unregister(self._keeper.fileno())
+            self._keeper.kill()
+
+    def _stop(self) -> None:
+        """Go on without a keeper."""
+        self._end_keeper()
+        self._uncommitted_since = None
         waiting = [call for _, call in self._waiting] + self._waiting_early
         self._waiting.clear()
         self._waiting_early.clear()
         for call in waiting:
             self.after_removals(call)
-        self._on_failure()
+        self._on_stop()
+
+    def resume(self) -> bool:
+        """Turn the volume on again if it is out of space. Return whether it is on. It has a fresh keeper, which must be
+        told of all blocks."""
+        if not self.out_of_space or self._discarding.running:  # a thread that removes the index must have ended
+            return False
+        try:
+            self.start_keeper(fresh=True)
+        except OSError as error:
+            self.fail(error)
+            return False
+        self.state = DiskState.ON
+        self.reason = ""
+        self._full = None
+        self._discarding.done = False
+        log.warning("disk tier %s is on again: the file system has room, so blocks are written to it", self.directory)
+        return True
 
     def fail_with(self, code: int) -> None:
         """Call `fail` with the `OSError` of an errno."""

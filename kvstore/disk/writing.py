@@ -81,7 +81,9 @@ class Writing:
         slots = namespace.acquire(keys, now, 0, False)
         on_disk = np.frombuffer(namespace.on_disk(keys, now), dtype=np.uint8) != 0
         both = slots[(slots >= 0) & on_disk]
-        if len(both):
+        if len(both) and self._volume.out_of_space:
+            self._volume.after_removals(lambda: None)  # the index on disk has old times until there is a new one
+        elif len(both):
             namespace.delete_on_disk(both)
             self._add(namespace, both, now)
         namespace.release(slots)
@@ -116,7 +118,7 @@ class Writing:
             self._add(namespace, namespace.only_in_memory(slots, now), now)
 
     def _add(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
-        if namespace.disk is None or not len(slots) or self._volume.off:
+        if namespace.disk is None or not len(slots) or not self._volume.takes_blocks:
             return
         dirty = self._dirty.setdefault(namespace, set())
         fresh = np.array([slot not in dirty for slot in slots.tolist()])
@@ -132,7 +134,7 @@ class Writing:
         self.dirty_blocks += blocks
         self.dirty_bytes += blocks * namespace.block_bytes
         share = CAUGHT_UP_SHARE if self.behind else BEHIND_SHARE
-        self.behind = not self._volume.off and self.dirty_bytes > self._memory_bytes * share
+        self.behind = self._volume.takes_blocks and self.dirty_bytes > self._memory_bytes * share
 
     def _clean(self, namespace: NamespaceStore, slots: Slots) -> None:
         """Mark blocks as no longer dirty, whether they were written or not."""
@@ -236,11 +238,12 @@ class Writing:
         self._clean(namespace, slots)
 
     def give_up(self) -> None:
-        """Drop the queue, so that no block in it stays dirty, because the disk has failed."""
+        """Drop the queue, so that no block in it stays dirty, because the disk takes no more blocks."""
         for waiting in [*self._queue, *self._again]:
             self._clean(waiting.namespace, waiting.slots)
         self._queue.clear()
         self._again.clear()
+        self.behind = False
 
 
 def _rows(keys: bytes, key_bytes: int, which: npt.NDArray[np.bool_]) -> list[bytes]:

@@ -146,6 +146,11 @@ def _of_disk(name: str, state: ShardInfo, recent: Table, when: str) -> Iterator[
         return
     if disk.state == "off":
         yield Finding("bad", f"{name}: its disk tier is off: {disk.reason}. Its blocks on disk are misses.")
+    elif disk.state == "out of space":
+        yield Finding(
+            "warning",
+            f"{name}: its disk tier is out of space: {disk.reason}. No blocks are written to it until there is room.",
+        )
     elif disk.state == "recovering":
         yield Finding("note", f"{name} reads the index of its disk. Until that ends, blocks on disk are misses.")
     elif disk.warming:

@@ -114,7 +114,7 @@ class NodeCollector(Collector):
         yield from _families(ProcessUse, ["shard"], uses)
         disks = [(str(shard.shard), shard.disk) for shard in shards if shard.disk is not None]
         for state, name, help_ in (
-            ("on", "up", "1 while the disk tier is on, 0 while it recovers or is off."),
+            ("on", "up", "1 while the disk tier is on, 0 while it recovers, is out of space, or is off."),
             ("recovering", "recovering", "1 until it is known what an earlier run left on disk."),
         ):
             in_state = {shard: disk.state == state for shard, disk in disks}

@@ -24,7 +24,7 @@ MAX_SHOWN_NAMESPACES = 50  # first the namespaces with the most traffic, then th
 class DiskRow(msgspec.Struct, frozen=True):
     """The disk tier of a shard."""
 
-    state: str  # "recovering", "on" or "off"
+    state: str  # "recovering", "on", "out of space" or "off"
     used_bytes: int
     limit_bytes: int
     blocks: int

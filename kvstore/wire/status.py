@@ -17,6 +17,7 @@ import msgspec
 
 from kvstore.wire.messages import FLAGGED_TRANSPORT
 
+TAKES_NO_BLOCKS: Final = ("out of space", "off")  # the states of a disk tier in which it takes no new blocks
 MAX_SEGMENT_SLOTS: Final = 1 << 16  # of a segment in memory; if its blocks are very small, a part of it stays empty
 
 
@@ -155,8 +156,8 @@ class DiskInfo(msgspec.Struct, frozen=True):
     """One shard's disk tier, as its `DiskTier` reports it. Counters count since the shard started."""
 
     directory: str
-    state: Annotated[str, Field("volume.state.value")]  # "recovering", "on" or "off"
-    reason: Annotated[str, Field("volume.reason")]  # why it is off
+    state: Annotated[str, Field("volume.state.value")]  # "recovering", "on", "out of space" or "off"
+    reason: Annotated[str, Field("volume.reason")]  # why it is out of space or off
     limit_bytes: Annotated[int, Gauge("volume.config.limit_bytes", "kvstore_disk_limit_bytes",
         "What the shard may take on disk.", info="disk: limit")]
     used_bytes: Annotated[int, Gauge("volume.segments.used_bytes", "kvstore_disk_used_bytes",

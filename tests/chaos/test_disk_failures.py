@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_client import Namespace
+from kvstore_client import KVStoreClient, Namespace
 from tests.support import forked
 from tests.support.disk import (
     BLOCK,
@@ -36,6 +36,7 @@ from tests.support.disk import (
     wait_until_durable,
     wait_until_off,
     wait_until_on,
+    wait_until_out_of_space,
     wait_until_written,
 )
 from tests.support.harness import (
@@ -139,22 +140,35 @@ def error_lines(server: Server) -> list[str]:
 def assert_off_and_well(server: Server, namespace: Namespace, load: Load, pids: list[int], *reasons: str) -> None:
     """Check that the tier is off and gives the reason once, and that everything else works."""
     with open_client(server, namespace) as client:
-        info = wait_until_off(client)
-        assert any(reason in info.reason for reason in reasons), info.reason
-        load.goes_on()
-        info = disk_info(client)
-        assert info.state == "off" and info.blocks == 0 and info.dirty_blocks == 0 and not info.behind
-        keys = make_keys(50, first=90_000)
-        # These blocks have a higher priority than those of the load, so the load's blocks displace only each other.
-        assert client.set(keys, blocks_of(keys, BLOCK), priority=3, deferred=False).created == 50
-        assert all(read(client, keys, BLOCK))
-        assert client.contains(keys).all() and client.match_prefix(keys) == 50
-        assert client.delete(keys) == 50 and not client.contains(keys).any()
+        wait_until_off(client)
+        assert_well(server, client, load, pids, *reasons)
+        assert disk_info(client).state == "off" and disk_info(client).blocks == 0
+
+
+def assert_out_of_space_and_well(server: Server, namespace: Namespace, load: Load, pids: list[int]) -> None:
+    with open_client(server, namespace) as client:
+        wait_until_out_of_space(client)
+        assert_well(server, client, load, pids, "No space left", "no space left")
+        assert disk_info(client).state == "out of space"
+
+
+def assert_well(server: Server, client: KVStoreClient, load: Load, pids: list[int], *reasons: str) -> None:
+    """Check that the log says once why the tier takes no more blocks, and that everything else works."""
+    load.goes_on()
+    info = disk_info(client)
+    assert any(reason in info.reason for reason in reasons), info.reason
+    assert info.dirty_blocks == 0 and not info.behind
+    keys = make_keys(50, first=90_000)
+    # These blocks have a higher priority than those of the load, so the load's blocks displace only each other.
+    assert client.set(keys, blocks_of(keys, BLOCK), priority=3, deferred=False).created == 50
+    assert all(read(client, keys, BLOCK))
+    assert client.contains(keys).all() and client.match_prefix(keys) == 50
+    assert client.delete(keys) == 50 and not client.contains(keys).any()
     lines = error_lines(server)
-    (line_off,) = (line for line in lines if " is off: " in line)
-    assert info.reason in line_off and "blocks are served from memory only" in line_off
+    (line_off,) = (line for line in lines if f" is {info.state}: " in line)
+    assert info.reason in line_off
     # Deletes continue, and the deleted blocks must not return: this costs the index, with one log line.
-    others = [line for line in lines if line is not line_off and "while the tier is off" not in line]
+    others = [line for line in lines if line is not line_off and "while the tier cannot write" not in line]
     assert not others and len(lines) <= 2, lines
     assert [shard.pid for shard in server.shards()] == pids and "Traceback" not in server.log_text()
 
@@ -166,7 +180,7 @@ def pids_of(server: Server) -> list[int]:
 # ---- no space ------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_system_filled_by_others_turns_the_tier_off(
+def test_a_file_system_filled_by_others_stops_the_writes(
     start_server: StartServer, tmpfs: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(tmpfs / "disk", "56MiB"), *LRU, memory="16MiB", segment="1MiB")
@@ -175,12 +189,12 @@ def test_a_file_system_filled_by_others_turns_the_tier_off(
         with contextlib.suppress(OSError), (tmpfs / "others").open("wb", buffering=0) as others:
             while True:
                 others.write(bytes(4 * KiB))
-        assert_off_and_well(server, namespace, load, pids, "No space left", "MapFullError", "no space left")
+        assert_out_of_space_and_well(server, namespace, load, pids)
     (tmpfs / "others").unlink(missing_ok=True)
     assert_well_after_a_restart(server, namespace)
 
 
-def test_a_disk_size_beyond_the_file_system_turns_the_tier_off(
+def test_a_disk_size_beyond_the_file_system_stops_the_writes(
     start_server: StartServer, tmpfs: Path, namespace: Namespace
 ) -> None:
     server = start_server(*disk_flags(tmpfs / "disk", "256MiB"), *LRU, memory="16MiB", segment="1MiB")
@@ -188,7 +202,7 @@ def test_a_disk_size_beyond_the_file_system_turns_the_tier_off(
     with MemoryWatch(server, MEMORY), Load(server, namespace) as load:
         with open_client(server, namespace) as client:
             fill(client, make_keys(1500, first=50_000), BLOCK)
-        assert_off_and_well(server, namespace, load, pids, "No space left", "no space left")
+        assert_out_of_space_and_well(server, namespace, load, pids)
     server.kill()
 
 
@@ -207,7 +221,7 @@ def test_a_full_file_system_at_the_start_is_handled(
     server.restart()
     pids = pids_of(server)
     with MemoryWatch(server, MEMORY), Load(server, namespace) as load, open_client(server, namespace) as client:
-        info = wait_until_off(client)
+        info = wait_until_out_of_space(client)
         assert "No space left" in info.reason or "no space left" in info.reason
         load.goes_on()
     assert pids_of(server) == pids and "Traceback" not in server.log_text()

@@ -351,6 +351,7 @@ def test_a_full_disk_is_reported_as_a_failure(start: Callable[..., Loop], tmp_pa
             loop.put(*NAMESPACES[0], make_keys(4000, first=4000 * version), version)
         loop.until(loop.ended)
         assert "no space left" in loop.ended().message
+        assert loop.ended().no_space
         loop.keeper.kill()
         # The next keeper needs room for a second index, so the disk is full for it, too. It reports its entries before
         # it fails.
@@ -376,7 +377,7 @@ def test_an_index_that_is_no_folder_is_reported_as_a_failure(start: Callable[...
     (tmp_path / "shard-0" / "index").write_bytes(b"mine")
     loop = start()
     loop.until(loop.ended)
-    assert "Error" in loop.ended().message
+    assert "Error" in loop.ended().message and not loop.ended().no_space
     assert (tmp_path / "shard-0" / "index").read_bytes() == b"mine"
 
 

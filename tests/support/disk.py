@@ -69,6 +69,18 @@ def wait_until_off(client: KVStoreClient, deadline_s: float = 20.0) -> wire.Disk
     return found
 
 
+def wait_until_out_of_space(client: KVStoreClient, deadline_s: float = 20.0) -> wire.DiskInfo:
+    """Wait until the tier has found its file system full, and no write is in progress any more."""
+
+    def out() -> wire.DiskInfo | None:
+        info = disk_info(client)
+        assert info.state != "off", info.reason
+        return info if info.state == "out of space" and not info.dirty_blocks else None
+
+    found: wire.DiskInfo = wait_until(out, deadline_s, "the disk tier is out of space")
+    return found
+
+
 def wait_until_written(client: KVStoreClient, deadline_s: float = 30.0) -> wire.DiskInfo:
     """Wait until no block is dirty."""
 

@@ -48,8 +48,9 @@ def test_the_index_of_small_blocks_takes_memory_from_blocks() -> None:
     assert room_for(shard(4, index_bytes=(96 << 20) + 9 * SEGMENT), BLOCK) == 0
 
 
-def test_a_full_disk_leaves_no_room_unless_it_is_off() -> None:
+def test_a_full_disk_leaves_no_room_unless_it_takes_no_blocks() -> None:
     assert room_for(shard(10, disk=disk(0)), BLOCK) == 0
     assert room_for(shard(10, disk=disk(1)), BLOCK) == 0
     assert room_for(shard(10, disk=disk(3)), BLOCK) == 2 * 4
     assert room_for(shard(10, disk=disk(0, "off")), BLOCK) == 40
+    assert room_for(shard(10, disk=disk(9, "out of space")), BLOCK) == 40

@@ -112,6 +112,11 @@ def test_a_change_is_the_difference_of_two_counts() -> None:
             ],
         ),
         (shard(disk=disk(state="off", reason="no space left")), {}, ["bad: A: its disk tier is off: no space left."]),
+        (
+            shard(disk=disk(state="out of space", reason="no space left")),
+            {},
+            ["warning: A: its disk tier is out of space: no space left."],
+        ),
         (shard(disk=disk(state="recovering")), {}, ["note: A reads the index of its disk."]),
         (shard(disk=disk(behind=True)), {}, ["warning: A: the disk is slower than the sets."]),
         (

@@ -55,7 +55,7 @@ function shardRow(shard) {
     number(speed(shard.bytes_out_per_s)),
     number(count(shard.blocks)),
     filled(shard.memory_used_bytes, shard.memory_limit_bytes),
-    !disk ? element("td", "–") : disk.state === "on" ? filled(disk.used_bytes, disk.limit_bytes) : element("td", disk.state, disk.state === "off" ? "bad" : ""),
+    !disk ? element("td", "–") : disk.state === "on" ? filled(disk.used_bytes, disk.limit_bytes) : element("td", disk.state, disk.state === "recovering" ? "" : "bad"),
     ...COLUMNS.map(({ dataset }) => number((UNITS[dataset.unit] ?? count)(shard[dataset.field]))),
   ];
 }

@@ -1,0 +1,292 @@
+"""A disk tier on a file system that other programs fill: it serves its blocks, and writes again when there is room."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore import wire
+from kvstore.disk.room import LOOK_S, MAX_LOOK_S
+from kvstore_client import KVStoreClient, Namespace
+from tests.support.clock import Clock
+from tests.support.disk import (
+    BLOCK,
+    KiB,
+    compile_io_errors,
+    disk_flags,
+    disk_info,
+    fill,
+    index_file,
+    io_errors_in,
+    mount_tmpfs,
+    open_client,
+    read,
+    unmount,
+    wait_until_durable,
+    wait_until_on,
+    wait_until_out_of_space,
+    wait_until_written,
+)
+from tests.support.harness import Server, StartServer, blocks_of, lasts, make_keys, stays, wait_until
+
+SOON_S = 4 * LOOK_S  # a tier that was full once or twice is on again within this time after there is room
+
+
+def let_time_pass(clock: Clock, condition: Callable[[], bool], most_s: float) -> None:
+    """Let time pass in steps of 10 s until the condition is true. A longer step would look as if the disk hung."""
+    for _ in range(round(most_s / 10)):
+        clock.advance(10)
+        if not lasts(lambda: not condition(), 0.3):
+            return
+    raise AssertionError(f"not within {most_s:g} s")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "small"
+    if not mount_tmpfs(place, "64m"):
+        pytest.skip("no right to mount a tmpfs")
+    yield place
+    unmount(place)
+
+
+class FullDisk:
+    """A server with a disk tier of 48 MiB on a file system of 64 MiB, and a file that fills the file system."""
+
+    def __init__(self, start_server: StartServer, place: Path, clock: Clock, *flags: str) -> None:
+        self.clock = clock
+        self.others = place / "others"
+        self.folder = place / "disk"
+        flags = (*disk_flags(self.folder, "48MiB"), "--policy", "lru", *flags)
+        self.server: Server = start_server(*flags, memory="16MiB", segment="1MiB", **clock.environment)
+
+    def fill(self) -> None:
+        """Let another program take all space that is left."""
+        with contextlib.suppress(OSError), self.others.open("ab", buffering=0) as opened:
+            while True:
+                opened.write(bytes(4 * KiB))
+
+    def run_out(self, client: KVStoreClient, first: int = 80_000) -> wire.DiskInfo:
+        """Fill the file system, and set blocks until the tier notices."""
+        self.fill()
+        fill(client, make_keys(200, first=first), BLOCK)
+        return wait_until_out_of_space(client)
+
+    def free(self, client: KVStoreClient) -> None:
+        """Make room, and wait until the tier is on again."""
+        self.others.unlink()
+        self.wait_until_on_again(client)
+
+    def wait_until_on_again(self, client: KVStoreClient, most_s: float = SOON_S) -> None:
+        let_time_pass(self.clock, lambda: disk_info(client).state == "on", most_s)
+
+
+@pytest.fixture
+def full_disk(start_server: StartServer, small_disk: Path, clock: Clock) -> FullDisk:
+    return FullDisk(start_server, small_disk, clock)
+
+
+def lines_of(server: Server, text: str) -> list[str]:
+    return [line for line in server.log_text().splitlines() if text in line]
+
+
+def test_a_full_tier_serves_its_blocks_and_writes_again_when_there_is_room(
+    full_disk: FullDisk, namespace: Namespace
+) -> None:
+    server = full_disk.server
+    old, new = make_keys(280), make_keys(100, first=5000)
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        fill(client, old, BLOCK)
+        wait_until_durable(client)
+        info = full_disk.run_out(client)
+        assert "No space left" in info.reason or "no space left" in info.reason
+        assert info.blocks >= 280 and not info.behind
+        # Memory has room for 256 blocks, and the 200 set last are in it. So most old blocks are read from disk.
+        assert all(read(client, old, BLOCK)) and disk_info(client).fetched_blocks > 100
+        (line,) = lines_of(server, " ERROR ")
+        assert f"disk tier {full_disk.folder}/shard-0 is out of space: {info.reason}; its blocks are served" in line
+
+        full_disk.free(client)
+        info = disk_info(client)
+        assert info.reason == "" and info.blocks >= 280
+        (line,) = lines_of(server, " WARNING ")
+        assert f"disk tier {full_disk.folder}/shard-0 is on again: " in line
+        fill(client, new, BLOCK)
+        wait_until_durable(client)
+    server.kill()  # not a clean stop, so only blocks and entries that were written by themselves are there afterwards
+    server.restart()
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        assert all(read(client, old, BLOCK)) and all(read(client, new, BLOCK))
+
+
+def test_blocks_removed_while_the_tier_is_full_do_not_come_back(full_disk: FullDisk, namespace: Namespace) -> None:
+    server, clock = full_disk.server, full_disk.clock
+    keys = make_keys(280)
+    deleted, replaced, expiring, kept = keys[:40], keys[40:80], keys[80:120], keys[120:]
+
+    def check(client: KVStoreClient) -> None:
+        assert not client.contains(deleted).any() and not client.contains(expiring).any()
+        assert not any(read(client, deleted, BLOCK)) and not any(read(client, expiring, BLOCK))
+        read(client, replaced, BLOCK, version=1)
+
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        fill(client, keys, BLOCK)
+        wait_until_durable(client)
+        full_disk.run_out(client)
+        assert client.delete(deleted) == 40
+        assert client.set(replaced, blocks_of(replaced, BLOCK, 1), force=True).error == 0
+        assert client.expire(expiring, ttl_s=30.0).all()
+        clock.advance(31)
+        check(client)
+        fill(client, make_keys(256, first=20_000), BLOCK)  # so that only the disk could have the removed blocks
+        check(client)
+        full_disk.free(client)
+        check(client)
+        assert all(read(client, kept, BLOCK))
+        wait_until_durable(client)
+    server.kill()
+    server.restart()
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        check(client)
+        assert all(read(client, kept, BLOCK))
+
+
+def test_removals_hold_if_the_server_restarts_while_the_disk_is_full(full_disk: FullDisk, namespace: Namespace) -> None:
+    server = full_disk.server
+    keys = make_keys(280)
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        fill(client, keys, BLOCK)
+        wait_until_durable(client)
+        full_disk.run_out(client)
+        fill(client, keys[:40], BLOCK, version=1, force=True)
+        assert not index_file(full_disk.folder).exists()
+        server.kill()
+    server.restart()
+    with open_client(server, namespace) as client:
+        wait_until(lambda: disk_info(client).state != "recovering")
+        assert not client.contains(keys).any()
+        fill(client, keys, BLOCK, version=2)
+        full_disk.others.unlink()
+        full_disk.wait_until_on_again(client)
+        assert all(read(client, keys[-100:], BLOCK, version=2))
+
+
+def test_a_purge_while_the_tier_is_full_holds(full_disk: FullDisk, namespace: Namespace) -> None:
+    server = full_disk.server
+    keys, new = make_keys(280), make_keys(50, first=5000)
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        fill(client, keys, BLOCK)
+        wait_until_durable(client)
+        full_disk.run_out(client)
+        assert client.purge() >= 280
+        assert not client.contains(keys).any() and disk_info(client).blocks == 0
+        full_disk.free(client)
+        assert not client.contains(keys).any()
+        fill(client, new, BLOCK)
+        wait_until_durable(client)
+    server.kill()
+    server.restart()
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        assert not client.contains(keys).any() and all(read(client, new, BLOCK))
+
+
+def test_a_full_disk_at_the_start_keeps_the_blocks(full_disk: FullDisk, namespace: Namespace) -> None:
+    server = full_disk.server
+    keys = make_keys(280)
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        fill(client, keys, BLOCK)
+        wait_until_durable(client)
+    assert server.stop() == 0
+    full_disk.fill()
+    server.restart()
+    with open_client(server, namespace) as client:
+        fill(client, make_keys(200, first=30_000), BLOCK)
+        info = wait_until_out_of_space(client)
+        assert info.blocks >= 280 and all(read(client, keys, BLOCK))
+        full_disk.free(client)
+        wait_until_durable(client)
+    server.kill()
+    server.restart()
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        assert all(read(client, keys, BLOCK))
+
+
+def test_a_clean_stop_while_the_tier_is_full_or_has_just_come_back(full_disk: FullDisk, namespace: Namespace) -> None:
+    server = full_disk.server
+    keys = make_keys(280)
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        fill(client, keys, BLOCK)
+        wait_until_durable(client)
+        full_disk.run_out(client)
+    assert server.stop() == 0
+    server.restart()
+    with open_client(server, namespace) as client:
+        wait_until(lambda: disk_info(client).state != "recovering")
+        assert all(read(client, keys, BLOCK))
+        full_disk.run_out(client, first=40_000)
+        full_disk.free(client)
+    assert server.stop() == 0
+    server.restart()
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        assert all(read(client, keys, BLOCK)) and "Traceback" not in server.log_text()
+
+
+def test_a_disk_that_fills_up_again_and_again_leaks_nothing(full_disk: FullDisk, namespace: Namespace) -> None:
+    server = full_disk.server
+    (shard,) = server.shards()
+    keys = make_keys(200)
+
+    def held() -> tuple[int, int, int]:
+        return shard.num_fds(), shard.num_threads(), len(shard.children())
+
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        fill(client, keys, BLOCK)
+        for turn in range(3):
+            full_disk.run_out(client, first=10_000 * (turn + 1))
+            client.delete(keys[turn * 10 : turn * 10 + 10])
+            assert not shard.children()
+            full_disk.others.unlink()
+            full_disk.wait_until_on_again(client, MAX_LOOK_S)
+            wait_until_written(client)
+            if turn == 0:
+                before = held()
+        wait_until(lambda: held() <= before, what=f"at most {before} descriptors, threads and keepers")
+        assert not client.contains(keys[:30]).any()
+        read(client, keys, BLOCK)
+    times = [line for line in server.log_text().splitlines() if " is on again: " in line]
+    assert len(times) == 3
+
+
+def test_a_used_up_quota_is_noticed_although_the_file_system_has_room(
+    start_server: StartServer, small_disk: Path, namespace: Namespace, clock: Clock, tmp_path: Path
+) -> None:
+    """No file can be made, although statvfs shows room."""
+    library, trigger = compile_io_errors(tmp_path), tmp_path / "trigger"
+    shim = io_errors_in(small_disk / "disk" / "shard-0" / "segments", trigger, library)
+    server = start_server(*disk_flags(small_disk / "disk", "48MiB"), **{**shim, **clock.environment})
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        trigger.write_text("full")
+        fill(client, make_keys(200), BLOCK)
+        wait_until_out_of_space(client)
+        for _ in range(3 * round(LOOK_S / 10)):
+            clock.advance(10)
+            stays(lambda: disk_info(client).state == "out of space", 0.3)
+        trigger.unlink()
+        let_time_pass(clock, lambda: disk_info(client).state == "on", SOON_S)
+        assert len(lines_of(server, " is on again: ")) == 1
