@@ -18,6 +18,7 @@ import pytest
 
 from kvstore_client import KVStoreClient, Namespace
 from tests.support import forked
+from tests.support.clock import Clock
 from tests.support.disk import (
     BLOCK,
     KiB,
@@ -74,13 +75,14 @@ class Load:
         self._stop = threading.Event()
         self._failures: list[BaseException] = []
         self.hits = 0
+        self.versions = [dict.fromkeys(make_keys(600, first=10_000 * number), 0) for number in (1, 2)]
         self.rounds = [0, 0]
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(2)]
 
     def _run(self, number: int) -> None:
         rng = random.Random(number)
-        keys = make_keys(600, first=10_000 * (number + 1))
-        versions = dict.fromkeys(keys, 0)
+        versions = self.versions[number]
+        keys = list(versions)
         try:
             with open_client(self._server, self._namespace) as client:
                 while not self._stop.wait(0.003):
@@ -244,6 +246,57 @@ def assert_well_after_a_restart(server: Server, namespace: Namespace) -> None:
         wait_until_on(client)
         assert all(read(client, keys, BLOCK, version=3))
     server.kill()
+
+
+@pytest.mark.parametrize("write", ["all", "evicted"])
+def test_disks_that_are_full_again_and_again_give_no_wrong_bytes(
+    start_server: StartServer,
+    folder: Path,
+    namespace: Namespace,
+    io_errors: Path,
+    tmp_path: Path,
+    clock: Clock,
+    write: str,
+) -> None:
+    """Two shards with encrypted folders. Clients replace and delete blocks in each state and at each change of it."""
+    trigger, key_file = tmp_path / "trigger", tmp_path / "key"
+    key_file.write_text("5a" * 32)
+    key_file.chmod(0o600)
+    flags = (*disk_flags(folder, "64MiB", write=write), "--disk-key-file", str(key_file), "--shards", "2", *LRU)
+    environment = {**io_errors_in(folder / "shard-", trigger, io_errors), **clock.environment}
+    server = start_server(*flags, memory="32MiB", segment="1MiB", **environment)
+    shards = server.shards()
+    with open_client(server, namespace) as client:
+
+        def all_are(state: str) -> bool:
+            states = {shard.disk.state for shard in client.info().shards if shard.disk is not None}
+            assert "off" not in states
+            return states == {state}
+
+        def held() -> list[tuple[int, int, int]]:
+            files = (sum(file.path.endswith(".seg") for file in shard.open_files()) for shard in shards)
+            counts = [(shard.num_fds(), shard.num_threads(), len(shard.children())) for shard in shards]
+            return [(fds - some, *others) for some, (fds, *others) in zip(files, counts, strict=True)]
+
+        wait_until(lambda: all_are("on"))
+        before = held()
+        with Load(server, namespace) as load:
+            for _ in range(3):
+                trigger.write_text("full")
+                wait_until(lambda: all_are("out of space"), what="both tiers are out of space")
+                load.goes_on()
+                trigger.unlink()
+                clock.step_until(lambda: all_are("on"), 10.0, 1200.0, "both tiers are on again")
+                load.goes_on()
+        wait_until(lambda: held() == before, what=f"descriptors, threads and keepers are as before: {before}")
+        assert pids_of(server) == [shard.pid for shard in shards] and "Traceback" not in server.log_text()
+    server.kill()
+    server.restart()
+    with open_client(server, namespace) as client:
+        wait_until(lambda: all_are("on"))
+        versions = {key: version for some in load.versions for key, version in some.items()}
+        for version in (0, 1):
+            read(client, [key for key in versions if versions[key] == version], BLOCK, version)
 
 
 # ---- errors of the device ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,18 +30,10 @@ from tests.support.disk import (
     wait_until_out_of_space,
     wait_until_written,
 )
-from tests.support.harness import Server, StartServer, blocks_of, lasts, make_keys, stays, wait_until
+from tests.support.harness import Server, StartServer, blocks_of, make_keys, stays, wait_until
 
+STEP_S = 10.0  # a longer step of the clock would look like a disk that hangs
 SOON_S = 4 * LOOK_S  # a tier that was full once or twice is on again within this time after there is room
-
-
-def let_time_pass(clock: Clock, condition: Callable[[], bool], most_s: float) -> None:
-    """Let time pass in steps of 10 s until the condition is true. A longer step would look as if the disk hung."""
-    for _ in range(round(most_s / 10)):
-        clock.advance(10)
-        if not lasts(lambda: not condition(), 0.3):
-            return
-    raise AssertionError(f"not within {most_s:g} s")
 
 
 @pytest.fixture
@@ -81,7 +73,7 @@ class FullDisk:
         self.wait_until_on_again(client)
 
     def wait_until_on_again(self, client: KVStoreClient, most_s: float = SOON_S) -> None:
-        let_time_pass(self.clock, lambda: disk_info(client).state == "on", most_s)
+        self.clock.step_until(lambda: disk_info(client).state == "on", STEP_S, most_s, "the tier is on again")
 
 
 @pytest.fixture
@@ -158,25 +150,42 @@ def test_blocks_removed_while_the_tier_is_full_do_not_come_back(full_disk: FullD
         assert all(read(client, kept, BLOCK))
 
 
-def test_removals_hold_if_the_server_restarts_while_the_disk_is_full(full_disk: FullDisk, namespace: Namespace) -> None:
-    server = full_disk.server
-    keys = make_keys(280)
+@pytest.mark.parametrize("removal", ["delete", "replace", "expire"])
+def test_removals_hold_if_the_server_restarts_while_the_disk_is_full(
+    full_disk: FullDisk, namespace: Namespace, removal: str
+) -> None:
+    server, clock = full_disk.server, full_disk.clock
+    keys = make_keys(200)
+    some = keys[-40:]
     with open_client(server, namespace) as client:
         wait_until_on(client)
         fill(client, keys, BLOCK)
-        wait_until_durable(client)
         full_disk.run_out(client)
-        fill(client, keys[:40], BLOCK, version=1, force=True)
+        client.delete(make_keys(10, first=80_000))
+        full_disk.free(client)  # the second time must be like the first one
+        wait_until_durable(client)
+        assert index_file(full_disk.folder).exists()
+        full_disk.run_out(client, first=40_000)
+        assert all(read(client, keys, BLOCK))  # the last of them are then in memory, too
+        assert index_file(full_disk.folder).exists()
+        if removal == "delete":
+            assert client.delete(some) == 40
+        elif removal == "replace":
+            fill(client, some, BLOCK, version=1, force=True)
+        else:
+            assert client.expire(some, ttl_s=30.0).all()
+            wait_until(lambda: not index_file(full_disk.folder).exists())
+            clock.advance(31)
         assert not index_file(full_disk.folder).exists()
         server.kill()
     server.restart()
     with open_client(server, namespace) as client:
         wait_until(lambda: disk_info(client).state != "recovering")
         assert not client.contains(keys).any()
-        fill(client, keys, BLOCK, version=2)
+        fill(client, some, BLOCK, version=2)
         full_disk.others.unlink()
         full_disk.wait_until_on_again(client)
-        assert all(read(client, keys[-100:], BLOCK, version=2))
+        assert all(read(client, some, BLOCK, version=2))
 
 
 def test_a_purge_while_the_tier_is_full_holds(full_disk: FullDisk, namespace: Namespace) -> None:
@@ -284,9 +293,9 @@ def test_a_used_up_quota_is_noticed_although_the_file_system_has_room(
         trigger.write_text("full")
         fill(client, make_keys(200), BLOCK)
         wait_until_out_of_space(client)
-        for _ in range(3 * round(LOOK_S / 10)):
-            clock.advance(10)
+        for _ in range(round(3 * LOOK_S / STEP_S)):
+            clock.advance(STEP_S)
             stays(lambda: disk_info(client).state == "out of space", 0.3)
         trigger.unlink()
-        let_time_pass(clock, lambda: disk_info(client).state == "on", SOON_S)
+        clock.step_until(lambda: disk_info(client).state == "on", STEP_S, SOON_S, "the tier is on again")
         assert len(lines_of(server, " is on again: ")) == 1

@@ -30,6 +30,17 @@ class Clock:
         now = int.from_bytes(self._ahead[:], "little")
         self._ahead[:] = struct.pack("<q", now + round(seconds * 1e9))
 
+    def step_until(self, condition: Callable[[], object], step_s: float, most_s: float, what: str) -> None:
+        """Let time pass in steps until `condition()` is true. Processes have a third of a second for each step. Raises
+        `AssertionError` after `most_s` seconds of the clock."""
+        for _ in range(round(most_s / step_s)):
+            self.advance(step_s)
+            for _ in range(6):
+                if condition():
+                    return
+                time.sleep(0.05)
+        raise AssertionError(f"not within {most_s:g} s: {what}")
+
     def run_until(self, condition: Callable[[], object], most_s: float, what: str) -> None:
         """Let time pass ten times as fast until `condition()` is true. Raises `AssertionError` after `most_s` seconds
         of the clock."""
