@@ -17,6 +17,7 @@ from typing import Final
 
 from benchmarks.remote_kv_cache.processes import environment
 from benchmarks.remote_kv_cache.transfers import connect
+from kvstore.wire.status import TAKES_NO_BLOCKS
 from kvstore_client import KVStoreClient
 
 START_S: Final = 120.0
@@ -38,11 +39,11 @@ class DiskState:
 
 
 def disk_state(client: KVStoreClient) -> DiskState:
-    """Return the server's state. Raises `RuntimeError` if a shard has no disk tier, or has turned it off."""
+    """Return the server's state. Raises `RuntimeError` if a shard has no disk tier that takes blocks."""
     shards = client.info().shards
     disks = [shard.disk for shard in shards if shard.disk is not None]
-    if not disks or len(disks) < len(shards) or any(disk.state == "off" for disk in disks):
-        raise RuntimeError("a shard of the server under measurement has no disk tier or has turned it off: see its log")
+    if not disks or len(disks) < len(shards) or any(disk.state in TAKES_NO_BLOCKS for disk in disks):
+        raise RuntimeError("a shard of the server under measurement has no disk tier that takes blocks: see its log")
     return DiskState(
         blocks=sum(disk.blocks for disk in disks),
         dirty_blocks=sum(disk.dirty_blocks for disk in disks),

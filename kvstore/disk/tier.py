@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import select
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from kvstore._index import BlockIndex
@@ -71,6 +72,7 @@ class DiskTier:
         self._recency_tick = 0
         self._to_record: list[tuple[DiskBlocks, Slots]] = []  # entries that the keeper must still get
         self._room = RoomWatch(volume)
+        self.when_on_again: Callable[[], None] = lambda: None  # called when a full disk has room again
         store.disk = Disk(volume.members, volume.open, volume.forget)
         volume.take()
 
@@ -227,6 +229,8 @@ class DiskTier:
     def _write_blocks_again(self) -> None:
         """Turn the tier on again, because the file system has room. The keeper then gets the entries of all blocks."""
         if self.volume.resume():
+            self.when_on_again()
+            self.writing.add_missed()
             self._to_record = [(member, member.index.ready_slots()) for member in self.volume.members.members]
 
     def finish(self, now: float) -> None:

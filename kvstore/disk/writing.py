@@ -60,6 +60,7 @@ class Writing:
         self.blocks = self.bytes = self.skipped = 0
         self._hurrying = False  # write at once until no block waits
         self.behind = False  # clients that set blocks must wait
+        self._missed: list[tuple[NamespaceStore, Slots]] = []  # see `add_missed`
 
     # ---- which blocks become dirty -------------------------------------------------------------------------------
 
@@ -113,6 +114,21 @@ class Writing:
             slots = slots[max(0, len(slots) - room_bytes // namespace.block_bytes) :]
             self._add_if_not_on_disk(namespace, slots, now)
 
+    def add_missed(self) -> None:
+        """With policy `all`, write the blocks that were set while the disk took none, whenever no block is dirty. The
+        hottest blocks come first."""
+        if self._policy == "all":
+            self._missed = [(namespace, namespace.coldest_first()) for namespace in self._volume.store]
+
+    def _add_next_missed(self, now: float) -> None:
+        namespace, slots = self._missed.pop()
+        count = max(1, MAX_IN_FLIGHT_BYTES // namespace.block_bytes)
+        if len(slots) > count:
+            self._missed.append((namespace, slots[:-count]))
+        slots = slots[-count:]
+        there = slots[namespace.states_of(slots) == BlockIndex.READY]
+        self._add_if_not_on_disk(namespace, namespace.ordinary(there), now)
+
     def _add_if_not_on_disk(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
         if len(slots):
             self._add(namespace, namespace.only_in_memory(slots, now), now)
@@ -156,6 +172,8 @@ class Writing:
         """Start the writes that are due. The arguments are those of `DiskTier.pump`."""
         if self._policy == "evicted" and not self._volume.store.arena.free:
             self._add_next_victims(now)
+        if self._missed and self.idle:
+            self._add_next_missed(now)
         self._queue.extend(self._again)
         self._again.clear()
         self._hurrying = self._hurrying and bool(self._queue)
@@ -243,6 +261,7 @@ class Writing:
             self._clean(waiting.namespace, waiting.slots)
         self._queue.clear()
         self._again.clear()
+        self._missed.clear()
         self.behind = False
 
 

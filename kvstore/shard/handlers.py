@@ -86,6 +86,7 @@ class RequestHandlers:
         generations = Generations()
         if disk is not None:
             generations.keep_in(disk.directory)
+            disk.when_on_again = generations.save_again
         self.background = Background(store, disk, state.account, generations)
         self.purging = Purging(store, generations, self.background.remove, lambda: disk is not None and disk.recovering)
         self.sets = Sets(store, disk, state, self.lending, self.purging)

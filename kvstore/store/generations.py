@@ -147,6 +147,11 @@ class Generations:
                 log.error("disk: the generations of namespaces cannot be written: %s", error)
             self._failing = True
 
+    def save_again(self) -> None:
+        """Write the file if the last attempt failed."""
+        if self._failing:
+            self.save()
+
 
 def next_generation(known: int) -> int:
     """Return an unused generation that is higher than `known`."""

@@ -28,6 +28,7 @@ from tests.support.disk import (
     disk_flags,
     disk_info,
     fill,
+    held_by,
     io_errors_in,
     keeper_of,
     mount_tmpfs,
@@ -273,13 +274,8 @@ def test_disks_that_are_full_again_and_again_give_no_wrong_bytes(
             assert "off" not in states
             return states == {state}
 
-        def held() -> list[tuple[int, int, int]]:
-            files = (sum(file.path.endswith(".seg") for file in shard.open_files()) for shard in shards)
-            counts = [(shard.num_fds(), shard.num_threads(), len(shard.children())) for shard in shards]
-            return [(fds - some, *others) for some, (fds, *others) in zip(files, counts, strict=True)]
-
         wait_until(lambda: all_are("on"))
-        before = held()
+        before = [held_by(shard) for shard in shards]
         with Load(server, namespace) as load:
             for _ in range(3):
                 trigger.write_text("full")
@@ -288,7 +284,7 @@ def test_disks_that_are_full_again_and_again_give_no_wrong_bytes(
                 trigger.unlink()
                 clock.step_until(lambda: all_are("on"), 10.0, 1200.0, "both tiers are on again")
                 load.goes_on()
-        wait_until(lambda: held() == before, what=f"descriptors, threads and keepers are as before: {before}")
+        wait_until(lambda: [held_by(shard) for shard in shards] == before, what=f"as many are held as before: {before}")
         assert pids_of(server) == [shard.pid for shard in shards] and "Traceback" not in server.log_text()
     server.kill()
     server.restart()

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_client import KVStoreClient
 from tests.containers.client_program import NAMESPACE, SIZE
-from tests.support.disk import wait_until_durable, wait_until_off, wait_until_on
+from tests.support.disk import wait_until_durable, wait_until_on, wait_until_out_of_space
 from tests.support.harness import blocks_of, make_keys, put
 from tests.support.podman import Container, Network, Volume
 
@@ -135,15 +135,15 @@ def small_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_server_with_a_full_volume_serves_from_memory(network: Network, small_folder: Path) -> None:
-    """The disk tier is configured for 256 MiB, which do not fit: it turns itself off, and the log says what to do."""
+    """The disk tier is configured for 256 MiB, which do not fit: it writes no more blocks, and the log says so."""
     volumes = [f"{small_folder}:{PLACE}"]
     with Container(*FLAGS, network=network, volumes=volumes) as server, connect(server) as client:
         keys = make_keys(700)  # 44 MiB
         put(client, keys)
-        wait_until_off(client)
+        wait_until_out_of_space(client)
         (line,) = [line for line in server.logs().splitlines() if " ERROR " in line]
-        assert f"disk tier {PLACE}/blocks/shard-0 is off: [Errno 28] No space left on device" in line
-        assert line.endswith("blocks are served from memory only; repair the disk, then restart the server")
+        assert f"disk tier {PLACE}/blocks/shard-0 is out of space: [Errno 28] No space left on device" in line
+        assert line.endswith("its blocks are served, and none are written until there is room")
         assert [block and bytes(block) for block in client.get(keys).blocks] == blocks_of(keys, SIZE)
         more = make_keys(50, first=10_000)
         put(client, more)

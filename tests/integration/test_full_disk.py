@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.support.disk import (
     disk_flags,
     disk_info,
     fill,
+    held_by,
     index_file,
     io_errors_in,
     mount_tmpfs,
@@ -30,7 +32,16 @@ from tests.support.disk import (
     wait_until_out_of_space,
     wait_until_written,
 )
-from tests.support.harness import Server, StartServer, blocks_of, make_keys, stays, wait_until
+from tests.support.harness import (
+    MakeNamespace,
+    Server,
+    StartServer,
+    blocks_of,
+    make_keys,
+    shard_info,
+    stays,
+    wait_until,
+)
 
 STEP_S = 10.0  # a longer step of the clock would look like a disk that hangs
 SOON_S = 4 * LOOK_S  # a tier that was full once or twice is on again within this time after there is room
@@ -89,7 +100,7 @@ def test_a_full_tier_serves_its_blocks_and_writes_again_when_there_is_room(
     full_disk: FullDisk, namespace: Namespace
 ) -> None:
     server = full_disk.server
-    old, new = make_keys(280), make_keys(100, first=5000)
+    old, meanwhile, new = make_keys(280), make_keys(200, first=80_000), make_keys(100, first=5000)
     with open_client(server, namespace) as client:
         wait_until_on(client)
         fill(client, old, BLOCK)
@@ -101,22 +112,25 @@ def test_a_full_tier_serves_its_blocks_and_writes_again_when_there_is_room(
         assert "No space left" in info.reason or "no space left" in info.reason
         assert info.blocks >= 280 and not info.behind
         # Memory has room for 256 blocks, and the 200 set last are in it. So most old blocks are read from disk.
-        assert all(read(client, old[::2], BLOCK)) and disk_info(client).fetched_blocks > info.fetched_blocks + 50
+        assert all(read(client, old[::7], BLOCK)) and disk_info(client).fetched_blocks > info.fetched_blocks + 20
         (line,) = lines_of(server, " ERROR ")
         assert f"disk tier {full_disk.folder}/shard-0 is out of space: {info.reason}; its blocks are served" in line
 
+        kept = [key for key, there in zip(meanwhile, client.contains(meanwhile), strict=True) if there]
+        assert len(kept) > 100
         full_disk.free(client)
         info = disk_info(client)
         assert info.reason == "" and info.blocks >= 280
         (line,) = lines_of(server, " WARNING ")
         assert f"disk tier {full_disk.folder}/shard-0 is on again: " in line
+        wait_until(lambda: disk_info(client).blocks == 280 + len(kept), what="what is in memory is written, too")
         fill(client, new, BLOCK)
         wait_until_durable(client)
     server.kill()  # not a clean stop, so only blocks and entries that were written by themselves are there afterwards
     server.restart()
     with open_client(server, namespace) as client:
         wait_until_on(client)
-        assert all(read(client, old, BLOCK)) and all(read(client, new, BLOCK))
+        assert all(read(client, old, BLOCK)) and all(read(client, kept, BLOCK)) and all(read(client, new, BLOCK))
 
 
 def test_blocks_removed_while_the_tier_is_full_do_not_come_back(full_disk: FullDisk, namespace: Namespace) -> None:
@@ -199,17 +213,22 @@ def test_a_purge_while_the_tier_is_full_holds(full_disk: FullDisk, namespace: Na
         fill(client, keys, BLOCK)
         wait_until_durable(client)
         full_disk.run_out(client)
-        assert client.purge() >= 280
+        client.delete(keys[:1])  # removes the index, so that there is space again
+        full_disk.fill()
+        assert client.purge() >= 279
+        assert lines_of(server, "generations of namespaces cannot be written")
         assert not client.contains(keys).any() and disk_info(client).blocks == 0
         full_disk.free(client)
         assert not client.contains(keys).any()
         fill(client, new, BLOCK)
         wait_until_durable(client)
+        generation = shard_info(client).generation
     server.kill()
     server.restart()
     with open_client(server, namespace) as client:
         wait_until_on(client)
         assert not client.contains(keys).any() and all(read(client, new, BLOCK))
+        assert shard_info(client).generation == generation > 0
 
 
 def test_a_disk_that_is_full_at_the_start_keeps_its_blocks(
@@ -240,6 +259,33 @@ def test_a_disk_that_is_full_at_the_start_keeps_its_blocks(
         assert not client.contains(keys[:20]).any() and all(read(client, keys[20:], BLOCK))
 
 
+def test_a_disk_that_is_full_at_the_start_keeps_the_blocks_of_a_large_index(
+    start_server: StartServer, folder: Path, new_namespace: MakeNamespace, clock: Clock, tmp_path: Path
+) -> None:
+    """The second keeper fails before recovery has ended. The server stops before the third one has all entries."""
+    library, trigger, keys = compile_io_errors(tmp_path), tmp_path / "trigger", make_keys(300_000)
+    namespace = new_namespace(64)
+    shim = io_errors_in(folder / "shard-0", trigger, library)
+    server = start_server(*disk_flags(folder, "1GiB"), **{**shim, **clock.environment})
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        fill(client, keys, 64)
+    assert server.stop() == 0
+    trigger.write_text("full")
+    server.restart()
+    with open_client(server, namespace) as client:
+        client.delete(keys[:1000])
+        assert wait_until_out_of_space(client).blocks == len(keys) - 1000
+        assert all(read(client, keys[1000::100], 64))
+        trigger.unlink()
+        clock.step_until(lambda: disk_info(client).state == "on", STEP_S, SOON_S, "the tier is on again")
+    assert server.stop() == 0
+    server.restart()
+    with open_client(server, namespace) as client:
+        assert wait_until_on(client).recovered_blocks == len(keys) - 1000
+        assert not client.contains(keys[:1000]).any() and all(read(client, keys[1000::100], 64))
+
+
 def test_a_clean_stop_while_the_tier_is_full_or_has_just_come_back(full_disk: FullDisk, namespace: Namespace) -> None:
     server = full_disk.server
     keys = make_keys(280)
@@ -267,12 +313,10 @@ def test_a_disk_that_fills_up_again_and_again_leaks_nothing(full_disk: FullDisk,
     (shard,) = server.shards()
     keys = make_keys(200)
 
-    def held() -> tuple[int, int, int]:
-        return shard.num_fds(), shard.num_threads(), len(shard.children())
-
     with open_client(server, namespace) as client:
         wait_until_on(client)
         fill(client, keys, BLOCK)
+        before = held_by(shard)
         for turn in range(3):
             full_disk.run_out(client, first=10_000 * (turn + 1))
             client.delete(keys[turn * 10 : turn * 10 + 10])
@@ -280,13 +324,16 @@ def test_a_disk_that_fills_up_again_and_again_leaks_nothing(full_disk: FullDisk,
             full_disk.others.unlink()
             full_disk.wait_until_on_again(client, MAX_LOOK_S)
             wait_until_written(client)
-            if turn == 0:
-                before = held()
-        wait_until(lambda: held() <= before, what=f"at most {before} descriptors, threads and keepers")
+        wait_until(lambda: held_by(shard) == before, what=f"descriptors, threads and keepers are as before: {before}")
         assert not client.contains(keys[:30]).any()
         read(client, keys, BLOCK)
-    times = [line for line in server.log_text().splitlines() if " is on again: " in line]
-    assert len(times) == 3
+    full, again = (
+        [datetime.fromisoformat(line.split()[0]).timestamp() for line in lines_of(server, text)]
+        for text in (" is out of space: ", " is on again: ")
+    )
+    waits_s = [end - begin for begin, end in zip(full, again, strict=True)]
+    # Each time the disk is full again soon after it had room, so the server waits twice as long before it looks.
+    assert [round(wait_s / LOOK_S) for wait_s in waits_s] == [1, 2, 4], waits_s
 
 
 def test_a_used_up_quota_is_noticed_although_the_file_system_has_room(

@@ -17,6 +17,7 @@ import pytest
 import xxhash
 
 from kvstore import wire
+from kvstore.disk.format import SEGMENT_SUFFIX
 from kvstore.disk.keeper_process import COMMIT_DELAY_S
 from kvstore_client import KVStoreClient, Namespace
 from tests.support import forked
@@ -103,6 +104,12 @@ def keeper_of(shard: psutil.Process) -> psutil.Process:
     """Return the process that keeps a shard's persistent index."""
     (keeper,) = shard.children()
     return keeper
+
+
+def held_by(shard: psutil.Process) -> tuple[int, int, int]:
+    """Return how many descriptors, threads and keepers a shard has. Segment files stay open, so they do not count."""
+    segments = sum(file.path.endswith(SEGMENT_SUFFIX) for file in shard.open_files())
+    return shard.num_fds() - segments, shard.num_threads(), len(shard.children())
 
 
 # ---- a device with errors --------------------------------------------------------------------------------------
