@@ -115,10 +115,9 @@ class Writing:
             self._add_if_not_on_disk(namespace, slots, now)
 
     def add_missed(self) -> None:
-        """With policy `all`, write the blocks that were set while the disk took none, whenever no block is dirty. The
-        hottest blocks come first."""
+        """With policy `all`, write the blocks that were set while the disk took none, whenever no block is dirty."""
         if self._policy == "all":
-            self._missed = [(namespace, namespace.coldest_first()) for namespace in self._volume.store]
+            self._missed = [(namespace, namespace.ready_slots()) for namespace in self._volume.store]
 
     def _add_next_missed(self, now: float) -> None:
         namespace, slots = self._missed.pop()

@@ -83,6 +83,7 @@ class NamespaceStore:
         # Methods of the index of the blocks in memory; `BlockIndex` describes them.
         index = self.memory.index
         self.in_memory, self.states_of, self.victims = index.contains, index.states_of, index.victims
+        self.ready_slots = index.ready_slots
         self.acquire, self.hold, self.release = index.acquire, index.acquire_slot, index.release
         self.commit, self.link, self.renew, self.disown = index.commit, index.link, index.renew, index.disown
         self.keys_of, self.checksums, self.priorities_of = index.keys_of, index.checksums, index.priorities_of
@@ -154,7 +155,7 @@ class NamespaceStore:
 
     def coldest_first(self) -> Slots:
         """Return the slots of all readable blocks in memory, the most recently used last."""
-        slots = self.memory.index.ready_slots()
+        slots = self.ready_slots()
         return slots[np.argsort(self.memory.index.ticks_of(slots), kind="stable")]
 
     def ordinary(self, slots: Slots) -> Slots:
