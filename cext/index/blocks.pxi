@@ -135,6 +135,17 @@ cdef class Blocks:
         record = self.record(slot)
         return slot if record.state == READY else record.older
 
+    cdef inline int32_t placed(self, int32_t slot) noexcept nogil:
+        """Returns the slot that is linked for a table entry's slot: the READY slot, or else the slot that is being
+        written. Returns NONE for transient blocks."""
+        cdef Record *record
+        if slot == NONE:
+            return NONE
+        record = self.record(slot)
+        if record.state == WRITING and record.older != NONE and self.record(record.older).reads == 0:
+            return record.older
+        return slot if (record.state == READY or record.state == WRITING) and record.reads == 0 else NONE
+
     # -- use -------------------------------------------------------------------------------------------------
 
     cdef void touch(self, const int32_t *slots, Py_ssize_t n, Py_ssize_t batch, uint64_t tick) noexcept nogil:
@@ -217,6 +228,8 @@ cdef class Blocks:
         if entry.slot == slot:
             table_remove(&self.table, entry)
         else:
+            if record.linked:
+                links_inherit(&self.space, slot, record, entry.slot)
             self.record(entry.slot).older = NONE
         return self.retire(slot, record, evicted)
 

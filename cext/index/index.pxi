@@ -233,9 +233,10 @@ cdef class BlockIndex:
         slot of each key that the caller knows, and negative numbers for the others. ``offsets``, uint32: the place of
         each key in the call ``call``. The places are stored for the blocks in ``slots``, and cut() uses them.
 
-        Each READY block is linked to the nearest READY block before it, if it is not linked yet. A block to which
-        others are linked is not evicted before them. Returns the number of blocks that were linked. A link is not made
-        if it would close a circle, or if thousands of blocks already follow the block.
+        Each READY or WRITING block is linked to the nearest one before it. A block that is linked to another one keeps
+        its place, unless the nearest one comes between these two. A block to which others are linked is not evicted
+        before them. Returns the number of blocks that were linked. A link is not made if it would close a circle, or if
+        thousands of blocks already follow the block.
         """
         return link_keys(self.blocks, keys, before, slots, call, offsets)
 
@@ -248,8 +249,8 @@ cdef class BlockIndex:
         return disown_slots(self.blocks, slots)
 
     def abort(self, slots) -> int:
-        """Frees WRITING slots. A block that would have been replaced stays. Errors and negative slots are as for
-        commit.
+        """Frees WRITING slots. A block that would have been replaced stays. Blocks that are linked to these slots are
+        linked to the blocks before them. Errors and negative slots are as for commit.
 
         Returns the number of slots.
         """
@@ -334,7 +335,7 @@ cdef class BlockIndex:
     def guard(self, key) -> None:
         """Protects the block of this key, and the blocks before it in its chain, from evict(). An empty key ends all
         protection."""
-        self.blocks.guarded = self.blocks.readable(slot_of(self.blocks, key, "key", 0))
+        self.blocks.guarded = self.blocks.placed(slot_of(self.blocks, key, "key", 0))
 
     @property
     def keep_lapsed(self) -> bool:

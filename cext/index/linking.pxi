@@ -45,13 +45,9 @@ cdef Py_ssize_t link_keys(Blocks blocks, keys, before, slots, uint64_t call, off
             kv_prefetch(link_at(&blocks.space, at[i]))
     for i in range(n):
         if i < m:
-            last = blocks.readable(above[i])
-            if last != NONE and blocks.record(last).reads != 0:
-                last = NONE
+            last = blocks.placed(above[i])
+        at[i] = blocks.placed(at[i])
         if at[i] == NONE:
-            continue
-        at[i] = blocks.record(at[i]).older if blocks.record(at[i]).state == WRITING else at[i]
-        if at[i] == NONE or blocks.record(at[i]).state != READY or blocks.record(at[i]).reads != 0:
             continue
         if last != NONE:
             count += links_join(&blocks.space, last, at[i], &steps)

@@ -160,8 +160,8 @@ cdef inline bint is_expired(Space *space, Record *record) noexcept nogil:
 
 
 cdef inline bint is_held(Space *space, Record *record, uint32_t now) noexcept nogil:
-    """Returns whether a READY block may not be evicted, because it is being read, or pinned, or transient."""
-    return record.refs != 0 or ((record.pin_until > now or record.reads != 0) and not is_expired(space, record))
+    """Returns whether a block may not be evicted, because it is being written or read, or pinned, or transient."""
+    return record.state != READY or record.refs != 0 or ((record.pin_until > now or record.reads != 0) and not is_expired(space, record))
 
 
 cdef inline uint32_t eighths_down(double seconds) noexcept nogil:

@@ -171,7 +171,7 @@ cdef tuple cut_chain(Blocks blocks, keys, uint64_t call, uint32_t offset, double
     cdef Space *space = &blocks.space
     cdef uint32_t time = blocks.advance(now)
     cdef Py_ssize_t count = 0, steps = MOST_STEPS
-    cdef int32_t slot = blocks.readable(slot_of(blocks, keys, "key", 1)), top = NONE, last = slot, below
+    cdef int32_t slot = blocks.placed(slot_of(blocks, keys, "key", 1)), top = NONE, last = slot, below
     cdef Record *record
     cdef Link *link
     while slot != NONE and steps > 0:

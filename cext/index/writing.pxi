@@ -114,6 +114,8 @@ cdef Py_ssize_t commit_slots(
                 if record.older != NONE:
                     replaced = blocks.record(record.older)
                     blocks.pin(slot[i], replaced.pin_until)
+                    if replaced.linked:
+                        links_inherit(&blocks.space, record.older, replaced, slot[i])
                     blocks.retire(record.older, replaced, False)
                 record.state = READY
                 record.checksum = (<const uint64_t *>sums_view.buf)[i]
@@ -186,8 +188,11 @@ cdef bytes set_expiry_keys(Blocks blocks, keys, double now, double expires):
 
 
 cdef void unname(Blocks blocks, int32_t slot, Record *record) noexcept nogil:
-    """Takes a WRITING slot out of the table. A block that it would have replaced returns to the table."""
+    """Takes a WRITING slot out of the table and out of its chain. A block that it would have replaced returns to the
+    table."""
     cdef Entry *entry = table_find_slot(&blocks.table, &blocks.space, slot, record.hash)
+    if record.linked:
+        links_pass_on(&blocks.space, blocks.policy, slot, record)
     if record.older != NONE:
         entry.slot = record.older
     else:

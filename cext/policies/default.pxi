@@ -156,7 +156,7 @@ cdef class Adaptive(Policy):
             self.reuse.reclass(record.hash, kind)
         lists_unlink(self.space, &self.lists, record, life)
         life.kind = (life.kind & MONITORED) | <uint8_t>kind
-        if record.linked & FOLLOWS:
+        if record.linked & FOLLOWS and record_at(self.space, link_at(self.space, slot).before).state == READY:
             above = link_at(self.space, slot).before
         if not lists_push_behind(self.space, &self.lists, above, slot, record, life):
             life.stamp = <uint32_t>self.lists.references

@@ -20,7 +20,7 @@ cdef class Policy:
     ) noexcept nogil:
         """Blocks of one request became READY. They are a chain, head first. Negative slots must be skipped.
 
-        Their tick, rank and priority are set, but their links are not. ``parent``: the READY block before the first one
+        Their tick, rank and priority are set, but their links may not be. ``parent``: the READY block before the first one
         in its chain, or NONE if there is none or it is unknown. ``ends_chain``: whether the last of ``slots`` ends its
         chain, as far as is known. A later call may name it as ``parent``. ``behind``: whether the chain begins
         before the first of ``slots``, even if ``parent`` is not known.

@@ -109,6 +109,17 @@ def test_a_block_behind_a_gap_is_joined_when_the_gap_is_filled(policy: str) -> N
 
 
 @every_policy
+def test_a_block_that_skipped_a_gap_is_linked_again_when_the_gap_is_filled(policy: str) -> None:
+    cache = Chains(policy, 16)
+    cache.set_part(1, 5, 6)
+    cache.set_part(2, 3, before=1)
+    assert cache.index.link(keys_of([5]), keys_of([3])) == 1
+    assert cache.index.link(keys_of([5]), keys_of([2])) == 0, "3 comes between"
+    assert cache.index.link(keys_of([2]), keys_of([6])) == 0, "it would close a circle"
+    assert cache.evict(5) == [6, 5, 3, 2, 1]
+
+
+@every_policy
 @pytest.mark.parametrize("removal", ["delete", "drop", "expire", "replace"])
 def test_blocks_after_a_removed_one_stay_and_can_be_evicted(policy: str, removal: str) -> None:
     cache = Chains(policy, 16)
@@ -221,6 +232,13 @@ class AnyOrder(RuleBasedStateMachine):
             of = self.follows[of]
         return of == name
 
+    def may_follow(self, name: int, above: int) -> bool:
+        """Return whether a block is linked to another one. If it is linked already, that one must come between."""
+        if name not in self.follows:
+            return not self.is_above(name, above)
+        now = self.follows[name]
+        return now != above and self.is_above(now, above) and not self.is_above(name, above)
+
     @rule(names=st.lists(st.integers(0, 39), min_size=1, max_size=6, unique=True), before=st.integers(0, 39))
     def set_part(self, names: list[int], before: int) -> None:
         index = self.cache.index
@@ -234,7 +252,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.drop_what_is_gone()
         above = next(iter(self.cache.left(before)), None)
         for name in self.cache.left(*names):
-            if above is not None and name not in self.follows and not self.is_above(name, above):
+            if above is not None and self.may_follow(name, above):
                 self.follows[name] = above
             above = name
 
