@@ -393,5 +393,4 @@ class MessageReader:
     def abort_write(self) -> None:
         """Give back the slots of a SET that did not arrive completely."""
         if self.write is not None:
-            write = self._end_write(self.write)
-            write.namespace.abort(write.slots, write.keys)
+            self._answers.sets.give_up(self._end_write(self.write))

@@ -250,10 +250,19 @@ class Sets:
         waits: dict[Stage, float] = {"disk": disk_s + held_back_s}
         self._state.slow.add(peer.session, request, began, keys, nbytes, running=running, waits=waits)
 
+    def give_up(self, write: Write) -> None:
+        """Free the slots of a SET that did not arrive completely, or whose blocks are refused."""
+        request, before = write.request, write.before
+        if write.attributes is not None:
+            before = write.attributes["before"].tobytes()
+        if write.attributes is not None or request.chained:
+            self._store.chains.abandon(write.namespace, write.keys, write.slots, before)
+        write.namespace.abort(write.slots, write.keys)
+
     def _refuse_stale(self, peer: Peer, write: Write, generation: int) -> None:
         """Refuse blocks whose generation has ended, perhaps while they were arriving."""
-        request, namespace = write.request, write.namespace
-        namespace.abort(write.slots, write.keys)
+        request = write.request
+        self.give_up(write)
         count = request.count
         outcomes = bytes([Outcome.ERROR]) * count if request.outcomes else b""
         reply = wire.SetReply(request.id, count, 0, 0, 0, 0, count, outcomes, write.evicted, generation)

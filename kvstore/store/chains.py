@@ -5,6 +5,10 @@ call. The index links the blocks that it has. Each call names the last key of th
 block of that key may be at another shard, it may have been refused, or it may arrive later than the call that names its
 key. So the shard remembers how calls ended, in order to find the block to which a part must be linked.
 
+Several clients may write the same chain at once, because their engines compute the same new prompt. The index links a
+block also to one that is still being written. If that write is given up, its followers are linked to the block before
+it until another client sets the missing block.
+
 The shards of a node also agree where a chain ends. When one of them evicts or refuses a block, the others evict the
 blocks after it, because no client can use these any more. To say where a chain ends, the shards use the number that a
 client gave to its call, and the block's position in that call. They evict only blocks whose single copy is in memory,
@@ -26,11 +30,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore._index import BlockIndex
+from kvstore.store.expected import split
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
 from kvstore.wire import Set
 
-MOST_ENDS: Final = 8192  # the most records of each kind, for all namespaces together; about 12 MB for all kinds
+MOST_ENDS: Final = 8192  # the most records of each kind, for all namespaces together; about 16 MB for all kinds
+MOST_BRANCHES: Final = 8  # the most followers of one missing block that are remembered
 # How long a shard refuses the blocks after a cut, in seconds. The next calls of the same prompt may take this long to
 # arrive. A client that computes a lost block again takes longer.
 CUT_S: Final = 0.25
@@ -75,7 +81,7 @@ class Chains:
         self.cuts: dict[_Call, int] = {}  # cuts to send to the other shards: the offset in each call
         self.heard: deque[Cut] = deque(maxlen=MOST_ENDS)  # received from other shards, to be carried out here
         self._ends: OrderedDict[_Key, bytes | None] = OrderedDict()  # a call's last key -> its last key that is here
-        self._expected: OrderedDict[_Key, bytes] = OrderedDict()  # a missing parent -> the first key that follows it
+        self._expected: OrderedDict[_Key, bytes] = OrderedDict()  # a missing block -> the keys that directly follow it
         self._calls: OrderedDict[_Call, bytes] = OrderedDict()  # a call -> the last of its blocks that is here
         self._call_of: OrderedDict[_Key, int] = OrderedDict()  # a call's last key -> the call
         self._cut: OrderedDict[_Call, tuple[int, float]] = OrderedDict()  # other shards' cuts: offset and end time
@@ -101,22 +107,52 @@ class Chains:
         came first, link that part to these blocks. `before`: the result of `find`."""
         index, size = namespace.memory.index, namespace.key_bytes
         last, refused = keys[-size:], slots == BlockIndex.NO_SPACE
+        if before and index.state_of(before) == BlockIndex.FREE:  # the call that ended with it may have ended since
+            before = self._ends.get((namespace.id, before)) or before
         if part.call and self._agrees(namespace):
             index.link(keys, before, slots, part.call, part.offsets)
             self._remember(namespace, keys, refused, part, now)
         else:
             index.link(keys, before, slots)
-        if before and not refused.any() and index.state_of(before) != BlockIndex.READY:
-            _put(self._expected, (namespace.id, before), keys[:size])
+        if before and not refused.any() and index.state_of(before) == BlockIndex.FREE:
+            self._expect(namespace, before, keys[:size])
         for key in {last, part.end}:
             name = namespace.id, key
             if key != last or refused.any():
                 _put(self._ends, name, None if refused.any() else last)
             else:
                 self._ends.pop(name, None)
-            follower = self._expected.pop(name, None)
-            if follower is not None and not refused.any():
-                index.link(follower, last)
+            if not refused.any():
+                self._link_expected(namespace, key, last)
+
+    def abandon(self, namespace: NamespaceStore, keys: bytes, slots: Slots, before: bytes) -> None:
+        """Prepare the index for the end of a write that is given up. Blocks that other clients have set behind these
+        blocks will be linked to the blocks before them, and to these blocks if they are set after all. Afterwards the
+        slots must be aborted. `before`: the result of `find`."""
+        index, size, last = namespace.memory.index, namespace.key_bytes, keys[-namespace.key_bytes :]
+        followers = self._expected.get((namespace.id, last), b"")
+        if not followers and not index.links_of(slots)[0]:
+            return  # no other block is linked to these
+        index.link(keys, before, slots)
+        index.link(followers, last * (len(followers) // size))
+        ours = set(split(index.keys_of(slots[slots >= 0]), size))
+        for follower, key in zip(*(split(each, size) for each in index.links_of(slots)), strict=True):
+            if key in ours and follower not in ours:
+                self._expect(namespace, key, follower)
+
+    def _expect(self, namespace: NamespaceStore, key: bytes, follower: bytes) -> None:
+        """Note that the block of `key` is missing, and that the block of `follower` is to be linked to it."""
+        known = self._expected.get((namespace.id, key), b"")
+        if follower not in split(known, namespace.key_bytes):
+            known = (known + follower)[-MOST_BRANCHES * namespace.key_bytes :]
+        _put(self._expected, (namespace.id, key), known)
+
+    def _link_expected(self, namespace: NamespaceStore, key: bytes, last: bytes) -> None:
+        """Link the blocks that wait for the block of `key` to the block of `last`, unless that is missing, too."""
+        if (namespace.id, key) not in self._expected or namespace.memory.index.state_of(last) == BlockIndex.FREE:
+            return
+        followers = self._expected.pop((namespace.id, key))
+        namespace.memory.index.link(followers, last * (len(followers) // namespace.key_bytes))
 
     def place(self, namespace: NamespaceStore, keys: bytes, before: bytes, slots: Slots) -> None:
         """Link copies of another shard's blocks that have been set. Each copy is linked to the block that it follows,
@@ -128,11 +164,9 @@ class Chains:
         index.link(keys, before, slots)
         for at in range(0, len(keys), size):
             key, followed = keys[at : at + size], before[at : at + size]
-            if followed != key and index.state_of(followed) != BlockIndex.READY:
-                _put(self._expected, (namespace.id, followed), key)
-            follower = self._expected.pop((namespace.id, key), None)
-            if follower is not None:
-                index.link(follower, key)
+            if followed != key and index.state_of(followed) == BlockIndex.FREE:
+                self._expect(namespace, followed, key)
+            self._link_expected(namespace, key, key)
 
     # ---- where chains are cut --------------------------------------------------------------------------------
 
