@@ -12,10 +12,12 @@ import random
 import sys
 from pathlib import Path
 
+from kvstore.disk.segments import MIN_DIRECT_BYTES
 from kvstore_client import KVStoreClient, KVStoreError, Namespace
 from tests.support.harness import block_of, make_keys, make_namespace
 
-SHAPES = {4096: 2500, 20_000: 700, 1000: 1500}  # bytes of a block: number of keys
+# Bytes of a block: number of keys. Only the largest blocks bypass the page cache (O_DIRECT).
+SHAPES = {4096: 2500, 20_000: 700, 1000: 1500, MIN_DIRECT_BYTES: 200}
 
 
 def namespaces() -> dict[int, Namespace]:
