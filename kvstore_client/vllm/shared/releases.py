@@ -52,8 +52,8 @@ def transfer_results() -> Any:
 
 @functools.cache
 def binds_manager() -> bool:
-    """Return whether the scheduler gives its connector the manager of its cache, as it does since 0.30. Earlier releases
-    give it only the manager's pool of blocks."""
+    """Return whether the scheduler gives its connector the manager of its cache, as it does since 0.30. Earlier
+    releases give it only the manager's pool of blocks."""
     return hasattr(_found(_CONNECTOR, "KVConnectorBase_V1"), "bind_kv_cache_manager")
 
 
@@ -115,8 +115,8 @@ def first_parent(function: Callable[[Any], bytes]) -> BlockHash:
 
 
 def event_extra_keys(extra_keys: tuple[Any, ...] | None) -> list[tuple[Any, ...] | None] | None:
-    """Return the extra keys of one block in the form of KV events. Since 0.31, the extra keys of a hash have tags, which
-    events leave out."""
+    """Return the extra keys of one block in the form of KV events. Since 0.31, the extra keys of a hash have tags,
+    which events leave out."""
     untagged = _found(_HASHES, "to_event_extra_keys")
     if untagged is None:
         return None if extra_keys is None else [extra_keys]
