@@ -12,6 +12,20 @@ from typing import Any, Final
 _MAX_NUMBER: Final = (1 << 63) - 1
 
 
+def flag(name: str, value: Any) -> bool:
+    """Return `value`, which must be True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: expected True or False")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """Return `value`, which must be a string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: expected a string")
+    return value
+
+
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
     """Return `value` as an int. Any type with `__index__` is accepted, such as NumPy's integers, but not bool."""
     expected = f"expected {least} to {most}" if most is not None else f"expected at least {least}"

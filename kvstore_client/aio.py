@@ -70,7 +70,11 @@ class AsyncKVStoreClient:
             )
         self._make = functools.partial(KVStoreClient, endpoint, namespace, **options)
         self._timeout_s = options.get("timeout_s", DEFAULT_TIMEOUT_S)
+        self._namespace = namespace
+        self._fail_open = options.get("fail_open", False)
+        self._replicas = options.get("replicas", 1)
         self._client: KVStoreClient | None = None
+        self._closed = False
         self._connecting = asyncio.Lock()
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="kvstore-aio")
 
@@ -99,12 +103,16 @@ class AsyncKVStoreClient:
 
     async def _connected(self) -> KVStoreClient:
         if self._client is None:
+            if self._closed:
+                raise ConnectionLost("this client is closed")
             async with self._connecting:
                 if self._client is None:
                     self._client = await self._run(self._make)
         return self._client
 
     async def _run(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if self._closed:  # then no call waits for anything, and there are no threads
+            return function(*args, **kwargs)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
 
@@ -112,7 +120,23 @@ class AsyncKVStoreClient:
         """Disconnect and end the pool's threads."""
         if self._client is not None:
             await self._run(self._client.close)
+        self._closed = True
         self._threads.shutdown(wait=False)
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """See `KVStoreClient`. Before the client has connected, this is the namespace that was given."""
+        return self._client.namespace if self._client is not None else self._namespace
+
+    @property
+    def fail_open(self) -> bool:
+        """See `KVStoreClient`."""
+        return self._fail_open
+
+    @property
+    def replicas(self) -> int:
+        """See `KVStoreClient`."""
+        return self._replicas
 
     @property
     def stats(self) -> ClientStats:

@@ -181,6 +181,7 @@ class KVStoreClient:
         timeout_s = _arguments.seconds("timeout_s", timeout_s, MAX_TIMEOUT_S)
         replicas = _arguments.whole_number("replicas", replicas, 1, wire.MAX_REPLICAS)
         min_copies = _arguments.whole_number("min_copies", min_copies, 1, replicas)
+        checksum = _arguments.flag("checksum", checksum)
         mac = mac_of(namespace, block_secret)
         if mac is not None:
             namespace = mac.namespace
@@ -189,7 +190,7 @@ class KVStoreClient:
                     "checksum=False and a block secret: expected one of them, because blocks with MACs are verified"
                 )
         self.namespace = namespace
-        self.fail_open = fail_open
+        self.fail_open = _arguments.flag("fail_open", fail_open)
         self.replicas = replicas
         if shared_memory not in ("auto", True, False) or isinstance(shared_memory, int | float) is not isinstance(
             shared_memory, bool
@@ -208,7 +209,7 @@ class KVStoreClient:
             connections,
             Transport.of(transport),
             Credentials(token),
-            keeps_copies,
+            _arguments.flag("keeps_copies", keeps_copies),
         )
         self._exchange = Exchange(self._pool)
         self._repairs = Repairs(self._exchange, namespace.block_bytes, checksum, mac)
@@ -344,8 +345,8 @@ class KVStoreClient:
             raise ValueError(f"reads={reads} and force=True: expected one of them: a transient block replaces no other")
         options = self._options(
             timeout_s,
-            force=force,
-            deferred=deferred,
+            force=_arguments.flag("force", force),
+            deferred=_arguments.flag("deferred", deferred),
             chains=chains_of(packed, parent, _arguments.whole_number("position", position, 0, wire.MAX_POSITION)),
             priority=_arguments.whole_number("priority", priority, 0, wire.MAX_PRIORITY),
             ttl_s=0.0 if ttl_s is None else _arguments.seconds("ttl_s", ttl_s, wire.MAX_TTL_S),
@@ -567,7 +568,7 @@ class KVStoreClient:
             yield []
             return
         blocks: list[memoryview | None] = []
-        borrowed = self._reader.borrow(packed, unique, verify, options)
+        borrowed = self._reader.borrow(packed, unique, _arguments.flag("verify", verify), options)
         try:
             found = borrowed.blocks
             blocks += found if len(unique) == len(packed) else [found[origin] for origin in first.tolist()]
@@ -648,7 +649,16 @@ class KVStoreClient:
         Raises: `ProtocolError`, with nothing removed, if a shard of an earlier release does not know `model` and
         `id_prefix`.
         """
-        return self._shards.purge(self._repairs, self._options(timeout_s), all_namespaces, model, id_prefix)
+        if (model or id_prefix) and not all_namespaces:
+            given = f"model={model!r}" if model else f"id_prefix={id_prefix!r}"
+            raise ValueError(f"{given} and all_namespaces=False: expected True, or no choice of namespaces")
+        return self._shards.purge(
+            self._repairs,
+            self._options(timeout_s),
+            _arguments.flag("all_namespaces", all_namespaces),
+            _arguments.text("model", model),
+            _arguments.text("id_prefix", id_prefix),
+        )
 
     # ---- every shard -----------------------------------------------------------------------------------------
 
@@ -711,9 +721,9 @@ class KVStoreClient:
 
         Raises: The same as `config_get`, with nothing changed.
         """
-        if not name:
+        if not _arguments.text("name", name):
             raise ValueError("the name of the setting is empty: expected a name that config_get has")
-        return self._shards.configure(self._options(timeout_s), name, value)
+        return self._shards.configure(self._options(timeout_s), name, _arguments.text("value", value))
 
     def shards(self, *, timeout_s: float | None = None) -> list[ShardStatus]:
         """Request the state of every shard that this client knows.
@@ -798,7 +808,7 @@ class KVStoreClient:
 
     def _lookup_options(self, timeout_s: float | None, refresh: bool, pin_s: float) -> Options:
         pin_s = _arguments.seconds("pin_s", pin_s, wire.MAX_PIN_S, zero=True)
-        return self._options(timeout_s, refresh=refresh, pin_s=pin_s)
+        return self._options(timeout_s, refresh=_arguments.flag("refresh", refresh), pin_s=pin_s)
 
     def _place(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -45,10 +45,13 @@ def chains_of(packed: KeyArray, parent: Parent, position: int) -> Sequence[Chain
         return ()
     if isinstance(parent, np.ndarray):  # a row of packed keys, or several
         parent = parent.tobytes() if parent.ndim == 1 else [row.tobytes() for row in parent]
-    if isinstance(parent, str):
-        raise TypeError(f"parent={parent!r} is of type str: expected a key, which is bytes")
+    if isinstance(parent, bytearray | memoryview):
+        parent = bytes(parent)
+    if isinstance(parent, str) or not isinstance(parent, Iterable | None):
+        raise TypeError(f"parent={parent!r} is of type {type(parent).__name__}: expected a key, which is bytes")
     if parent is None or isinstance(parent, bytes):
         return (Chain(0, _checked(parent, packed), position, _new_call()),)
+    parent = [each if each is None or isinstance(each, bytes) else pack_keys([each]).tobytes() for each in parent]
     if len(parent) != len(packed):
         raise ValueError(f"{len(packed)} keys and {len(parent)} parents: expected one parent, or one for each key")
     chains = [Chain(0, _checked(parent[0], packed), position, _new_call())]

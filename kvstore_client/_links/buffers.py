@@ -47,7 +47,12 @@ def _tensor_bytes(tensor: Any, what: str) -> npt.NDArray[np.uint8]:
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu":
         raise ValueError(f"{what} is a tensor on {tensor.device}: expected one in CPU memory")
-    return cast("npt.NDArray[np.uint8]", tensor.detach().view(torch.uint8).numpy())
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{what} is a sparse or a lazily conjugated tensor: copy it to contiguous memory")
+    if tensor.ndim and tensor.numel() and tensor.stride(-1) != 1:
+        raise ValueError(f"{what} is not contiguous (strides {tensor.stride()}); copy it to contiguous memory")
+    return cast("npt.NDArray[np.uint8]", tensor.view(torch.uint8).numpy())
 
 
 def as_array(value: Any, what: str) -> npt.NDArray[Any]:

@@ -335,6 +335,38 @@ def test_an_unreachable_directory_costs_a_fail_open_client_one_second(namespace:
         assert client.shards() == [] and client.directory_error
 
 
+def test_a_key_before_a_chain_may_be_any_buffer_that_a_key_may_be(
+    start_server: StartServer, namespace: Namespace
+) -> None:
+    rows = np.frombuffer(b"".join(KEYS), dtype=np.uint8).reshape(len(KEYS), -1)
+    with KVStoreClient(start_server().endpoint, namespace) as client:
+        for number, parent in enumerate((bytearray(KEYS[0]), memoryview(KEYS[0]), rows[0], [*rows[:2]])):
+            some = KEYS[1:3] if number == 3 else KEYS[1 + 2 * number : 3 + 2 * number]
+            assert client.set(some, room(2), parent=parent).error == 0
+
+
+def test_a_closed_asynchronous_client_answers_as_a_closed_one(start_server: StartServer, namespace: Namespace) -> None:
+    endpoint = start_server().endpoint
+
+    async def use() -> None:
+        async with AsyncKVStoreClient(endpoint, namespace, fail_open=True) as client:
+            assert client.namespace == namespace and client.fail_open and client.replicas == 1
+            await client.close()
+            assert (await client.get(KEYS[:2])).hit == 0
+        await client.close()
+        strict = AsyncKVStoreClient(endpoint, namespace)
+        await strict.connect()
+        await strict.close()
+        with pytest.raises(ConnectionLost, match="this client is closed"):
+            await strict.get(KEYS[:2])
+        unused = AsyncKVStoreClient(endpoint, namespace)
+        await unused.close()
+        with pytest.raises(ConnectionLost, match="this client is closed"):
+            await unused.get(KEYS[:2])
+
+    asyncio.run(use())
+
+
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
 
@@ -362,6 +394,12 @@ def test_an_unreachable_directory_costs_a_fail_open_client_one_second(namespace:
             f"expected one array, CPU tensor or buffer of (n, {BLOCK_BYTES})",
         ),
         (lambda c: c.set(KEYS[:1], room(1), parent="x"), TypeError, "parent='x' is of type str: expected a key"),
+        (lambda c: c.set(KEYS[:1], room(1), parent=5), TypeError, "parent=5 is of type int: expected a key"),
+        (lambda c: c.set(KEYS[:1], room(1), force=1), TypeError, "force=1 is of type int: expected True or False"),
+        (lambda c: c.contains(KEYS, refresh="no"), TypeError, "refresh='no' is of type str: expected True or False"),
+        (lambda c: c.purge_shards(model="other*"), ValueError, "model='other*' and all_namespaces=False"),
+        (lambda c: c.purge_shards(id_prefix="ff"), ValueError, "id_prefix='ff' and all_namespaces=False"),
+        (lambda c: c.config_set("log-level", 1), TypeError, "value=1 is of type int: expected a string"),
         (pickle.dumps, TypeError, "a KVStoreClient cannot be pickled or copied: make one in each process"),
         (copy.deepcopy, TypeError, "a KVStoreClient cannot be pickled or copied: make one in each process"),
         (lambda c: c.set(KEYS, blocks_of(KEYS, BLOCK_BYTES), True), TypeError, "positional"),

@@ -198,3 +198,13 @@ def test_a_tensor_with_another_row_size_is_refused() -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(BlockSizeMismatch, match="rows of 128 bytes: expected block_bytes=64"):
         as_rows(torch.zeros(2, BLOCK, dtype=torch.bfloat16), BLOCK, "out")
+
+
+def test_a_tensor_whose_rows_are_apart_is_refused_as_an_array_is() -> None:
+    torch = pytest.importorskip("torch")
+    wide = torch.zeros(BLOCK // 4, 4)
+    for value in (wide.t(), torch.eye(4).to_sparse(), torch.zeros(4, 8, dtype=torch.complex64).conj()):
+        with pytest.raises(ValueError, match=r"out is .*copy it to contiguous memory"):
+            as_rows(value, BLOCK, "out")
+    with pytest.raises(ValueError, match="block 0 is not contiguous"):
+        BlockSource([wide.t()], BLOCK)

@@ -20,7 +20,8 @@ from kvstore_client.client import ClientKeywords
 from kvstore_client.engine.client_store import ClientOptions
 
 ROOT = Path(__file__).parents[2]
-OWN = {"connect"}  # only for the asynchronous client, which cannot connect when it is made
+# Only for the asynchronous client: it cannot connect when it is made, and its other attributes are properties.
+OWN = {"connect", "namespace", "fail_open", "replicas"}
 PUBLIC = sorted(name for name in vars(KVStoreClient) if not name.startswith("_"))
 
 
