@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test fleet gpu-test gpu-rehearsal coverage soak layouts torture chaos faults rl-loop upgrade attack sanitize lint format docs demo disagg bench pictures man deb check-deb check-service image check-image check-arm64 check-kubernetes build wheels check-install clean clean-cache
+.PHONY: help serve run check test fleet gpu-test gpu-rehearsal coverage soak layouts torture chaos faults rl-loop vllm upgrade attack sanitize lint format docs demo disagg bench pictures man deb check-deb check-service image check-image check-arm64 check-kubernetes build wheels check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -56,6 +56,9 @@ faults: ## hand-overs while engines, store, links or proxy fail: KVSTORE_FAULTS=
 
 rl-loop: ## engines whose weights change, with resets, restarts and purges at random: KVSTORE_RL_LOOPS=200 of KVSTORE_RL_SEED=
 	@KVSTORE_RL_LOOPS=$${KVSTORE_RL_LOOPS:-200} scripts/run.sh full python -m pytest -s tests/engine/test_rl_loop.py
+
+vllm: ## engine tests with each supported release of vLLM: VERSIONS="0.31.0 0.32.0" (all: 30 minutes on two cores)
+	@scripts/run.sh full python -W ignore scripts/vllm_releases.py $(VERSIONS)
 
 upgrade: ## a cluster of the last release (tests/data), upgraded node by node while clients of both releases work
 	@KVSTORE_UPGRADE=full scripts/run.sh test python -m pytest -s tests/upgrade
