@@ -123,12 +123,15 @@ def drain(
         float,
         typer.Option("--seconds", metavar="SECONDS", min=0.0, max=86400.0, help="Move blocks for at most this long."),
     ] = 60.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Drain the node even if no other node can take blocks.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Move a node's blocks to the other nodes, and take the node out of the cluster.
 
     The hottest blocks are moved first. The server keeps running outside the cluster until it is stopped. After a
-    restart it joins again.
+    restart it joins again. Whoever may write to the cluster's etcd may drain; the servers' tokens do not matter.
     """
     from kvstore.cluster.etcd import Drain, EtcdDirectory
     from kvstore.cluster.members import DirectoryError
@@ -156,6 +159,12 @@ def drain(
             )
         if members[node].state == "draining":
             fail("failed", f"{node} is draining already")
+        if not force and not any(other.is_new_owner for other in members.values() if other.node != node):
+            fail(
+                "failed",
+                f"no other node can take the blocks of {node}. Start one, or stop this server instead of draining it, "
+                "or give --force; nothing was done",
+            )
         directory.write_drain(node, Drain(members[node].instance, seconds))
         done = _await_drain(directory, node, seconds, shown=not as_json)
         directory.end_drain(node)

@@ -150,7 +150,7 @@ def print_summary(state: StoreState) -> None:
         if len(spaces) > LISTED_NAMESPACES:
             print(f"{len(spaces) - LISTED_NAMESPACES} more namespaces use less memory")
     elif state.shards:
-        print("The store holds no blocks yet.")
+        print("The shards that answer hold no blocks." if state.silent else "The store holds no blocks yet.")
     if state.shards:
         print("\nFigures count since the shards started. For each shard: kvstore info --shards")
 

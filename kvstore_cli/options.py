@@ -169,8 +169,11 @@ def connected(
             yield client
 
 
+_DIRECTORY_S: Final = 5.0  # how long a command waits for the members of a cluster
+
+
 def _await_directory(client: KVStoreClient, timeout: float) -> None:
     """Wait until the client knows the members of its cluster, for at most `timeout` seconds."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + min(timeout, _DIRECTORY_S)
     while client.directory_error and time.monotonic() < deadline:
         time.sleep(_THREAD_POLL_S)

@@ -83,6 +83,12 @@ def purge(
         replies = _purge(client, wanted is None, model or "", prefix, as_json)
         report = _Report(contents, shards, replies)
         if not (everything or chosen or report.told):  # an empty namespace is listed for a few more seconds
+            if report.left:
+                fail(
+                    "failed",
+                    f"the shards that answer have no such namespace. {', '.join(report.left)} did not answer and may "
+                    "have its blocks: run this again when they are back",
+                )
             there = _named(_contents(_matching(infos, None, "")))
             fail("not_found", f"there is no such namespace; the store has {there or 'none'}")
         show(report.document, as_json, report.print, report.failure)
@@ -104,7 +110,7 @@ def _check_reached(client: KVStoreClient, shards: Sequence[ShardStatus]) -> None
     try:
         client.info()  # raises an error if the shards refuse the request
     except NotAuthorized as error:
-        fail("failed", f"purge needs a token with the verbs admin and monitor: {error}")
+        fail("failed", f"purge needs a token with the verb admin: {error}")
     why = "; ".join(dict.fromkeys(shard.error for shard in shards)) or client.directory_error or "no shard is known"
     fail("unreachable", f"{why}; nothing was removed")
 
@@ -180,7 +186,7 @@ class _Report:
     ) -> None:
         self._contents = contents
         self._removed = sum(reply.purged for reply in replies.values())
-        self._left = [shard.name for shard in shards if shard.name not in replies]
+        self.left = [shard.name for shard in shards if shard.name not in replies]
         # Each engine has a connection to every shard.
         self.told = max((reply.told for reply in replies.values()), default=0)
         self._silent = sorted({address for reply in replies.values() for address in reply.silent})
@@ -190,7 +196,7 @@ class _Report:
     def document(self) -> dict[str, Any]:
         """Return the report in the form that --json prints."""
         holders = {"clients": {"told": self.told, "silent": self._silent}} if self.told else {}
-        left = {"shards_left": self._left} if self._left else {}
+        left = {"shards_left": self.left} if self.left else {}
         return {"namespaces": len(self._contents), "blocks": self._removed, **holders, **left}
 
     def print(self) -> None:
@@ -203,8 +209,8 @@ class _Report:
     def failure(self) -> CommandFailed | None:
         """The failure that says what is left to do. It is None if nothing is left."""
         problems = []
-        if self._left:
-            problems.append(f"{', '.join(self._left)} did not answer and may have older blocks")
+        if self.left:
+            problems.append(f"{', '.join(self.left)} did not answer and may have older blocks")
         if self._silent:
             problems.append(f"{', '.join(self._silent)} did not say that they have dropped their copies")
         if not problems:

@@ -71,8 +71,11 @@ def reported(client: KVStoreClient) -> list[ShardStatus]:
 
 
 def store_state(client: KVStoreClient) -> StoreState:
-    """Ask all shards for their state, as `reported` does."""
+    """Ask all shards for their state, as `reported` does. Raises `CommandFailed` if no shard is known."""
     shards = reported(client)
+    if not shards:
+        nodes = "no node is registered: check the name of the cluster, and that its nodes run"
+        fail("unreachable", client.directory_error or nodes)
     return StoreState(
         [shard.info for shard in shards if shard.info is not None],
         [

@@ -55,6 +55,7 @@ class NodeView:
 
     addresses: Sequence[tuple[str, int]]  # of the shards
     not_serving: Callable[[int], str]  # why no process serves a shard; empty if one does
+    pid: Callable[[int], int]  # the process of a shard; 0 if there is none
     stopping: Callable[[], bool]
     restarts: Callable[[], int]  # of shards, so far
     cluster: Callable[[], RegistrationStatus] | None  # the node's membership; None if it is in no cluster
@@ -165,16 +166,16 @@ class Health:
             return refused
 
     def _ask(self, shard: int) -> ShardInfo:
+        node = self.node
         try:
-            reason = self.node.not_serving(shard)
+            reason = node.not_serving(shard)
             if reason:
                 raise ShardQueryError(reason)
-            node = self.node
             with ShardQueries(node.addresses[shard], HEALTH_TIMEOUT_S, cookie=node.cookie, dial=node.dial) as asking:
                 info = asking.info()
         except ShardQueryError as error:
-            if not self._silent[shard] and not self.node.stopping():
-                log.warning("shard %d does not answer: %s", shard, error)
+            if not self._silent[shard] and not node.stopping():
+                log.warning("shard %d (pid %d) does not answer: %s", shard, node.pid(shard), error)
                 self._silent[shard] = True
             raise
         if self._silent[shard]:

@@ -173,6 +173,10 @@ class Supervisor:
 
         return dial_tcp if self._tls is None else self._tls.dial
 
+    def _pid(self, shard: int) -> int:
+        process = self._children[shard].process
+        return process.pid if process is not None else 0
+
     def _not_serving(self, shard: int) -> str:
         """Return why a shard does not serve clients; empty if it does."""
         reason = self._children[shard].not_serving
@@ -264,6 +268,7 @@ class Supervisor:
         view = NodeView(
             addresses,
             not_serving=self._not_serving,
+            pid=self._pid,
             stopping=lambda: self._asked_to_stop,
             restarts=lambda: self._restarts,
             cluster=cluster,

@@ -363,6 +363,19 @@ def test_a_drained_node_hands_its_blocks_over_and_is_unlisted(start_cluster: Sta
     wait_until(lambda: names_in(cluster) == ["n1", "n2"], SERVE_S)
 
 
+def test_the_only_node_is_drained_only_by_force(start_cluster: StartCluster) -> None:
+    cluster = start_cluster("alone", "n1")
+    refused = kvstore("drain", "n1", "--endpoint", cluster.url, status=1)
+    assert "no other node can take the blocks of n1" in refused.stderr and "nothing was done" in refused.stderr
+    assert names_in(cluster) == ["n1"]
+    answer("drain", "n1", "--force", "--endpoint", cluster.url, "--seconds", "1")
+    assert answer("cluster", "status", "--endpoint", cluster.url, status=1)["nodes"] == []
+    keys = ("keys", "--namespace", make_namespace(BLOCK, "alone").canonical().decode())
+    for command in (("info",), ("clients",), ("slowlog",), keys):
+        failed = kvstore(*command, "--endpoint", cluster.url, status=1)
+        assert "no node" in failed.stderr, failed
+
+
 def test_a_drain_without_time_reports_the_blocks_not_moved(start_cluster: StartCluster) -> None:
     cluster = start_cluster("hasty", "n1", "n2")
     namespace = make_namespace(BLOCK, "hasty")

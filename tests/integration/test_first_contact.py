@@ -167,6 +167,25 @@ def test_with_tls_and_logins_the_other_shards_are_found_too(
         assert 50 < client.contains(keys).sum() < 150
 
 
+def test_a_purge_does_not_call_a_namespace_unknown_while_a_shard_is_silent(
+    start_server: StartServer, namespace: Namespace
+) -> None:
+    server = start_server("--shards", "2")
+    filled(server, namespace)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        [*shards] = client.shards()
+        with hung(server.shards()[0]):
+            keys = [key for key in make_keys(200) if client.locate(key, ask=False)[0].shard != shards[0].name]
+            client.delete(keys, timeout_s=2.0)
+            done = forked.run(
+                *("kvstore_cli", "purge", "--model", namespace.model, "--yes", "--timeout", "3"),
+                *("--endpoint", server.endpoint),
+                env=environment(),
+            )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "did not answer and may" in done.stderr
+
+
 def test_commands_say_which_shard_does_not_answer(start_server: StartServer) -> None:
     server = start_server("--shards", "2")
 
