@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     import numpy.typing as npt
-    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
     from kvstore_client.engine.jobs import Rows
@@ -146,7 +146,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def __init__(
         self,
-        offloading_spec: OffloadingSpec,
+        offloading_spec: CPUOffloadingSpec,
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: BackpressureDetector | None = None,
