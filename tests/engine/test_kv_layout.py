@@ -367,6 +367,7 @@ def test_caches_on_other_devices_are_refused() -> None:
 
 def test_the_installed_vllm_has_the_functions_for_devices() -> None:
     from kvstore_client.vllm.connector.vllm_parts import batched_copy, host_register
+    from kvstore_client.vllm.shared import releases
 
     def needed(function: object) -> list[str]:
         parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
@@ -374,7 +375,8 @@ def test_the_installed_vllm_has_the_functions_for_devices() -> None:
 
     assert needed(batched_copy()) == ["src_ptrs", "dst_ptrs", "sizes"]
     assert "is_src_access_order_any" in inspect.signature(batched_copy()).parameters
-    assert [needed(function) for function in host_register()] == [["ptr", "num_bytes"], ["ptr"]]
+    for functions in (host_register(), (releases._lock, releases._unlock)):
+        assert [needed(function) for function in functions] == [["ptr", "num_bytes"], ["ptr"]]
 
 
 def test_layers_are_stored_by_number_and_shared_caches_once() -> None:

@@ -86,9 +86,7 @@ def test_a_token_that_cannot_write_measures_nothing(two: TwoTenants) -> None:
 
 
 def test_a_purge_without_its_rights_names_them(two: TwoTenants) -> None:
-    assert "purge needs a token with the verb admin" in two.run(
-        "chat", "purge", "--all", "--yes", status=1
-    )
+    assert "purge needs a token with the verb admin" in two.run("chat", "purge", "--all", "--yes", status=1)
 
 
 def test_info_shows_each_tenants_use_and_limits(two: TwoTenants) -> None:

@@ -45,7 +45,7 @@ def fingerprints_of(worker: Any, config: VllmConfig) -> Fingerprints | None:
     return None."""
     why = None
     if worker is None:
-        why = "this vLLM makes its connectors in another way than vLLM 0.32, with which kvstore is tested"
+        why = "this vLLM makes its connectors in another way than vLLM 0.28 to 0.33, with which kvstore is tested"
     elif config.parallel_config.enable_eplb:
         why = "--enable-eplb moves experts while the engine runs"
     elif _are_moved(config):

@@ -1,5 +1,4 @@
-"""Imports from vLLM modules that are not part of its public interface and may move between versions. Tested with vLLM
-0.32.
+"""Imports from vLLM modules that are not part of its public interface and may move between versions.
 
 The modules are imported when they are first needed, because importing vLLM takes seconds.
 """
@@ -12,6 +11,7 @@ from typing import Any
 
 from kvstore_client.engine.paged import device
 from kvstore_client.engine.paged.device import BatchedCopy
+from kvstore_client.vllm.shared import releases
 
 
 def batched_copy() -> BatchedCopy:
@@ -21,9 +21,8 @@ def batched_copy() -> BatchedCopy:
 
 
 def host_register() -> tuple[Callable[[int, int], bool], Callable[[int], None]]:
-    """Return the two functions that `device` describes. Raises RuntimeError if this vLLM has no such functions."""
-    module = "vllm.v1.kv_offload.cpu.host_register"
-    return _part(module, "host_register"), _part(module, "host_unregister")
+    """Return the two functions that `device` describes."""
+    return releases.host_register()
 
 
 def _part(module: str, name: str) -> Any:
@@ -33,7 +32,7 @@ def _part(module: str, name: str) -> Any:
         version = importlib.import_module("vllm").__version__
         raise RuntimeError(
             f"kvstore: vLLM {version} has no {module}.{name}, which copies between GPU and CPU need. "
-            "Install vLLM 0.32, with which kvstore is tested"
+            "Install one of vLLM 0.28 to 0.33, with which kvstore is tested"
         ) from error
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 T = TypeVar("T")
 
@@ -148,3 +151,26 @@ def made(struct: type[T], **fields: Any) -> T:
     """Make a message of vLLM, without the fields that this release lacks."""
     known = struct.__struct_fields__  # type: ignore[attr-defined]
     return struct(**{name: value for name, value in fields.items() if name in known})
+
+
+def host_register() -> tuple[Callable[[int, int], bool], Callable[[int], None]]:
+    """Return the two functions that page-lock memory and unlock it, as `kvstore_client.engine.paged.device` wants them.
+    Before 0.32, vLLM has no such functions, but calls the runtime of CUDA or ROCm, as this does."""
+    module = "vllm.v1.kv_offload.cpu.host_register"
+    lock, unlock = _found(module, "host_register"), _found(module, "host_unregister")
+    return (lock, unlock) if lock is not None and unlock is not None else (_lock, _unlock)
+
+
+def _lock(ptr: int, num_bytes: int) -> bool:
+    import torch
+
+    code = int(torch.cuda.cudart().cudaHostRegister(ptr, num_bytes, 0))
+    if code:
+        logger.warning("kvstore: the driver page-locked no memory (code %d); copies are slower", code)
+    return not code
+
+
+def _unlock(ptr: int) -> None:
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(ptr)
