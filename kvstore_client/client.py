@@ -115,7 +115,7 @@ class KVStoreClient:
     * `timeout_s`: The deadline of every call, in seconds; above 0, at most 600. Each call can set another one.
     * `fail_open`: If True, a block whose shard is out of reach is a miss, and no `ConnectionLost` or `Timeout` is
       raised. A set counts blocks of shards out of reach in `SetResult.error`. Wrong arguments and refusals always raise
-      an error. Making the client takes at most 1.5 s if nodes do not answer.
+      an error. Making the client takes at most 1.5 s if nodes are silent.
     * `checksum`: Whether to verify the blocks that are read. A block that does not match its checksum is a miss and is
       deleted. With a block secret, `checksum` must be True.
     * `replicas`: The number of nodes that hold a copy of each block; 1 to 3. If there are fewer nodes, each of them

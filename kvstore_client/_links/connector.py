@@ -68,22 +68,25 @@ class Connector:
         self._shared_memory = shared_memory
         self._transport = transport
         self._problem, self._problem_at = "", -math.inf  # why and when reading the shard's memory last failed
+        self._greet_by = math.inf  # until when the server must have greeted
         self._unconnected: socket.socket | None = None  # the socket that is being connected for the link
 
-    def connect(self, timeout_s: float) -> tuple[socket.socket, Dealer, wire.Welcome]:
+    def connect(self, timeout_s: float, greet_s: float = math.inf) -> tuple[socket.socket, Dealer, wire.Welcome]:
         """Make a connection, and return it when the server has answered HELLO. Raises `ConnectionLost`, `Timeout`,
-        `ProtocolError`, or the server's refusal."""
+        `ProtocolError`, or the server's refusal. `greet_s`: how long the server may take to greet, which a server does
+        at once unless it hangs. It may take longer to answer HELLO, for example if the token is wrong."""
         link = self._link
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline, self._greet_by = began + timeout_s, began + min(timeout_s, greet_s)
         try:
-            sock = connected(link.host, link.port, deadline, self._note)
+            sock = connected(link.host, link.port, self._greet_by, self._note)
             link.on_this_host = sock.getpeername()[0] == sock.getsockname()[0]
             if self.tls is not None:
                 from kvstore.tls.outgoing import join  # this imports `ssl`, which only TLS needs
 
-                sock = join(sock, link.host, self.tls, deadline, self._note)
+                sock = join(sock, link.host, self.tls, self._greet_by, self._note)
         except TimeoutError:
-            raise Timeout(f"{link}: no connection within {timeout_s:.3g} s") from None
+            raise Timeout(f"{link}: no connection within {min(timeout_s, greet_s):.3g} s") from None
         except OSError as error:
             raise ConnectionLost(f"{link}: {error.strerror or error}") from None
         try:
@@ -106,7 +109,7 @@ class Connector:
                 said = readable(str(error))
                 raise stranger(f"{link} is not a kvstore server that this client can use: {said}") from None
             if isinstance(error, TimeoutError):
-                raise Timeout(f"{link}: no answer to HELLO within {timeout_s:.3g} s") from None
+                raise Timeout(f"{link}: no answer to HELLO within {time.monotonic() - began:.2g} s") from None
             if isinstance(error, OSError):
                 raise ConnectionLost(f"{link}: {error.strerror or error}") from None
             raise
@@ -148,7 +151,7 @@ class Connector:
         link = self._link
         transport = None if self._why_in_band else self._transport
         dealer = Dealer(sock, link.liveness.answered, self.sharing, transport, local)
-        dealer.greet(deadline)
+        dealer.greet(deadline if local else self._greet_by)
         dealer.on_raised = link.raised
         link.greeting()
         welcome = dealer.say_hello(self._hello(), deadline)

@@ -142,9 +142,10 @@ class Link:
 
     # ---- connecting ------------------------------------------------------------------------------------------
 
-    def connect(self, timeout_s: float) -> wire.Welcome:
-        """Make a connection. Only the owner of `connecting` calls this. Raises the errors of `Connector.connect`."""
-        sock, self._dealer, welcome = self.connector.connect(timeout_s)
+    def connect(self, timeout_s: float, greet_s: float = math.inf) -> wire.Welcome:
+        """Make a connection. Only the owner of `connecting` calls this. For arguments and errors, see
+        `Connector.connect`."""
+        sock, self._dealer, welcome = self.connector.connect(timeout_s, greet_s)
         self.staging = SharedStaging(welcome.block_bytes) if self._dealer.local and welcome.block_bytes else None
         self.sock = sock
         return welcome

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import random
 import threading
@@ -203,7 +204,7 @@ class LinkPool:
 
     def connect(self, fail_open: bool) -> None:
         """Connect to every node of a list, or to one node of a cluster. Raises if this fails, unless `fail_open` is
-        set. A refusal is raised in any case. With `fail_open`, nodes that do not answer cost 1.5 s at most."""
+        set. A refusal is raised in any case. With `fail_open`, nodes that do not greet cost 1.5 s at most."""
         try:
             if self._cluster:
                 self._connect_cluster(fail_open)
@@ -231,7 +232,7 @@ class LinkPool:
     def _connect_node(self, node: Node, fail_open: bool) -> None:
         link = self._new_link(f"{node.host}:{node.port}", node.host, node.port)
         try:
-            welcome = link.connect(min(self.timeout_s, FAIL_OPEN_WAIT_S) if fail_open else self.timeout_s)
+            welcome = link.connect(self.timeout_s, FAIL_OPEN_WAIT_S if fail_open else math.inf)
         except TRANSPORT_ERRORS as failure:
             token = self._credentials.token if self._credentials is not None else b""
             found = welcome_of_next(node.host, node.port, self.tls, token, self.timeout_s)

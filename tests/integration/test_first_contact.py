@@ -14,16 +14,18 @@ import psutil
 import pytest
 
 from kvstore.auth.editing import add
-from kvstore_client import KVStoreClient, Namespace, Timeout
+from kvstore_client import KVStoreClient, Namespace, NotAuthorized, Timeout
 from tests.support import forked
 from tests.support.certificates import Authority
 from tests.support.faults import impostor
-from tests.support.harness import Server, StartServer, blocks_of, environment, make_keys, wait_until
+from tests.support.harness import Server, StartServer, blocks_of, environment, make_keys, pack, wait_until
 from tests.support.ports import free_ports
 
 BLOCK = 65536  # the block size of the fixture `namespace`
 BOUND_S = 1.5  # docs/python.md promises this
 BUSY_S = 1.5  # what a busy machine may add
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL".ljust(55, b"\0")
+READY = b"\x04\x1c\x05READY\x0bSocket-Type" + len(b"ROUTER").to_bytes(4, "big") + b"ROUTER"
 
 
 @contextlib.contextmanager
@@ -134,8 +136,7 @@ def test_a_program_at_the_next_port_gets_no_token_without_tls(namespace: Namespa
     def listen() -> None:
         sock, _ = listener.accept()
         with sock, contextlib.suppress(ConnectionResetError):
-            sock.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01NULL".ljust(55, b"\0"))
-            sock.sendall(b"\x04\x1c\x05READY\x0bSocket-Type" + len(b"ROUTER").to_bytes(4, "big") + b"ROUTER")
+            sock.sendall(GREETING + READY)
             while data := sock.recv(4096):
                 heard.extend(data)
 
@@ -202,3 +203,26 @@ def test_commands_say_which_shard_does_not_answer(start_server: StartServer) -> 
         _, error = run("ping", "--timeout", "1")
         assert "it is shard 0 of 2, and another shard of the node answers" in error
         assert json.loads(run("info", "--json", "--timeout", "2")[0])["error"]["kind"] == "unreachable"
+
+
+def test_a_slow_refusal_is_still_an_error(namespace: Namespace) -> None:
+    """A server may take longer over a wrong token than a new client waits for a hung server."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def refuse() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(GREETING + READY)
+                while b"kvstore-client" not in sock.recv(4096):
+                    pass
+                refused.wait(1.5)  # longer than FAIL_OPEN_WAIT_S
+                header = pack(127, 0, 7, "the token is not valid")
+                sock.sendall(bytes([0, len(header)]) + header)
+                sock.recv(1)
+
+        refused = threading.Event()
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        with pytest.raises(NotAuthorized, match="the token is not valid"):
+            KVStoreClient(f"127.0.0.1:{listener.getsockname()[1]}", namespace, token="wrong", fail_open=True)
+        thread.join()

@@ -355,9 +355,9 @@ def test_handed_over_blocks_go_first_and_are_not_dropped(
 
 
 def test_handed_over_blocks_do_not_wait_for_others_on_a_slow_link(
-    server: Server, new_namespace: MakeNamespace, start_out: StartOut
+    tcp_server: Server, new_namespace: MakeNamespace, start_out: StartOut
 ) -> None:
-    with SlowLink(server.port) as link:
+    with SlowLink(tcp_server.port) as link:
         link.bytes_per_s = 8 << 20
         out = start_out(link, new_namespace(BLOCK_BYTES), timeout_s=30.0)
         ordinary, handed_over = make_keys(512), make_keys(8, first=1000)  # 4 s on this link
