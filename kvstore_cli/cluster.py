@@ -21,7 +21,7 @@ from kvstore_cli.options import (
     parse_key,
     parse_namespace,
 )
-from kvstore_cli.output import example, fail, print_json, show
+from kvstore_cli.output import CommandFailed, example, fail, print_json, show
 
 if TYPE_CHECKING:
     from kvstore.cluster.etcd import Drain, EtcdDirectory
@@ -171,14 +171,19 @@ def drain(
         directory.close()
     except DirectoryError as error:
         fail("unreachable", str(error))
+    stayed = f"{', '.join(done.left)} did not answer, so their blocks stayed on {node} and were not counted"
     show(
-        {"node": node, "moved": done.moved, "present": done.present, "failed": done.failed, "total": done.total},
+        {
+            **{"node": node, "moved": done.moved, "present": done.present, "failed": done.failed, "total": done.total},
+            "shards_left": done.left,
+        },
         as_json,
         lambda: print(
             f"{node} has left the cluster. Of its {done.total} blocks, {done.moved} were moved, "
             f"{done.present} were already on their new nodes, {done.failed} failed, "
             f"{max(0, done.total - done.done)} were not moved in time."
         ),
+        CommandFailed("failed", stayed) if done.left else None,
     )
 
 

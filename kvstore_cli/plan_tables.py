@@ -132,13 +132,18 @@ def verdict(plan: PlanDocument) -> list[str]:
             apart_first = plan.price_per_hour < other.price_per_hour
         else:
             apart_first = plan.enough or (not other.enough and plan.goodput_rps >= other.goodput_rps)
-        found = [f"{apart}, and is the better buy", both] if apart_first else [f"{both}, and are the better buy", apart]
+        neither = plan.rate_rps is not None and not plan.enough and not other.enough
+        first, than = (apart, both) if apart_first else (both, apart)
+        verb = "is" if apart_first else "are"
+        better = f"which {verb} nearer to it" if neither else f"and {verb} the better buy"
+        found = [f"{first}, {better}", than]
     if plan.rate_rps is not None and not plan.enough and not other.enough:
         found.append("These nodes cannot serve the requested rate")
     asked = "" if plan.rate_rps is None else f"Requested: {plan.rate_rps:.3g} req/s. "
     return [
         f"{asked}{'. '.join(found)}.",
-        f"These are simulations. Against real engines, their attainment was off by {OFF_ONE_ENGINE[0]} points in the "
+        "These are simulations. They were compared with real engines on CPUs, never on GPUs: their attainment was off "
+        f"by {OFF_ONE_ENGINE[0]} points in the "
         f"mean and {OFF_ONE_ENGINE[1]:.0f} at worst for one engine, {OFF_APART[0]} and {OFF_APART[1]:.0f} for P/D. "
         "Check the plan on your engines with `kvstore plan verify` before you buy.",
     ]

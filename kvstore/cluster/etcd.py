@@ -60,6 +60,7 @@ class Drain(msgspec.Struct, frozen=True):
     moved: int = 0
     present: int = 0  # copies that existed already
     failed: int = 0
+    left: list[str] = []  # shards of the node that did not answer, so that their blocks stayed
 
 
 _drain_decoder = msgspec.json.Decoder(Drain)

@@ -118,6 +118,7 @@ class Draining(threading.Thread):
             if self._stopped.is_set():
                 mover.stop()
         report = mover.run(self._deadline)
+        self.progress = msgspec.structs.replace(self.progress, left=sorted(set(mover.gave_up)))
         if mover.progress.over:  # the listing may be incomplete, so that `total` is too low
             self._take(msgspec.structs.replace(self._report, total=max(self._report.total, earlier.total)))
         return report

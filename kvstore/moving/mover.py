@@ -64,7 +64,7 @@ class Mover:
         self._shards = shards
         self._gentle = plan.gentle
         self._gains = Gains(node, plan) if plan.after else None  # None if no node is left that could take blocks
-        self.gave_up = False  # whether a shard of the node failed, so that its blocks are not in the report
+        self.gave_up: list[str] = []  # the shards of the node that failed, so that their blocks are not in the report
         self.progress = MoveProgress(told, REST_RATIO * max(1.0, threads / GENTLE_THREADS) if plan.gentle else 0.0)
         self._connections = Connections(self.progress, plan.cookies, dial)
         self._receivers = Receivers(plan, self.progress, settled)
@@ -153,7 +153,7 @@ class Mover:
 
     def _give_up(self, shard: ShardAddress, error: ShardQueryError) -> None:
         if not self.progress.over:
-            self.gave_up = True
+            self.gave_up.append(shard.name)
             log.warning("moving: blocks of shard %s stay where they are: %s", shard.name, error)
 
 

@@ -210,7 +210,7 @@ class Configuring:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return (
             f"{name!r} is not a setting that can be changed while this server runs: expected one of "
-            f"{', '.join(names[:_SHOWN])}{more}"
+            f"{', '.join(names[:_SHOWN])}{more}. {SCRUB_MBPS} needs --disk, and {QUOTA}TENANT needs --auth"
         )
 
     def take_policy(self, policy: Policy) -> None:

@@ -293,7 +293,9 @@ def _decide(question: Question, candidates: Sequence[EnginePlacement], crew: Cre
     """Simulate whole placements in the order of the candidates. Returns the best one, which is the cheapest whose
     goodput over all seeds reaches the rate."""
     if not candidates:
-        raise NothingFits("no placement with both phases fits these nodes")
+        raise NothingFits(
+            "no placement with both phases fits these nodes and these SLOs: add nodes, or allow more time"
+        )
     refused: dict[EnginePlacement, Goodput] = {}
     if question.rate_rps is None:
         served = _worthwhile(question, candidates, crew, order)

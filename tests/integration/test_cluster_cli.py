@@ -337,7 +337,14 @@ def test_a_drained_node_hands_its_blocks_over_and_is_unlisted(start_cluster: Sta
 
     there = held(cluster, "n2", namespace)
     report = answer("drain", "n2", "--endpoint", cluster.url, "--seconds", "30")
-    assert report == {"node": "n2", "moved": len(there), "present": 0, "failed": 0, "total": len(there)}
+    assert report == {
+        "node": "n2",
+        "moved": len(there),
+        "present": 0,
+        "failed": 0,
+        "total": len(there),
+        "shards_left": [],
+    }
     assert len(there) > COUNT / 6
     assert names_in(cluster) == ["n1", "n3"]
     assert held(cluster, "n1", namespace) | held(cluster, "n3", namespace) == {key.hex() for key in KEYS}
@@ -361,6 +368,19 @@ def test_a_drained_node_hands_its_blocks_over_and_is_unlisted(start_cluster: Sta
     # A drained node joins again when it is restarted.
     cluster.nodes["n2"].restart()
     wait_until(lambda: names_in(cluster) == ["n1", "n2"], SERVE_S)
+
+
+def test_a_drain_names_the_shards_whose_blocks_it_could_not_see(start_cluster: StartCluster) -> None:
+    cluster = start_cluster("hung", "n1", "n2")
+    fill(cluster, make_namespace(BLOCK, "hung"), replicas=1)
+    [shard] = cluster.nodes["n2"].shards()
+    shard.suspend()
+    try:
+        report = answer("drain", "n2", "--endpoint", cluster.url, "--seconds", "5", status=1)
+    finally:
+        shard.resume()
+    assert report["shards_left"] == ["n2/0"] and report["total"] == 0
+    assert "n2/0 did not answer, so their blocks stayed on n2" in report["error"]["message"]
 
 
 def test_the_only_node_is_drained_only_by_force(start_cluster: StartCluster) -> None:
