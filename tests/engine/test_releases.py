@@ -63,7 +63,7 @@ def test_engines_of_neighbouring_releases_read_each_others_blocks(
         assert read["tokens"] == alone["tokens"]
         if len(found := namespaces(server)) > 1:
             assert (written["cached"], read["cached"]) == (0, 0)
-            pytest.skip(f"their blocks have different names: {[each.namespace.decode() for each in found]}")
+            pytest.skip(f"their blocks have different names: {[each.namespace for each in found]}")
         assert (written["cached"], read["cached"]) == (0, full_blocks(500))
 
 
