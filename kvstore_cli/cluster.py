@@ -131,7 +131,7 @@ def drain(
     """Move a node's blocks to the other nodes, and take the node out of the cluster.
 
     The hottest blocks are moved first. The server keeps running outside the cluster until it is stopped. After a
-    restart it joins again. Whoever may write to the cluster's etcd may drain; the servers' tokens do not matter.
+    restart it joins again. Any user who may write to the cluster's etcd may drain nodes; tokens do not matter.
     """
     from kvstore.cluster.etcd import Drain, EtcdDirectory
     from kvstore.cluster.members import DirectoryError

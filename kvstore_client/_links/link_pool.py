@@ -30,7 +30,7 @@ from kvstore.wire.dealer import ReplyCollector
 from kvstore.wire.remote_memory import Transport
 from kvstore_client._links.connector import SharedMemory
 from kvstore_client._links.credentials import Credentials
-from kvstore_client._links.dialing import MOST_CONNECTING, Dialer
+from kvstore_client._links.dialing import Dialer
 from kvstore_client._links.first_contact import welcome_of_next
 from kvstore_client._links.generations import KnownGenerations, Listener
 from kvstore_client._links.lanes import LaneReaders
@@ -224,7 +224,7 @@ class LinkPool:
             for node in self._nodes:
                 self._connect_node(node, fail_open)
             return
-        with ThreadPoolExecutor(min(len(self._nodes), MOST_CONNECTING), "kvstore-connect") as threads:
+        with ThreadPoolExecutor(len(self._nodes), "kvstore-connect") as threads:  # all at once, so that none waits
             connecting = [threads.submit(self._connect_node, node, True) for node in self._nodes]
         for each in connecting:
             each.result()

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from tests.engine.engines import full_blocks, namespaces
+from tests.engine.engines import full_blocks
 from tests.support.harness import Server
 
 ROOT = Path(__file__).parents[2]
 RELEASES: dict[str, str] = json.loads(os.environ.get("KVSTORE_VLLM_RELEASES", "{}"))
 NEIGHBOURS = list(pairwise(RELEASES)) or [("", "")]
 pytestmark = pytest.mark.skipif(not RELEASES, reason="make vllm runs it")
+APART = ("0.28.0", "0.29.0")  # their attention kernels for CPUs have different names, so they share nothing
 LIMIT_S = 120.0
 
 
@@ -61,10 +62,7 @@ def test_engines_of_neighbouring_releases_read_each_others_blocks(
         [written] = answers(writer, model, seed, *store)
         [read] = answers(reader, model, seed, *store)
         assert read["tokens"] == alone["tokens"]
-        if len(found := namespaces(server)) > 1:
-            assert (written["cached"], read["cached"]) == (0, 0)
-            pytest.skip(f"their blocks have different names: {[each.namespace for each in found]}")
-        assert (written["cached"], read["cached"]) == (0, full_blocks(500))
+        assert (written["cached"], read["cached"]) == (0, 0 if pair == APART else full_blocks(500))
 
 
 @pytest.mark.skipif("0.28.0" not in RELEASES, reason="that release is not installed")

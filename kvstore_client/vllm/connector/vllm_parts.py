@@ -6,23 +6,17 @@ The modules are imported when they are first needed, because importing vLLM take
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from kvstore_client.engine.paged import device
 from kvstore_client.engine.paged.device import BatchedCopy
-from kvstore_client.vllm.shared import releases
+from kvstore_client.vllm.shared.releases import host_register
 
 
 def batched_copy() -> BatchedCopy:
     """Return the function that `device` describes. Raises RuntimeError if this vLLM has no such function."""
     copy: BatchedCopy = _part("vllm._custom_ops", "swap_blocks_batch")
     return copy
-
-
-def host_register() -> tuple[Callable[[int, int], bool], Callable[[int], None]]:
-    """Return the two functions that `device` describes."""
-    return releases.host_register()
 
 
 def _part(module: str, name: str) -> Any:
