@@ -73,9 +73,17 @@ class ServedEngine:
     """One `vllm serve`. Its standard output and standard error go to the file `log`."""
 
     def __init__(
-        self, model: Path, log: Path, store: str | None, *arguments: str, max_model_len: int = 2048, **options: Any
+        self,
+        model: Path,
+        log: Path,
+        store: str | None,
+        *arguments: str,
+        max_model_len: int = 2048,
+        environment: dict[str, str] | None = None,
+        **options: Any,
     ) -> None:
-        """store: the store's address; None: run without the connector. options: the connector's options."""
+        """store: the store's address; None: run without the connector. environment: further variables. options: the
+        connector's options."""
         [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -107,6 +115,7 @@ class ServedEngine:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
+            **(environment or {}),
         }
         self.start()
 

@@ -138,11 +138,21 @@ def test_an_adapter_without_readable_files_is_not_shared(tmp_path: Path) -> None
         assert set(keys_of(keys, lora)).isdisjoint(keys_of(BlockKeys(BLOCK_TOKENS), lora))
 
 
-def test_equal_adapters_under_different_names_share_nothing(tmp_path: Path) -> None:
-    """The adapters' files are equal, but vLLM's hashes differ because the names do. This only costs hits."""
+def test_equal_adapters_share_under_any_name_and_at_any_path(tmp_path: Path) -> None:
+    """vLLM's hashes cover the name and the path, which each engine chooses itself."""
     first = adapter(tmp_path / "sql")
     second = Path(shutil.copytree(first, tmp_path / "copy"))
-    assert set(keys_of(BlockKeys(BLOCK_TOKENS), sql(first))).isdisjoint(keys_of(BlockKeys(BLOCK_TOKENS), sql(second)))
+    other = adapter(tmp_path / "other", b"v")
+    one, same, different = sql(first), LoRARequest("copy", 2, str(second)), LoRARequest("sql", 1, str(other))
+    hashes = [request(lora).block_hashes for lora in (one, same)]
+    assert {*hashes[0]}.isdisjoint(hashes[1])
+    keys = [keys_of(BlockKeys(BLOCK_TOKENS), lora) for lora in (one, same, different)]
+    assert keys[0] == keys[1] and len({*keys[0]}) == 6
+    assert {*keys[0]}.isdisjoint(keys[2])
+    engine = BlockKeys(BLOCK_TOKENS)
+    assert [keys_of(engine, lora) for lora in (one, same)] == keys[:2], "in one engine, too"
+    salted = [list(BlockKeys(BLOCK_TOKENS).of(request(lora, cache_salt="a"))) for lora in (one, same)]
+    assert salted[0] == salted[1] and {*salted[0]}.isdisjoint(keys[0])
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])
@@ -156,8 +166,10 @@ def test_keys_grow_with_the_request_and_shrink_with_it(tmp_path: Path, with_adap
     assert second[:3] == first and len(second) == 6
     del grown.block_hashes[2:]
     assert list(keys.of(grown)) == first[:2]
-    grown.block_hashes += [os.urandom(32)]
+    del grown._all_token_ids[2 * BLOCK_TOKENS :]  # as the next input of a session does
+    grown.append_output_token_ids(list(range(200, 220)))
     assert list(keys.of(grown))[:2] == first[:2] and keys.of(grown)[2] != first[2]
+    assert list(keys.of(grown)) == list(BlockKeys(BLOCK_TOKENS).of(grown))
 
 
 # ---- pictures and other media ----------------------------------------------------------------------------------------

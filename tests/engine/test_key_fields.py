@@ -38,7 +38,7 @@ INPUTS = {
     "prompt_embeds": f"{HASH}: the bytes of the block's rows. {ADDED}: their type; in the tail the rows, too",
     "prompt_is_token_ids": f"{ADDED}: which places are embeddings",
     "mm_features": f"{HASH}: ids and places of the first that overlaps. {ADDED}: see MultiModalFeatureSpec",
-    "lora_request": f"{HASH} and {ADDED}: see LoRARequest",
+    "lora_request": f"{ADDED}: see LoRARequest",
     "cache_salt": f"{HASH} of the first block",
     "sampling_params": ANSWER,
     "pooling_params": f"{ADDED}: see PoolingParams",
@@ -106,8 +106,8 @@ FEATURE = {
 PLACE = {"offset": f"{HASH} and {ADDED}", "length": ADDED, "is_embed": ADDED}
 ELEMENT = {"data": ADDED, "field": f"{PART}: how the model's code puts data of several requests together"}
 LORA = {
-    "lora_name": HASH,
-    "lora_path": f"{HASH}; {ADDED}: the content of the files there",
+    "lora_name": NAME,
+    "lora_path": f"{ADDED}: the content of the files there",
     "is_3d_lora_weight": ADDED,
     "load_inplace": f"{PART}: whether the files are read again",
     "lora_int_id": NAME,

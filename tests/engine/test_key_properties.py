@@ -171,6 +171,7 @@ class Engines:
     def __init__(self, folder: Path) -> None:
         init_none_hash(sha256)
         self._folder = folder
+        self._adapters = 0
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
 
     def engine(self, asked: Asked) -> BlockKeys:
@@ -212,15 +213,16 @@ class Engines:
         )
 
     def _adapter(self, asked: Asked) -> LoRARequest:
-        """Return the adapter. Adapters with different files have the same path here, as they may have on different
-        machines."""
-        folder = self._folder / "sql"
+        """Return the adapter. Equal files have several names and paths here, and different files the same, as they may
+        have on different machines."""
+        self._adapters += 1
+        folder = self._folder / f"sql-{self._adapters % 2}"
         content = str(asked.adapter).encode()
         file = folder / "adapter_model.safetensors"
         if not file.exists() or file.read_bytes() != content:
             folder.mkdir(exist_ok=True)
             file.write_bytes(content)
-        return LoRARequest("sql", 1, str(folder), is_3d_lora_weight=asked.fused)
+        return LoRARequest(f"sql-{self._adapters % 3}", 1, str(folder), is_3d_lora_weight=asked.fused)
 
 
 def keys_of(keys: BlockKeys, request: Request) -> list[tuple[int, bytes]]:

@@ -5,6 +5,9 @@ A key must cover everything that determines its block's bytes, except what the n
 a hash of that hash and of the rest. A block with an unknown input has no key. That block and all later blocks of the
 request are neither loaded, saved nor promised.
 
+For a request with a LoRA adapter, the engine's hashes cover the adapter's name and path, which each engine chooses
+itself. The keys are made from hashes without them, and cover the content of the adapter's files.
+
 ``tests/engine/test_key_fields.py`` lists every field of vLLM's classes for a request. For each field, it says whether
 the field affects the content of a block, and where the keys cover it.
 
@@ -19,7 +22,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -51,14 +54,29 @@ class _Adapter:
 class _Named:
     """The keys made so far for one request.
 
-    last_hash: the hash from which the last of these keys was made.
+    last_hash: the request's own hash of the last of these blocks.
     salt: bytes that all keys cover in addition to hashes and inputs, empty if there are none.
+    bare_hashes: for a request with a LoRA adapter, its hashes without the adapter's name and path.
     """
 
     salt: bytes
     inputs: RequestInputs
     keys: list[bytes] = field(default_factory=list)
     last_hash: bytes = b""
+    bare_hashes: list[bytes] = field(default_factory=list)
+
+
+class _WithoutAdapter:
+    """What vLLM's hasher needs of a request, without the request's LoRA adapter."""
+
+    lora_request = None
+
+    def __init__(self, request: Request, block_hashes: list[bytes]) -> None:
+        self._request = request
+        self.block_hashes = block_hashes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 class BlockKeys:
@@ -101,12 +119,13 @@ class BlockKeys:
         named = self._known(request)
         done = len(named.keys)
         if done > len(hashes) or (done and hashes[done - 1] != named.last_hash):  # vLLM removed tokens
-            named.keys, done = [], 0
+            named.keys, named.bare_hashes, done = [], [], 0
+        bare_hashes = hashes if request.lora_request is None else _bare_hashes(request, named.bare_hashes)
         for index in range(done, len(hashes)):
             inputs = named.inputs.before((index + 1) * self._block_tokens)
             if inputs is None:
                 break
-            named.keys.append(key_of(hashes[index], named.salt, inputs))
+            named.keys.append(key_of(bare_hashes[index], named.salt, inputs))
         named.last_hash = hashes[len(named.keys) - 1] if named.keys else b""
         return named.keys
 
@@ -181,6 +200,14 @@ class BlockKeys:
             known = _Adapter(os.urandom(SALT_BYTES), stamp)
         self._adapters[lora.lora_int_id] = known
         return known.salt
+
+
+def _bare_hashes(request: Request, known: list[bytes]) -> list[bytes]:
+    """Add to `known` what it lacks of the request's hashes without its adapter, and return it."""
+    if (hasher := request._block_hasher) is not None:  # otherwise the request has no hashes at all
+        known.extend(hasher(_WithoutAdapter(request, known)))
+        del known[len(request.block_hashes) :]  # of tokens that vLLM has not hashed yet, or removes
+    return known
 
 
 def _adapter_files(path: str) -> list[Path]:
