@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,23 @@ from kvstore_client.vllm.tier.secondary_tier import KVStoreTier
 from tests.support.harness import block_of, make_keys, wait_until
 
 BLOCK_TOKENS = 32
-LAYERS = 8
-KV_HEADS = 4
-HEAD_SIZE = 32
-CHUNK_BYTES = LAYERS * BLOCK_TOKENS * KV_HEADS * 2 * HEAD_SIZE * 2  # for one block, on a rank with all heads
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's cache has for each token."""
+
+    layers: int = 8
+    kv_heads: int = 4
+    head_size: int = 32
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The size of one block, on a rank with all heads, in bfloat16."""
+        return self.layers * BLOCK_TOKENS * self.kv_heads * 2 * self.head_size * 2
+
+
+CHUNK_BYTES = Shape().chunk_bytes
 SLOWEST_CALL_S = 0.25  # the longest time for a call of the scheduler; the store's deadlines are several times as long
 
 
@@ -50,17 +64,20 @@ def _engine_config(model: Path, tensor_parallel: int) -> VllmConfig:
     ).create_engine_config()
 
 
-def _cache_config(tensor_parallel: int, num_blocks: int) -> KVCacheConfig:
-    layers = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
+def _cache_config(shape: Shape, tensor_parallel: int, num_blocks: int) -> KVCacheConfig:
+    layers = [f"model.layers.{number}.self_attn.attn" for number in range(shape.layers)]
     spec = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=KV_HEADS // tensor_parallel, head_size=HEAD_SIZE, dtype=torch.bfloat16
+        block_size=BLOCK_TOKENS,
+        num_kv_heads=shape.kv_heads // tensor_parallel,
+        head_size=shape.head_size,
+        dtype=torch.bfloat16,
     )
     page = spec.page_size_bytes
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[
             KVCacheTensor(
-                size=LAYERS * page * num_blocks, layers=layers, layer_stride=page * num_blocks, block_stride=page
+                size=shape.layers * page * num_blocks, layers=layers, layer_stride=page * num_blocks, block_stride=page
             )
         ],
         kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
@@ -69,7 +86,7 @@ def _cache_config(tensor_parallel: int, num_blocks: int) -> KVCacheConfig:
 
 
 class TieredEngine:
-    """The bytes of a chunk follow from its key, as in ``harness.block_of``.
+    """The bytes of a chunk follow from its key, as in ``harness.block_of``, unless a test replaces `content_of`.
 
     chunks: the size of the CPU tier. options: the options of the store's tier. num_blocks: the size of the GPU's cache,
     which must make no difference.
@@ -85,6 +102,7 @@ class TieredEngine:
         tensor_parallel: int = 1,
         blocks_per_chunk: int = 1,
         num_blocks: int = 64,
+        shape: Shape = Shape(),
         hash_algorithm: str = "sha256",
         lora: bool = False,
         takes_embeddings: bool = False,
@@ -95,7 +113,8 @@ class TieredEngine:
         config.lora_config = LoRAConfig() if lora else None
         config.model_config.enable_prompt_embeds = takes_embeddings  # as for models with pictures
         self.endpoint = endpoint
-        self.chunk_bytes = CHUNK_BYTES * blocks_per_chunk
+        self.chunk_bytes = shape.chunk_bytes * blocks_per_chunk
+        self.content_of: Callable[[bytes], bytes] = functools.partial(block_of, block_bytes=self.chunk_bytes)
         tier = {"type": "KVStoreTier", "module_path": "kvstore_client.vllm.tier", "endpoint": endpoint}
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="OffloadingConnector",
@@ -108,7 +127,7 @@ class TieredEngine:
             },
         )
         self.connector = OffloadingConnector(
-            config, KVConnectorRole.SCHEDULER, _cache_config(tensor_parallel, num_blocks)
+            config, KVConnectorRole.SCHEDULER, _cache_config(shape, tensor_parallel, num_blocks)
         )
         self.manager = self.connector.scheduler.manager
         (self.tier,) = self.manager.secondary_tiers
@@ -200,7 +219,7 @@ class TieredEngine:
         output = self.call("prepare_store", keys, asking)
         assert output is not None, "no room in the CPU tier"
         for key, chunk in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
-            self.rows[chunk] = np.frombuffer(block_of(key, self.chunk_bytes), dtype=np.int8)
+            self.rows[chunk] = np.frombuffer(self.content_of(key), dtype=np.int8)
         if output.keys_to_store:
             self.call("complete_store", output.keys_to_store, asking)
         if context is None:
@@ -211,18 +230,18 @@ class TieredEngine:
         self.compute(keys)
         self.settle()
 
-    def wrong(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the keys whose chunks in the CPU tier have wrong bytes, read as the GPU reads them."""
+    def read(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the bytes of these chunks in the CPU tier, read as the GPU reads them."""
         context = self.request()
         spec = self.call("prepare_load", keys, context)
-        bad = [
-            key
-            for key, chunk in zip(keys, spec.chunk_ids, strict=True)
-            if self.rows[chunk].tobytes() != block_of(key, self.chunk_bytes)
-        ]
+        found = [self.rows[chunk].tobytes() for chunk in spec.chunk_ids]
         self.call("complete_load", keys, context)
         self.finish(context)
-        return bad
+        return found
+
+    def wrong(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the keys whose chunks in the CPU tier have wrong bytes."""
+        return [key for key, found in zip(keys, self.read(keys), strict=True) if found != self.content_of(key)]
 
     def counted(self) -> dict[str, float]:
         """Return the increase of the tier's metrics since the last call, by short names and labels."""
