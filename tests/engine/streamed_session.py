@@ -4,6 +4,7 @@ said before."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import traceback
@@ -13,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.engine import driver
@@ -53,7 +55,12 @@ class Session:
         assert self._process.exitcode == 0
 
     def kill(self) -> None:
-        self._process.kill()
+        """End all processes of the engine that are left."""
+        if self._process.is_alive():
+            process = psutil.Process(self._process.pid)
+            for each in [process, *process.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
         self._process.join()
 
     def _receive(self, timeout_s: float) -> Any:
