@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from kvstore_client.aio import AsyncKVStoreClient
+    from kvstore_client.aio import AsyncKVStoreClient, AsyncPromise
     from kvstore_client.client import KVStoreClient
     from kvstore_client.errors import (
         BlockSizeMismatch,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncKVStoreClient",
+    "AsyncPromise",
     "BlockSizeMismatch",
     "ConnectionLost",
     "GetResult",
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "aio": ("AsyncKVStoreClient",),
+    "aio": ("AsyncKVStoreClient", "AsyncPromise"),
     "client": ("KVStoreClient",),
     "errors": (
         "BlockSizeMismatch",

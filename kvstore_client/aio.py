@@ -46,6 +46,41 @@ def _awaited(
     return run
 
 
+class AsyncPromise:
+    """`Promise` with `await`: see `KVStoreClient.promise`.
+
+    Use it in an `async with` statement, or await `withdraw`. Its methods run on the threads of `asyncio.to_thread` and
+    not on those of the client. So they do not wait for calls in the client's queue, and a promise can be renewed while
+    all the client's threads wait for blocks.
+
+    * `mine`: As in `Promise`.
+    * `present`: As in `Promise`.
+    * `others`: As in `Promise`.
+    """
+
+    def __init__(self, promise: Promise) -> None:
+        self._promise = promise
+        self.mine = promise.mine
+        self.present = promise.present
+        self.others = promise.others
+
+    async def renew(self, ttl_s: float | None = None) -> None:
+        """See `Promise.renew`."""
+        await asyncio.to_thread(self._promise.renew, ttl_s)
+
+    async def withdraw(self) -> None:
+        """See `Promise.withdraw`. If this call is cancelled, the promise still ends."""
+        await asyncio.shield(asyncio.to_thread(self._promise.withdraw))
+
+    async def __aenter__(self) -> AsyncPromise:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.withdraw()
+
+
 class AsyncKVStoreClient:
     """`KVStoreClient` with `await`. It connects on `async with` or `await client.connect()`. Its options and errors are
     those of `KVStoreClient`.
@@ -200,8 +235,8 @@ class AsyncKVStoreClient:
     slow_requests = _awaited(KVStoreClient.slow_requests)
     locate = _awaited(KVStoreClient.locate)
 
-    async def promise(self, keys: Keys, *, ttl_s: float = 30.0, timeout_s: float | None = None) -> Promise:
-        """See `KVStoreClient.promise`. Use the result in an `async with` statement."""
+    async def promise(self, keys: Keys, *, ttl_s: float = 30.0, timeout_s: float | None = None) -> AsyncPromise:
+        """See `KVStoreClient.promise`. The result is an `AsyncPromise`, for an `async with` statement."""
         client = await self._connected()
         making = asyncio.ensure_future(self._run(client.promise, keys, ttl_s=ttl_s, timeout_s=timeout_s))
 
@@ -211,7 +246,7 @@ class AsyncKVStoreClient:
                     self._threads.submit(making.result().withdraw)
 
         try:
-            return await asyncio.shield(making)
+            return AsyncPromise(await asyncio.shield(making))
         except asyncio.CancelledError:
             making.add_done_callback(withdraw_after)
             raise

@@ -21,8 +21,8 @@ from kvstore_client.keys import KeyArray
 class Promise:
     """Blocks that this client will set: see `KVStoreClient.promise`.
 
-    Use it in a `with` or `async with` statement, or call `withdraw`. Its methods wait for the store, so asyncio
-    programs call `await asyncio.to_thread(promise.renew)`. Thread-safe.
+    Use it in a `with` or `async with` statement, or call `withdraw`. Its methods wait for the store; those of the
+    `AsyncPromise` of an `AsyncKVStoreClient` are awaited. Thread-safe.
 
     * `mine`: An `(n,)` array of bool. It is True for each block that this client has promised, or whose shard did not
       answer. Compute these blocks and set them.

@@ -552,6 +552,42 @@ def test_the_asynchronous_client_behaves_the_same(server: Server, namespace: Nam
     assert asyncio.run(_together(server.endpoint, namespace, make_keys(3))) == [True] * 3
 
 
+async def _awaited(server: Server, namespace: Namespace, keys: list[bytes]) -> None:
+    async with (
+        AsyncKVStoreClient(server.endpoint, namespace, timeout_s=5, concurrency=1) as producer,
+        AsyncKVStoreClient(server.endpoint, namespace, timeout_s=5) as other,
+    ):
+        promise = await producer.promise(keys, ttl_s=600, timeout_s=0.5)
+        for call in (promise.renew, promise.withdraw):
+            with server.stopped():
+                calling = asyncio.ensure_future(call())
+                turns = 0
+                while not calling.done():
+                    await asyncio.sleep(0.01)
+                    turns += 1
+            assert turns > 20, "the event loop went on while the store was silent"
+            assert isinstance(calling.exception(), Timeout) == (call == promise.renew)
+        assert await other.lookup(keys) == Lookup(0, 0)
+        async with await producer.promise(keys, ttl_s=600) as promise:
+            rows = np.zeros((len(keys), BLOCK_BYTES), dtype=np.uint8)
+            waiting = asyncio.ensure_future(producer.get_into(keys, rows, wait_s=LONG_S))  # on the client's only thread
+            while not any(
+                each.awaited for each in (await other.info()).shards[0].namespaces if each.id == namespace.id
+            ):
+                await asyncio.sleep(0.01)
+            await promise.renew(ttl_s=300)
+            leaving = asyncio.ensure_future(promise.withdraw())
+            await asyncio.sleep(0)
+            leaving.cancel()
+        assert not (await waiting).any()
+
+
+def test_an_asynchronous_promise_is_renewed_and_withdrawn_without_stopping_the_loop(
+    server: Server, namespace: Namespace
+) -> None:
+    asyncio.run(asyncio.wait_for(_awaited(server, namespace, make_keys(3)), LONG_S))
+
+
 def test_a_waiter_gets_its_answer_in_time_from_a_frozen_store(server: Server, namespace: Namespace) -> None:
     """Each of several waiters gets its answer in time, although one thread asks for all of them and a lookup may take
     longer than the remaining time."""

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_client import AsyncKVStoreClient, KVStoreClient
+from kvstore_client import AsyncKVStoreClient, AsyncPromise, KVStoreClient, Promise
 from kvstore_client.client import ClientKeywords
 from kvstore_client.engine.client_store import ClientOptions
 
@@ -43,8 +44,16 @@ def test_a_call_has_one_signature(name: str) -> None:
     assert parameters(sync) == parameters(asynchronous)
     returned = inspect.signature(sync).return_annotation
     expected = returned.replace("Generator", "AsyncGenerator").replace(", None, None]", ", None]")
+    expected = re.sub(r"^Promise$", "AsyncPromise", expected)
     assert inspect.signature(asynchronous).return_annotation == expected
     assert asynchronous.__doc__
+
+
+def test_both_promises_have_the_same_members() -> None:
+    for name in ("renew", "withdraw"):
+        sync, asynchronous = vars(Promise)[name], vars(AsyncPromise)[name]
+        assert parameters(sync) == parameters(asynchronous) and inspect.iscoroutinefunction(asynchronous)
+    assert {name for name in vars(AsyncPromise) if not name.startswith("_")} == {"renew", "withdraw"}
 
 
 def test_the_clients_options_differ_only_in_threads() -> None:
