@@ -334,7 +334,7 @@ class KVStoreClient:
           Transient blocks have a memory limit of their own, and are refused beyond it. `parent`, `position`, `priority`
           and `deferred` then have no effect, and `force` is an error.
         * `generation`: The namespace's generation when the blocks were made; by default, the present one. If the
-          namespace has been purged since, the blocks are refused.
+          namespace has been purged since, the blocks are refused, and counted in `SetResult.stale`.
 
         Returns: A `SetResult`: the number of blocks for each outcome.
 

@@ -18,13 +18,17 @@ class SetResult(NamedTuple):
     * `existed`: Blocks that were already in the store, or that another client is writing. They were not changed.
     * `forced`: Blocks that were replaced.
     * `duplicated`: Blocks whose key repeats an earlier key of the batch.
-    * `error`: Blocks that were not stored, because there was no room or the server was out of reach. It includes blocks
-      that a set with `deferred=False` did not store on all replicas, and blocks with fewer copies than the client's
+    * `error`: Blocks that were not stored, because a shard refused them or was out of reach. It includes blocks that a
+      set with `deferred=False` did not store on all replicas, and blocks with fewer copies than the client's
       `min_copies`.
     * `copies`: The lowest number of copies that any block of the call is known to have; 0 if one was not stored.
     * `evicted`: Other blocks that were evicted to make room, as reported by the shards that have answered.
-    * `refused`: The blocks in `error` that a shard refused for lack of room. Either the shard had no room at all, or it
-      could have made room only by evicting earlier blocks of the same chain.
+    * `refused`: The blocks in `error` that a shard refused. Except for those in `stale`, it had no room, or could have
+      made room only by evicting earlier blocks of the same chain. A tenant has no room, either, when its limit is
+      reached: compare `memory_bytes` and `memory_limit_bytes` of its `TenantInfo`. Transient blocks have a limit of
+      their own, `transient_limit_bytes` of `ShardInfo`.
+    * `stale`: The blocks in `refused` that were refused because the namespace has been purged since they were made.
+      Only a set with `generation` has such blocks, unless the namespace is purged all the time. Do not set them again.
     """
 
     total: int
@@ -36,6 +40,7 @@ class SetResult(NamedTuple):
     copies: int = 0
     evicted: int = 0
     refused: int = 0
+    stale: int = 0
 
 
 class Lookup(NamedTuple):

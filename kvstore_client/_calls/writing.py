@@ -51,10 +51,14 @@ MOST_PURGES: Final = 4  # after this many purges during one set, its blocks are 
 PACED_BYTES: Final = 256 << 10  # a link's speed is measured only with at least this payload
 
 _UNKNOWN: Final = 255
+_STALE: Final = 254  # refused because the namespace has been purged since the block was made
 # The outcomes that replicas report, by rising rank. A block's highest rank counts. Ranks above that of a refusal mean
 # that the replica has a copy.
-_BY_RANK: Final = np.array([_UNKNOWN, Outcome.ERROR, Outcome.CREATED, Outcome.EXISTED, Outcome.FORCED], dtype=np.uint8)
-_REFUSED_RANK: Final = 1
+_BY_RANK: Final = np.array(
+    [_UNKNOWN, _STALE, Outcome.ERROR, Outcome.CREATED, Outcome.EXISTED, Outcome.FORCED], dtype=np.uint8
+)
+_STALE_RANK: Final = 1
+_REFUSED_RANK: Final = 2
 _RANKS: Final = np.zeros(256, dtype=np.uint8)
 _RANKS[_BY_RANK[_REFUSED_RANK:]] = np.arange(_REFUSED_RANK, len(_BY_RANK))
 _RANKS[Outcome.PENDING] = _RANKS[Outcome.EXISTED]
@@ -84,13 +88,7 @@ class Writer:
         self._block_bytes = block_bytes
         self._paces: dict[str, float] = {}  # bytes/s by link name, for links that have carried `PACED_BYTES`
 
-    def set(
-        self,
-        packed: KeyArray,
-        unique: Numbers,
-        source: BlockSource,
-        options: Options,
-    ) -> SetResult:
+    def set(self, packed: KeyArray, unique: Numbers, source: BlockSource, options: Options) -> SetResult:
         """Store the blocks at positions `unique`, which are the first occurrences of all keys."""
         deadline = time.monotonic() + options.timeout_s
         macs = self._mac.batch(packed) if self._mac is not None else None
@@ -141,10 +139,11 @@ class Writer:
             existed=int(counts[Outcome.EXISTED]),
             forced=int(counts[Outcome.FORCED]),
             duplicated=len(packed) - len(unique),
-            error=int(counts[Outcome.ERROR] + counts[_UNKNOWN]),
+            error=int(counts[Outcome.ERROR] + counts[_STALE] + counts[_UNKNOWN]),
             copies=int(copies[unique].min()),
             evicted=evicted,
-            refused=int(counts[Outcome.ERROR]),
+            refused=int(counts[Outcome.ERROR] + counts[_STALE]),
+            stale=int(counts[_STALE]),
         )
 
     def _set_under(
@@ -352,10 +351,11 @@ class _Tally:
                     self._error = error
                 self._failed.append(call.positions)
                 continue
+            ranks = _RANKS[told]
             if reply.generation:
                 self.generation = max(self.generation, reply.generation)
                 self._stale.append(call.positions)
-            ranks = _RANKS[told]
+                ranks[ranks == _REFUSED_RANK] = _STALE_RANK
             if self._waits and (pending := told == _PENDING).any():
                 ranks[pending] = 0
                 self._pending.append(call.positions[pending])

@@ -379,7 +379,7 @@ def test_a_pin_keeps_blocks_until_it_expires(small: KVStoreClient) -> None:
     start = time.monotonic()
     assert small.contains(pinned, pin_s=1.5).all()
     assert namespace_info(small).pinned == 10
-    assert fill(small, 64, first=1000) == SetResult(64, 54, 0, 0, 0, 10, copies=0, evicted=54, refused=10)
+    assert fill(small, 64, first=1000) == SetResult(64, 54, 0, 0, 0, 10, copies=0, evicted=54, refused=10, stale=0)
     if time.monotonic() < start + 1.4:
         assert small.contains(pinned).all() and small.get(pinned).hit == 10
     wait_until(lambda: namespace_info(small).pinned == 0, what="the pins expire")

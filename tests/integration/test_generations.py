@@ -60,7 +60,7 @@ def test_blocks_made_before_a_purge_are_refused_and_later_ones_stored(
         assert other.purge() == 30
         assert engine.generation == other.generation > made, "it has heard of it before the purge returned"
         late = engine.set(keys, rows(60), generation=made)
-        assert (late.created, late.refused) == (0, 60)
+        assert (late.created, late.error, late.refused, late.stale) == (0, 60, 60, 60)
         assert other.match_prefix(keys) == 0
         assert engine.set(keys, rows(60), generation=engine.generation).created == 60
         assert other.match_prefix(keys) == 60
@@ -209,7 +209,7 @@ def test_a_restarted_empty_shard_learns_the_generation(start_server: StartServer
         for shard in server.shards():
             shard.kill()
         wait_until(lambda: engine.set(keys, rows(60), generation=known).existed == 60, what="all is stored again")
-        assert engine.set(keys, rows(60), generation=0).refused == 60
+        assert engine.set(keys, rows(60), generation=0).stale == 60
         with KVStoreClient(server.endpoint, namespace) as fresh:
             assert fresh.generation == known
             assert fresh.purge() == 60
