@@ -47,12 +47,15 @@ from kvstore_client.keys import Keys, Namespace, pack_keys
 from kvstore_client.promises import Promise
 from kvstore_client.results import (
     ClientStats,
+    ConnectedClient,
     GetResult,
     Location,
     Lookup,
+    PurgeReply,
     SetResult,
     ShardSettings,
     ShardStatus,
+    SlowlogReply,
     StoreInfo,
 )
 
@@ -634,7 +637,7 @@ class KVStoreClient:
 
     def purge_shards(
         self, *, all_namespaces: bool = False, model: str = "", id_prefix: str = "", timeout_s: float | None = None
-    ) -> dict[str, wire.PurgeReply]:
+    ) -> dict[str, PurgeReply]:
         """Purge as `purge` does, and return each shard's answer.
 
         * `all_namespaces`: Whether to purge all namespaces that `model` and `id_prefix` select. By default, `model` and
@@ -736,7 +739,7 @@ class KVStoreClient:
         """
         return self._shards.statuses(self._options(timeout_s))
 
-    def clients(self, *, timeout_s: float | None = None) -> dict[str, list[wire.ConnectedClient]]:
+    def clients(self, *, timeout_s: float | None = None) -> dict[str, list[ConnectedClient]]:
         """List the open connections of every shard, including those of this client.
 
         The call raises an error if a shard does not answer; with `fail_open`, that shard is left out. With logins, it
@@ -749,7 +752,7 @@ class KVStoreClient:
         """
         return self._shards.clients(self._options(timeout_s))
 
-    def slow_requests(self, *, timeout_s: float | None = None) -> dict[str, wire.SlowlogReply]:
+    def slow_requests(self, *, timeout_s: float | None = None) -> dict[str, SlowlogReply]:
         """Request the slow log of every shard. It has the last requests of all clients that took at least as long as
         the server's setting `slowlog_ms` says.
 

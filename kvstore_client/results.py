@@ -1,4 +1,4 @@
-"""The results of the client's calls."""
+"""The results of the client's calls. Those of one shard are messages of the protocol."""
 
 from __future__ import annotations
 
@@ -6,8 +6,40 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.wire import RunningSetting, ShardInfo
+from kvstore.wire import (
+    ConnectedClient,
+    DiskInfo,
+    NamespaceInfo,
+    PurgeReply,
+    RequestTimes,
+    RunningSetting,
+    ShardInfo,
+    SlowlogReply,
+    SlowRequest,
+    TenantInfo,
+)
 from kvstore_client.errors import KVStoreError
+
+__all__ = [
+    "ClientStats",
+    "ConnectedClient",
+    "DiskInfo",
+    "GetResult",
+    "Location",
+    "Lookup",
+    "NamespaceInfo",
+    "PurgeReply",
+    "RequestTimes",
+    "RunningSetting",
+    "SetResult",
+    "ShardInfo",
+    "ShardSettings",
+    "ShardStatus",
+    "SlowRequest",
+    "SlowlogReply",
+    "StoreInfo",
+    "TenantInfo",
+]
 
 
 class SetResult(NamedTuple):
@@ -138,10 +170,6 @@ class ShardStatus:
 @dataclass(frozen=True)
 class ShardSettings:
     """The answer of one shard to `config_get` or `config_set`.
-
-    A setting has the members `name`, `value`, `configured`, `expected` and `keep`. `configured` is its value at the
-    start, or in the file of logins. `expected` says in words which values are allowed, and `keep` where to write the
-    value so that it outlives a restart.
 
     * `name`: The shard's name.
     * `endpoint`: The shard's address.

@@ -490,13 +490,20 @@ class HottestReply(Reply, tag=75, frozen=True):
 
 
 class PurgeReply(Reply, tag=76, frozen=True):
-    """The blocks that were stored when the PURGE came are removed from memory and disk, and cannot come back."""
+    """The blocks that were stored when the PURGE came are removed from memory and disk, and cannot come back.
 
-    purged: int  # how many blocks were removed
-    generation: int = 0  # the namespaces have at least this generation now
-    namespaces: list[str] = msgspec.field(default_factory=list)  # the ids of those that were purged, in hexadecimal
-    told: int = 0  # the number of connections that were notified because their clients hold copies
-    silent: list[str] = msgspec.field(default_factory=list)  # the addresses of those connections that have not answered
+    * `purged`: The number of blocks that were removed.
+    * `generation`: The namespaces have at least this generation now.
+    * `namespaces`: The ids of the namespaces that were purged, in hexadecimal.
+    * `told`: The number of connections that were notified because their clients hold copies.
+    * `silent`: The addresses of those connections that have not answered.
+    """
+
+    purged: int
+    generation: int = 0
+    namespaces: list[str] = msgspec.field(default_factory=list)
+    told: int = 0
+    silent: list[str] = msgspec.field(default_factory=list)
 
 
 class Extent(Reply, tag=77, frozen=True):
@@ -558,22 +565,38 @@ class Raised(Reply, tag=85, frozen=True):
 
 
 class ConnectedClient(msgspec.Struct, array_like=True, frozen=True):
-    """One open connection of a shard. Times are in seconds. Long names are cut."""
+    """One open connection of a shard. Times are in seconds. Long names are cut.
 
-    number: int  # counts the connections since the shard's process started, from 1
-    address: str  # HOST:PORT; at the Unix socket, the user and the process id
-    client: str  # the name that HELLO gave
-    principal: str  # empty without a login
-    tenant: str  # of the namespace or, without one, of the principal; empty: none
-    namespace: str  # its id in hexadecimal; empty: none
+    * `number`: It counts the connections since the shard's process started, from 1.
+    * `address`: HOST:PORT; at the Unix socket, the user and the process id.
+    * `client`: The name that the client gave itself.
+    * `principal`: The login's name; empty without a login.
+    * `tenant`: The tenant of the namespace or, without one, of the principal; empty if there is none.
+    * `namespace`: The id of the namespace in hexadecimal; empty if there is none.
+    * `model`: The model of the namespace.
+    * `transport`: "tcp", "tls", "unix", "shared memory" or the name of a transport.
+    * `age_s`: The time since the connection was accepted.
+    * `idle_s`: The time since the client last sent something.
+    * `requests`: The number of requests that have begun and are not answered.
+    * `bytes_in`: Bytes received, or copied from the client's memory.
+    * `bytes_out`: Bytes sent, or lent.
+    * `waiting_bytes`: Bytes to be sent: replies in the shard's queue, and what its kernel has not sent yet.
+    """
+
+    number: int
+    address: str
+    client: str
+    principal: str
+    tenant: str
+    namespace: str
     model: str
-    transport: str  # "tcp", "tls", "unix", "shared memory" or the name of a transport
-    age_s: float  # since the connection was accepted
-    idle_s: float  # since the client last sent something
-    requests: int  # requests that have begun and are not answered
-    bytes_in: int  # received, or copied from the client's memory
-    bytes_out: int  # sent, or lent
-    waiting_bytes: int  # to be sent: replies queued in the shard, and what its kernel has not sent yet
+    transport: str
+    age_s: float
+    idle_s: float
+    requests: int
+    bytes_in: int
+    bytes_out: int
+    waiting_bytes: int
 
 
 class ClientsReply(Reply, tag=86, frozen=True):
@@ -583,17 +606,33 @@ class ClientsReply(Reply, tag=86, frozen=True):
 
 
 class SlowRequest(msgspec.Struct, array_like=True, frozen=True):
-    """One request that took long. Times are in seconds. Long names are cut."""
+    """One request that took long. Times are in seconds. Long names are cut.
 
-    at: float  # when it was answered, since 1970
-    verb: str  # "set", "get", "contains" …
+    * `at`: When it was answered, in seconds since 1970.
+    * `verb`: "set", "get", "contains" …
+    * `keys`: The number of its keys.
+    * `bytes`: The bytes of its blocks: those that a SET brought, or that a GET sent.
+    * `seconds`: The time in the shard, without the time of the client and the wait for other clients' blocks.
+    * `total_s`: The time from the arrival of header and keys to the reply; of a GET, to its last part.
+    * `stage`: The stage of the shard's loop that took longest, as in `slow_turns` of `ShardInfo`.
+    * `stage_s`: How long that stage took.
+    * `address`: As in `ConnectedClient`.
+    * `client`: As in `ConnectedClient`.
+    * `principal`: As in `ConnectedClient`.
+    * `tenant`: As in `ConnectedClient`.
+    * `namespace`: As in `ConnectedClient`.
+    * `model`: As in `ConnectedClient`.
+    """
+
+    at: float
+    verb: str
     keys: int
-    bytes: int  # of its blocks: those that a SET brought, or that a GET sent
-    seconds: float  # in the shard, without the time of the client and the wait for other clients' blocks
-    total_s: float  # from the arrival of header and keys to the reply; of a GET, to its last part
-    stage: str  # the stage of the shard's loop that took longest, as in `slow_turns` of INFO
-    stage_s: float  # how long that stage took
-    address: str  # from here on as in `ConnectedClient`
+    bytes: int
+    seconds: float
+    total_s: float
+    stage: str
+    stage_s: float
+    address: str
     client: str
     principal: str
     tenant: str
@@ -602,21 +641,31 @@ class SlowRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SlowlogReply(Reply, tag=87, frozen=True):
-    """`requests`: those that the sender's rights include, the last one first.
-    `limit_ms`: the least time of a slow request; 0 if the shard keeps none."""
+    """The slow log of a shard.
+
+    * `requests`: Those that the sender's rights include, the last one first.
+    * `limit_ms`: The least time of a slow request, in milliseconds; 0 if the shard keeps none.
+    """
 
     requests: list[SlowRequest]
     limit_ms: int
 
 
 class RunningSetting(msgspec.Struct, array_like=True, frozen=True):
-    """A setting that can be changed while the server runs."""
+    """A setting that can be changed while the server runs.
+
+    * `name`: Its name.
+    * `value`: The value in force.
+    * `configured`: The value at the start; for a quota, the value in the file of logins.
+    * `expected`: Which values are allowed, in words.
+    * `keep`: Where to write the value in force so that it outlives a restart, in words.
+    """
 
     name: str
-    value: str  # the value in force
-    configured: str  # the value at the start; for a quota, the value in the file of --auth
-    expected: str  # which values are allowed, in words
-    keep: str  # where to write the value in force so that it outlives a restart, in words
+    value: str
+    configured: str
+    expected: str
+    keep: str
 
 
 class ConfigureReply(Reply, tag=88, frozen=True):

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_type_hints
 
 import msgspec
 import pytest
@@ -20,14 +20,20 @@ import pytest
 import kvstore_client
 from kvstore_client import AsyncKVStoreClient, KVStoreClient, Namespace, Promise, memory, prefix_keys
 from kvstore_client.errors import KVStoreError
-from kvstore_client.results import ClientStats
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "python.md"
 SHARED: Final = ("self", "cls", "keys", "timeout_s")  # the page describes `keys` and `timeout_s` once, for all calls
 RESULTS: Final = [
     *(kvstore_client.SetResult, kvstore_client.GetResult, kvstore_client.Lookup, kvstore_client.StoreInfo),
-    *(kvstore_client.ShardStatus, kvstore_client.ShardSettings, kvstore_client.Location, ClientStats),
+    *(kvstore_client.ShardStatus, kvstore_client.ShardSettings, kvstore_client.RunningSetting),
+    *(kvstore_client.Location, kvstore_client.PurgeReply, kvstore_client.ConnectedClient),
+    *(kvstore_client.SlowlogReply, kvstore_client.SlowRequest, kvstore_client.ClientStats),
+]
+# Reports of shards, whose members protocol.md describes.
+REPORTS: Final = [
+    *(kvstore_client.ShardInfo, kvstore_client.NamespaceInfo, kvstore_client.TenantInfo, kvstore_client.DiskInfo),
+    kvstore_client.RequestTimes,
 ]
 FUNCTIONS: Final = [Namespace.for_model, prefix_keys, memory.host_memory, memory.memory_of_process]
 MOST_CELL: Final = 120
@@ -215,6 +221,8 @@ def properties() -> Iterator[str]:
 def fields_of(kind: type) -> list[str]:
     if dataclasses.is_dataclass(kind):
         return [each.name for each in dataclasses.fields(kind)]
+    if issubclass(kind, msgspec.Struct):
+        return [name for name in kind.__struct_fields__ if name != "id"]  # the number of the request
     return list(kind._fields)  # type: ignore[attr-defined]
 
 
@@ -233,6 +241,18 @@ def results() -> Iterator[str]:
             rows.append((f"`{name}`", typed(kind.__annotations__[name]), first))
             notes |= {name: rest} if rest else {}
         yield from with_notes(rows, ("field", "type", "meaning"), notes)
+        yield ""
+
+
+def reports() -> Iterator[str]:
+    for kind in REPORTS:
+        hints = {name: inspect.formatannotation(hint) for name, hint in get_type_hints(kind).items()}
+        members = [f"{name}: {hints[name]}".replace(" ", "\0") for name in kind.__struct_fields__]
+        line = f"{kind.__name__}({', '.join(members)})".replace(f"{kind.__module__}.", "")
+        yield "```text"
+        for each in textwrap.wrap(line, 110, subsequent_indent="    ", break_on_hyphens=False):
+            yield each.replace("\0", " ")  # no line ends within a member
+        yield "```"
         yield ""
 
 
@@ -295,6 +315,7 @@ TABLES: Final[dict[str, Callable[[], Iterator[str]]]] = {
     "properties": properties,
     "promise": promise,
     "results": results,
+    "reports": reports,
     "errors": errors,
     "namespace": namespace,
     "functions": functions,
@@ -320,6 +341,26 @@ def test_every_public_name_is_on_the_page() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for name in kvstore_client.__all__:
         assert re.search(rf"`[^`\n]*\b{name}\b", page, re.MULTILINE), f"docs/python.md lacks {name}"
+
+
+def named_types(annotation: str) -> set[str]:
+    """Return the names of classes in an annotation."""
+    return {*re.findall(r"\b[A-Z]\w*", re.sub(r'"[^"]*"|\'[^\']*\'', "", annotation))}
+
+
+def test_every_type_that_a_call_returns_can_be_imported_from_the_package() -> None:
+    found = set()
+    for _, member in public(lambda member: inspect.isfunction(member) or isinstance(member, property)):
+        call = member.fget if isinstance(member, property) else member
+        found |= named_types(str(inspect.signature(call).return_annotation))
+    for kind in [*RESULTS, *REPORTS]:
+        for hint in get_type_hints(kind).values():
+            found |= named_types(inspect.formatannotation(hint))
+    foreign = {"NDArray", "Generator", "Sequence", "None"}
+    assert {"ShardInfo", "SlowRequest", "ClientStats", "TenantInfo"} <= found, "the search itself works"
+    kinds = {name for name in found - foreign if name not in kvstore_client.__all__}
+    assert not kinds, "types that programs cannot name in annotations"
+    assert {each.__name__ for each in [*RESULTS, *REPORTS]} <= {*kvstore_client.__all__}
 
 
 def test_every_variable_that_the_client_reads_is_on_the_page() -> None:
