@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         SettingRefused,
         Timeout,
     )
-    from kvstore_client.keys import Namespace, prefix_keys
+    from kvstore_client.keys import DTYPES, Namespace, prefix_keys
     from kvstore_client.promises import Promise
     from kvstore_client.results import (
         ClientStats,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "DTYPES",
     "AsyncKVStoreClient",
     "AsyncPromise",
     "BlockSizeMismatch",
@@ -96,7 +97,7 @@ _MODULES: Final = {
         "SettingRefused",
         "Timeout",
     ),
-    "keys": ("Namespace", "prefix_keys"),
+    "keys": ("DTYPES", "Namespace", "prefix_keys"),
     "promises": ("Promise",),
     "results": (
         "ClientStats",

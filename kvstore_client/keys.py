@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -15,11 +15,24 @@ from kvstore.wire import MAX_BLOCK_BYTES, MAX_KEY_BYTES, MIN_KEY_BYTES, NAMESPAC
 from kvstore_client import _arguments
 from kvstore_client.errors import KeySizeMismatch
 
-__all__ = ["DTYPES", "KeyArray", "Keys", "Namespace", "TokenIds", "pack_keys", "prefix_keys"]
+__all__ = ["DTYPES", "DType", "KeyArray", "Keys", "Namespace", "TokenIds", "pack_keys", "prefix_keys"]
 
 Keys: TypeAlias = "Iterable[bytes] | npt.NDArray[np.uint8]"
 KeyArray: TypeAlias = "npt.NDArray[np.uint8]"
 TokenIds: TypeAlias = "Iterable[int] | npt.NDArray[np.integer[Any]]"
+
+
+class TorchDType(Protocol):
+    """What type checkers take for a dtype of torch, because torch may not be installed."""
+
+    @property
+    def itemsize(self) -> int: ...
+
+    @property
+    def is_floating_point(self) -> bool: ...
+
+
+DType: TypeAlias = "str | np.dtype[Any] | type[np.generic] | TorchDType"
 
 # The size of one element in bytes, for each dtype. The names are those that NumPy, torch and engines use.
 DTYPES: Final = {
@@ -90,6 +103,23 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     extra: dict[str, str] = {}
     version: int = NAMESPACE_VERSION
 
+    if TYPE_CHECKING:  # the field is a string, but may be given as any `DType`
+
+        def __init__(
+            self,
+            *,
+            model: str,
+            dtype: DType,
+            block_tokens: int,
+            block_bytes: int,
+            layout: str = "block",
+            rank: int = 0,
+            world: int = 1,
+            tenant: str = "",
+            extra: dict[str, str] = {},  # noqa: B006 (as the field has it)
+            version: int = NAMESPACE_VERSION,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         for name, least, most in (
             ("block_tokens", 1, None),
@@ -120,7 +150,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @classmethod
     def for_model(
-        cls, name: str, *, layers: int, kv_heads: int, head_size: int, dtype: Any, block_tokens: int, **rest: Any
+        cls, name: str, *, layers: int, kv_heads: int, head_size: int, dtype: DType, block_tokens: int, **rest: Any
     ) -> Namespace:
         """Return the namespace of a model whose layers all keep keys and values of the same shape.
 
@@ -168,7 +198,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return namespace_id(self.canonical()).hex()
 
 
-def _dtype_name(name: str, dtype: Any) -> str:
+def _dtype_name(name: str, dtype: DType) -> str:
     """Return the name of a dtype in `DTYPES`. `name`: the argument, for the error."""
     torch = sys.modules.get("torch")  # not imported here, because there are its dtypes only if it was imported already
     if isinstance(dtype, np.dtype) or (isinstance(dtype, type) and issubclass(dtype, np.generic)):

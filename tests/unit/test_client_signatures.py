@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import inspect
@@ -14,9 +15,10 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvstore_client import AsyncKVStoreClient, AsyncPromise, KVStoreClient, Promise
+from kvstore_client import AsyncKVStoreClient, AsyncPromise, KVStoreClient, Namespace, Promise
 from kvstore_client.client import ClientKeywords
 from kvstore_client.engine.client_store import ClientOptions
 
@@ -107,10 +109,22 @@ def test_a_client_that_cannot_be_pickled_says_so_and_shows_where_it_connects() -
     assert repr(client) == "<AsyncKVStoreClient>"
 
 
+def wrong_lines(program: str, folder: Path) -> list[int]:
+    """Return the lines of a program in which mypy finds an error."""
+    file = folder / "program.py"
+    file.write_text(textwrap.dedent(program))
+    settings = folder / "mypy.ini"
+    settings.write_text("[mypy]\nstrict = true\n[mypy-torch.*]\nfollow_imports = skip\n")
+    arguments = ["--config-file", str(settings), "--cache-dir", str(Path(sys.prefix, "mypy-cache")), str(file)]
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", *arguments], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert checked.returncode in (0, 1), checked.stdout + checked.stderr
+    return sorted({int(line.split(":")[1]) for line in checked.stdout.splitlines() if ": error:" in line})
+
+
 def test_a_type_checker_finds_blocks_that_are_no_buffers(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent("""
+    program = """
         import array
 
         import numpy as np
@@ -130,13 +144,41 @@ def test_a_type_checker_finds_blocks_that_are_no_buffers(tmp_path: Path) -> None
             client.set(keys, [1, 2])
             client.get_into(keys, "abc")
             client.get_into(keys, [bytearray(8)])
-        """)
-    )
-    settings = tmp_path / "mypy.ini"
-    settings.write_text("[mypy]\nstrict = true\n[mypy-torch.*]\nfollow_imports = skip\n")
-    arguments = ["--config-file", str(settings), "--cache-dir", str(Path(sys.prefix, "mypy-cache")), str(program)]
-    checked = subprocess.run(
-        [sys.executable, "-m", "mypy", *arguments], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    lines = sorted({int(line.split(":")[1]) for line in checked.stdout.splitlines() if ": error:" in line})
-    assert lines == [15, 16, 17, 18, 19, 20], checked.stdout + checked.stderr
+        """
+    assert wrong_lines(program, tmp_path) == [15, 16, 17, 18, 19, 20]
+
+
+def test_a_type_checker_knows_the_dtypes_of_a_namespace(tmp_path: Path) -> None:
+    program = """
+        import numpy as np
+
+        from kvstore_client import DTYPES, Namespace
+
+        class dtype:  # as torch declares its own
+            is_floating_point: bool
+            is_complex: bool
+            is_signed: bool
+            itemsize: int
+
+        def name(dtype: str | np.dtype[np.float16] | type[np.float16] | dtype) -> str:
+            made = Namespace(model="m", dtype=dtype, block_tokens=16, block_bytes=DTYPES["float16"])
+            Namespace.for_model("m", layers=1, kv_heads=1, head_size=8, dtype=dtype, block_tokens=16)
+            return made.dtype
+
+        Namespace(model="m", dtype=2, block_tokens=16, block_bytes=4096)
+        Namespace(model="m", dtype=float, block_tokens=16, block_bytes=4096)
+        Namespace(model="m", dtype="float16", block_tokens=16)
+        Namespace(model="m", dtype="float16", block_tokens=16, block_bytes=4096, worlds=2)
+        """
+    assert wrong_lines(program, tmp_path) == [17, 18, 19, 20]
+
+
+def test_a_type_checker_gets_the_fields_of_a_namespace() -> None:
+    """`Namespace.__init__` exists only for type checkers, and repeats the fields."""
+    source = ast.parse(inspect.getsource(Namespace))
+    (made,) = [node for node in ast.walk(source) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    assert [each.arg for each in made.args.kwonlyargs] == list(Namespace.__struct_fields__)
+    named = zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True)
+    optional = {each.arg for each, default in named if default is not None}
+    fields = msgspec.structs.fields(Namespace)
+    assert optional == {each.name for each in fields if not each.required}

@@ -37,7 +37,7 @@ REPORTS: Final = [
 ]
 FUNCTIONS: Final = [Namespace.for_model, prefix_keys, memory.host_memory, memory.memory_of_process]
 MOST_CELL: Final = 120
-ALIASES: Final = {"SharedMemory": '"auto" | bool', "Parent": "bytes | Sequence | None"}
+ALIASES: Final = {"DType": "str | dtype", "SharedMemory": '"auto" | bool', "Parent": "bytes | Sequence | None"}
 ARRAYS: Final = {"npt.NDArray[np.bool_]": "ndarray", "npt.NDArray[np.uint8]": "ndarray", "KeyArray": "ndarray"}
 
 
