@@ -17,7 +17,7 @@ import os
 import weakref
 from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Final, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypedDict, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,9 @@ from kvstore_client.results import (
     SlowlogReply,
     StoreInfo,
 )
+
+if TYPE_CHECKING:
+    from typing import Unpack  # since Python 3.11
 
 DEFAULT_TIMEOUT_S: Final = 10.0
 DEFAULT_CONNECTIONS: Final = 1  # more are slower on 2 cores: `python -m benchmarks.remote_kv_cache.bench_connections`
@@ -156,6 +159,21 @@ class KVStoreClient:
     It raises `NotAuthorized` or `OutOfMemory` if a server refuses the client. Without `fail_open`, it raises
     `ConnectionLost` or `Timeout` if the store is out of reach.
     """
+
+    # The namespace is required, although it comes after an argument with a default.
+    @overload
+    def __init__(
+        self, endpoint: str | Sequence[str] | None, namespace: Namespace, **options: Unpack[ClientKeywords]
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        endpoint: str | Sequence[str] | None = None,
+        *,
+        namespace: Namespace,
+        **options: Unpack[ClientKeywords],
+    ) -> None: ...
 
     def __init__(
         self,

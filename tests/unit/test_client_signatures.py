@@ -173,6 +173,23 @@ def test_a_type_checker_knows_the_dtypes_of_a_namespace(tmp_path: Path) -> None:
     assert wrong_lines(program, tmp_path) == [17, 18, 19, 20]
 
 
+def test_a_type_checker_finds_a_client_without_a_namespace(tmp_path: Path) -> None:
+    program = """
+        from kvstore_client import KVStoreClient, Namespace
+
+        def use(namespace: Namespace) -> None:
+            KVStoreClient("a:1", namespace)
+            KVStoreClient(["a:1", "b:1"], namespace, timeout_s=3, replicas=2)
+            KVStoreClient(namespace=namespace, fail_open=True)
+            KVStoreClient(endpoint=None, namespace=namespace)
+            KVStoreClient("a:1")
+            KVStoreClient()
+            KVStoreClient("a:1", "b:1", namespace)
+            KVStoreClient("a:1", namespace, timeout=3)
+        """
+    assert wrong_lines(program, tmp_path) == [9, 10, 11, 12]
+
+
 def test_a_type_checker_gets_the_fields_of_a_namespace() -> None:
     """`Namespace.__init__` exists only for type checkers, and repeats the fields."""
     source = ast.parse(inspect.getsource(Namespace))
