@@ -231,6 +231,7 @@ class KVStoreClient:
             Transport.of(transport),
             Credentials(token),
             _arguments.flag("keeps_copies", keeps_copies),
+            self.fail_open,
         )
         self._exchange = Exchange(self._pool)
         self._repairs = Repairs(self._exchange, namespace.block_bytes, checksum, mac)
@@ -241,7 +242,7 @@ class KVStoreClient:
         self._promiser = Promiser(self._exchange, replicas)
         self._shards = Shards(self._exchange)
         self._results = ResultMemory()
-        self._pool.connect(fail_open)
+        self._pool.connect()
         _clients.add(self)
 
     def __repr__(self) -> str:

@@ -36,8 +36,8 @@ PROBE_TIMEOUT_S: Final = 2.0
 
 class Dialer:
     """Connects the links of one client. `connect(link, timeout_s)` connects a link or raises `KVStoreError`.
-    `links()` returns the present links; the broken ones are probed. `wake()` wakes the threads that wait. Thread-safe.
-    A child process makes a new dialer."""
+    `links()` returns the present links; the broken ones are probed. `wake()` wakes the threads that wait. `fail_open`:
+    see `KVStoreClient`. Thread-safe. A child process makes a new dialer."""
 
     def __init__(
         self,
@@ -45,7 +45,9 @@ class Dialer:
         connect: Callable[[Link, float], None],
         wake: Callable[[], None],
         stats: ClientStats,
+        fail_open: bool,
     ) -> None:
+        self._fail_open = fail_open
         self._links = links
         self._connect = connect
         self._wake = wake
@@ -159,7 +161,10 @@ class Dialer:
     def break_link(self, link: Link, error: KVStoreError) -> None:
         """Make calls to this shard fail at once from now on, and start to probe the shard in the background."""
         if link.broken is None and link.first is link:
-            log.warning("%s; its blocks are misses until it is back", error)
+            if self._fail_open:
+                log.warning("%s; its blocks are misses until it is back", error)
+            else:
+                log.warning("%s; calls that need it raise an error until it is back", error)
         elif link.broken is None:
             log.info("%s; fewer connections are used until it is back", error)
         link.broken = error

@@ -53,7 +53,8 @@ FIRST_NODES: Final = 3  # how many of a cluster's nodes are tried at the start, 
 
 class LinkPool:
     """The links of one client. `lanes`: the number of connections to each shard. `transport`: how to read the memory of
-    shards on other hosts. `credentials`: the client's token. `keeps_copies`: see `KVStoreClient`. Thread-safe."""
+    shards on other hosts. `credentials`: the client's token. `keeps_copies`, `fail_open`: see `KVStoreClient`.
+    Thread-safe."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class LinkPool:
         transport: Transport | None = None,
         credentials: Credentials | None = None,
         keeps_copies: bool = False,
+        fail_open: bool = False,
     ) -> None:
         self.tls = endpoints.tls
         self.stats = ClientStats()
@@ -80,6 +82,7 @@ class LinkPool:
         self.replicas = replicas
         self.generations = KnownGenerations()
         self._keeps_copies = keeps_copies
+        self._fail_open = fail_open
         self._nodes = [Node(host, port) for host, port in endpoints.nodes]
         self._cluster = endpoints.cluster  # empty if the nodes are a list
         self._members: Watch | None = None
@@ -94,7 +97,7 @@ class LinkPool:
         self.wait, self.wake = self._leading.wait, self._leading.wake
         self._map_lock = threading.Lock()
         self._lane_readers = LaneReaders(self._wake)
-        self.dialer = Dialer(lambda: self.connections, self._connect_again, self._wake, self.stats)
+        self.dialer = Dialer(lambda: self.connections, self._connect_again, self._wake, self.stats, self._fail_open)
         self._retired: dict[Link, float] = {}  # for each link that left the view: when to close it
         self._looked_after = 0.0
         self._listener = Listener(self.generations, self._listened) if self._keeps_copies else None
@@ -202,16 +205,16 @@ class LinkPool:
 
     # ---- connections -----------------------------------------------------------------------------------------
 
-    def connect(self, fail_open: bool) -> None:
+    def connect(self) -> None:
         """Connect to every node of a list, or to one node of a cluster. Raises if this fails, unless `fail_open` is
         set. A refusal is raised in any case. With `fail_open`, nodes that do not greet cost 1.5 s at most."""
         try:
             if self._cluster:
-                self._connect_cluster(fail_open)
+                self._connect_cluster()
             else:
-                self._connect_nodes(fail_open)
+                self._connect_nodes()
         except TRANSPORT_ERRORS as error:
-            if not fail_open:
+            if not self._fail_open:
                 self.close()
                 raise
             log.warning("%s; all blocks are misses until the store answers", error)
@@ -219,20 +222,20 @@ class LinkPool:
             self.close()
             raise
 
-    def _connect_nodes(self, fail_open: bool) -> None:
-        if not fail_open or len(self._nodes) == 1:
+    def _connect_nodes(self) -> None:
+        if not self._fail_open or len(self._nodes) == 1:
             for node in self._nodes:
-                self._connect_node(node, fail_open)
+                self._connect_node(node)
             return
         with ThreadPoolExecutor(len(self._nodes), "kvstore-connect") as threads:  # all at once, so that none waits
-            connecting = [threads.submit(self._connect_node, node, True) for node in self._nodes]
+            connecting = [threads.submit(self._connect_node, node) for node in self._nodes]
         for each in connecting:
             each.result()
 
-    def _connect_node(self, node: Node, fail_open: bool) -> None:
+    def _connect_node(self, node: Node) -> None:
         link = self._new_link(f"{node.host}:{node.port}", node.host, node.port)
         try:
-            welcome = link.connect(self.timeout_s, FAIL_OPEN_WAIT_S if fail_open else math.inf)
+            welcome = link.connect(self.timeout_s, FAIL_OPEN_WAIT_S if self._fail_open else math.inf)
         except TRANSPORT_ERRORS as failure:
             token = self._credentials.token if self._credentials is not None else b""
             found = welcome_of_next(node.host, node.port, self.tls, token, self.timeout_s)
@@ -240,7 +243,7 @@ class LinkPool:
             if found is not None:
                 shard = f"shard {found.shard} of {len(found.shards)}"
                 error = type(failure)(f"{failure}; it is {shard}, and another shard of the node answers")
-            if not fail_open:
+            if not self._fail_open:
                 raise error from None
             if found is not None:
                 self._adopt(node, link, found)
@@ -253,14 +256,14 @@ class LinkPool:
             self._watch(link)
             self.dialer.open_lanes(link)
 
-    def _connect_cluster(self, fail_open: bool) -> None:
+    def _connect_cluster(self) -> None:
         deadline = time.monotonic() + self.timeout_s
         try:
             self._members = Watch(self._cluster, self._follow, self.tls)
         except DirectoryError as error:  # the packages for following a directory are not installed
             raise ValueError(str(error)) from None
         try:
-            self._members.wait(min(self.timeout_s, FAIL_OPEN_WAIT_S) if fail_open else self.timeout_s)
+            self._members.wait(min(self.timeout_s, FAIL_OPEN_WAIT_S) if self._fail_open else self.timeout_s)
         except DirectoryError as error:
             self._no_members = str(error)
             raise ConnectionLost(str(error)) from None

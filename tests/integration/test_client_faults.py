@@ -456,3 +456,18 @@ def test_view_changes_start_no_threads(cluster: Cluster, namespace: Namespace) -
             wait_until(lambda: nodes_of(client) == {"a", "b"})
             client.contains(KEYS)
         assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize(
+    ("fail_open", "said"),
+    [(True, "its blocks are misses until it is back"), (False, "calls that need it raise an error until it is back")],
+)
+def test_the_log_says_what_the_loss_of_a_shard_means_for_calls(
+    start_server: StartServer, namespace: Namespace, caplog: pytest.LogCaptureFixture, fail_open: bool, said: str
+) -> None:
+    server = start_server()
+    with KVStoreClient(server.endpoint, namespace, fail_open=fail_open, timeout_s=5) as client:
+        server.kill()
+        with contextlib.nullcontext() if fail_open else pytest.raises(ConnectionLost):
+            wait_until(lambda: client.stats.failures or client.contains([b"12345678"]).any(), what="the link is broken")
+        assert caplog.messages and all(each.endswith(said) for each in caplog.messages), caplog.messages
