@@ -772,8 +772,10 @@ class KVStoreClient:
         return self._shards.clients(self._options(timeout_s))
 
     def slow_requests(self, *, timeout_s: float | None = None) -> dict[str, SlowlogReply]:
-        """Request the slow log of every shard. It has the last requests of all clients that took at least as long as
-        the server's setting `slowlog_ms` says.
+        """Request the slow log of every shard. It has the last requests of all clients that took long.
+
+        The server's option ``--slowlog-ms`` says how long, by default 100 ms. Clients cannot change it; `limit_ms` of
+        the reply has its value.
 
         The call raises an error if a shard does not answer; with `fail_open`, that shard is left out. With logins, it
         returns the requests of the token's tenant.
