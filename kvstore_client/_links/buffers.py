@@ -105,7 +105,7 @@ def _flat_bytes(array: npt.NDArray[Any], what: str) -> npt.NDArray[np.uint8]:
 
 def writable_rows(value: Any, block_bytes: int) -> Rows:
     """Like `as_rows`, for memory that receives blocks. Also raises `TypeError` for a list of blocks, and `ValueError`
-    for read-only memory."""
+    for read-only memory and for rows that share memory."""
     if isinstance(value, list | tuple):
         raise TypeError(
             f"out is of type {type(value).__name__}: expected one array, CPU tensor or buffer of (n, {block_bytes}) "
@@ -114,6 +114,11 @@ def writable_rows(value: Any, block_bytes: int) -> Rows:
     rows = as_rows(value, block_bytes, "out")
     if not rows.flags.writeable:
         raise ValueError("out is read-only: expected writable memory for the blocks")
+    if len(rows) > 1 and abs(rows.strides[0]) < block_bytes:  # an expanded tensor, for example
+        raise ValueError(
+            f"out: its rows begin {abs(rows.strides[0])} bytes apart and have {block_bytes} bytes, so several share "
+            "memory: expected separate memory for each row, as after contiguous() or copy()"
+        )
     return rows
 
 

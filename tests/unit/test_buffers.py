@@ -208,3 +208,22 @@ def test_a_tensor_whose_rows_are_apart_is_refused_as_an_array_is() -> None:
             as_rows(value, BLOCK, "out")
     with pytest.raises(ValueError, match="block 0 is not contiguous"):
         BlockSource([wide.t()], BLOCK)
+
+
+@pytest.mark.parametrize("apart", [0, 1, BLOCK - 1, -1])
+def test_rows_that_share_memory_receive_no_blocks(apart: int) -> None:
+    table = np.zeros(4 * BLOCK, dtype=np.uint8)[2 * BLOCK :]
+    array = np.lib.stride_tricks.as_strided(table, (2, BLOCK), (apart, 1))
+    with pytest.raises(ValueError, match=f"its rows begin {abs(apart)} bytes apart and have {BLOCK} bytes, so several"):
+        writable_rows(array, BLOCK)
+    assert len(as_rows(array, BLOCK, "blocks")) == 2, "they can be read"
+    assert len(writable_rows(array[:1], BLOCK)) == 1
+
+
+def test_an_expanded_tensor_receives_no_blocks() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match="so several share memory: expected separate memory for each row"):
+        writable_rows(torch.zeros(1, BLOCK // 4).expand(3, BLOCK // 4), BLOCK)
+    assert len(writable_rows(torch.zeros(3, BLOCK // 4), BLOCK)) == 3
+    with pytest.raises(ValueError, match="out is read-only"):
+        writable_rows(np.broadcast_to(np.zeros(BLOCK, np.uint8), (3, BLOCK)), BLOCK)
