@@ -114,8 +114,9 @@ class KVStoreClient:
 
     * `endpoint`: Addresses of nodes, or the URL of a cluster. By default, the environment's ``KVSTORE_ENDPOINT`` is
       used. A node is ``HOST:PORT``, ``tcp://HOST:PORT`` or ``tls://HOST:PORT``. Several nodes are given as a list, or
-      as one string with commas. A cluster is ``etcd://HOST:PORT[,HOST:PORT]/NAME`` (``etcds://`` for etcd with TLS) or
-      ``dns://SERVICE:PORT``. A cluster's nodes may join and leave while the client is in use.
+      as one string with commas. No node may be given twice, not even under two names. A cluster is
+      ``etcd://HOST:PORT[,HOST:PORT]/NAME`` (``etcds://`` for etcd with TLS) or ``dns://SERVICE:PORT``. A cluster's
+      nodes may join and leave while the client is in use.
     * `namespace`: The namespace of all blocks that this client sets and reads; required. With a block secret, the
       client's attribute `namespace` differs from the one given here, because it carries a mark of the secret.
     * `timeout_s`: The deadline of every call, in seconds; above 0, at most 600. Each call can set another one.

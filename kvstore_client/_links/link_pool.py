@@ -252,7 +252,11 @@ class LinkPool:
                 self._remap()
             self.dialer.break_link(link, error)
         else:
-            self._adopt(node, link, welcome)
+            try:
+                self._adopt(node, link, welcome)
+            except ValueError as twice:
+                link.drop(ConnectionLost(str(twice)))
+                raise
             self._watch(link)
             self.dialer.open_lanes(link)
 
@@ -282,8 +286,16 @@ class LinkPool:
                     raise
 
     def _adopt(self, node: Node, first: Link, welcome: wire.Welcome) -> None:
-        """Make a link for each shard that the node named in its WELCOME."""
+        """Make a link for each shard that the node named in its WELCOME. Raises `ValueError` if another node of the
+        list is the same server. Blocks would be counted twice, and both copies of a block would be in one place."""
         with self._map_lock:
+            node.instance = welcome.instance
+            twin = next((each for each in self._nodes if each is not node and each.is_same_as(node)), None)
+            if twin is not None:
+                raise ValueError(
+                    f"endpoints {twin.host}:{twin.port} and {node.host}:{node.port} are one server, {welcome.node}: "
+                    "expected each server once"
+                )
             first.name = welcome.shards[welcome.shard].name
             known = {link.name: link for link in node.links}
             known[first.name] = first
@@ -296,6 +308,19 @@ class LinkPool:
             node.links, node.zone = links, welcome.zone
         self._retire(known.values())
         self._remap()
+
+    def _ignore(self, node: Node, twice: ValueError) -> KVStoreError:
+        """Remove a node that turned out to be the server of another node. Return the error for calls that use it."""
+        log.error("%s; the second is ignored", twice)
+        with self._map_lock:
+            self._nodes = [each for each in self._nodes if each is not node]
+        self._retire(node.links)
+        self._remap()
+        error = ConnectionLost(str(twice))
+        for link in node.links:
+            link.broken = error
+            link.drop(error)
+        return error
 
     def _remap(self) -> None:
         with self._map_lock:  # a view that was made earlier must not replace this one
@@ -367,7 +392,10 @@ class LinkPool:
         if link.first is link:
             node = next((node for node in self._nodes if link in node.links), None)
             if node is not None:
-                self._adopt(node, link, welcome)
+                try:
+                    self._adopt(node, link, welcome)
+                except ValueError as twice:
+                    raise self._ignore(node, twice) from None
             self.dialer.open_lanes(link)
         self._watch(link)
         if link.retired:  # it left the view while it connected

@@ -67,12 +67,22 @@ class _Ring:
 
 @dataclass
 class Node:
-    """A server of a list, as the user named it. The names of its shards come from the server itself."""
+    """A server of a list, as the user named it. The names of its shards come from the server itself.
+
+    * `instance`: The random name of the process that has answered; empty if none has.
+    """
 
     host: str
     port: int
     zone: str = ""
     links: list[Link] = field(default_factory=list)
+    instance: str = ""
+
+    def is_same_as(self, other: Node) -> bool:
+        """Return whether the other node is certainly the same server under another name or at another port."""
+        if self.instance and self.instance == other.instance:
+            return True
+        return any((link.host, link.port) == (other.host, other.port) for link in self.links)
 
 
 class View:

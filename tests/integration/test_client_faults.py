@@ -471,3 +471,31 @@ def test_the_log_says_what_the_loss_of_a_shard_means_for_calls(
         with contextlib.nullcontext() if fail_open else pytest.raises(ConnectionLost):
             wait_until(lambda: client.stats.failures or client.contains([b"12345678"]).any(), what="the link is broken")
         assert caplog.messages and all(each.endswith(said) for each in caplog.messages), caplog.messages
+
+
+@pytest.mark.parametrize("fail_open", [True, False])
+def test_one_server_under_two_names_is_refused(
+    start_server: StartServer, namespace: Namespace, fail_open: bool
+) -> None:
+    server = start_server("--shards", "2")
+    name, port = server.endpoint.removeprefix("tcp://"), server.port
+    for other in (f"localhost:{port}", f"127.0.0.1:{port + 1}"):
+        for endpoints in ([name, other], [other, name]):
+            with pytest.raises(ValueError, match=r"^endpoints \S+ and \S+ are one server, .*: expected each") as caught:
+                KVStoreClient(endpoints, namespace, fail_open=fail_open)
+            assert name in str(caught.value) and other in str(caught.value)
+
+
+def test_a_server_that_turns_out_to_be_another_endpoint_is_ignored(
+    start_server: StartServer, namespace: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server()
+    name, other = f"127.0.0.1:{server.port}", f"localhost:{server.port}"
+    server.stop()
+    with KVStoreClient([name, other], namespace, fail_open=True) as client:
+        assert client.shard_count == 2
+        server.restart()
+        wait_until(lambda: client.shard_count == 1, what="the client knows that both are one server")
+        wait_until(lambda: client.set(KEYS, BLOCKS).created == COUNT or client.contains(KEYS).all())
+        assert client.get(KEYS).hit == COUNT
+    assert f"endpoints {name} and {other} are one server" in caplog.text or f"{other} and {name} are" in caplog.text
