@@ -64,6 +64,13 @@ class AsyncPromise:
         self.present = promise.present
         self.others = promise.others
 
+    def __reduce__(self) -> NoReturn:
+        """Raise `TypeError`, because a promise cannot be pickled or copied."""
+        raise TypeError(
+            f"an {type(self).__name__} cannot be pickled or copied, because it belongs to its client's connections: "
+            "make it in the process that computes the blocks"
+        )
+
     async def renew(self, ttl_s: float | None = None) -> None:
         """See `Promise.renew`."""
         await asyncio.to_thread(self._promise.renew, ttl_s)

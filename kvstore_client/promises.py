@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +100,13 @@ class Promise:
     def __del__(self) -> None:
         if self._told:
             self._promiser.drop(self._packed, self._told)
+
+    def __reduce__(self) -> NoReturn:
+        """Raise `TypeError`, because a promise cannot be pickled or copied."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied, because it belongs to its client's connections: "
+            "make it in the process that computes the blocks"
+        )
 
     def __enter__(self) -> Promise:
         return self

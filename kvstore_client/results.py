@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from kvstore.wire import (
     ConnectedClient,
@@ -117,6 +117,13 @@ class GetResult:
 
     def __getitem__(self, position: int) -> memoryview | None:
         return self.blocks[position]
+
+    def __reduce__(self) -> NoReturn:
+        """Raise `TypeError`, because views of memory cannot be pickled or copied."""
+        raise TypeError(
+            "a GetResult cannot be pickled or copied, because its blocks are views of this process's memory: take "
+            "bytes(block) of each block that is not None"
+        )
 
 
 @dataclass(frozen=True)

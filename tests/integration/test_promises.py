@@ -4,8 +4,10 @@ set."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 
 from kvstore import wire
-from kvstore_client import AsyncKVStoreClient, KVStoreClient, KVStoreError, Lookup, Namespace
+from kvstore_client import AsyncKVStoreClient, AsyncPromise, KVStoreClient, KVStoreError, Lookup, Namespace
 from kvstore_client._links.call import Call
 from kvstore_client.engine.flights import Flights
 from kvstore_client.engine.guard import Counters, StoreGuard
@@ -586,6 +588,14 @@ def test_an_asynchronous_promise_is_renewed_and_withdrawn_without_stopping_the_l
     server: Server, namespace: Namespace
 ) -> None:
     asyncio.run(asyncio.wait_for(_awaited(server, namespace, make_keys(3)), LONG_S))
+
+
+def test_a_promise_cannot_be_pickled_or_copied(connect: Connect) -> None:
+    with connect().promise(make_keys(1)) as promise:
+        for refused, article in ((promise, "a Promise"), (AsyncPromise(promise), "an AsyncPromise")):
+            for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+                with pytest.raises(TypeError, match=f"^{article} cannot be pickled or copied, because it belongs to"):
+                    copied(refused)
 
 
 def test_a_waiter_gets_its_answer_in_time_from_a_frozen_store(server: Server, namespace: Namespace) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore_client import AsyncKVStoreClient, AsyncPromise, KVStoreClient, Namespace, Promise
+from kvstore_client import AsyncKVStoreClient, AsyncPromise, GetResult, KVStoreClient, Namespace, Promise
 from kvstore_client.client import ClientKeywords
 from kvstore_client.engine.client_store import ClientOptions
 
@@ -107,6 +107,15 @@ def test_a_client_that_cannot_be_pickled_says_so_and_shows_where_it_connects() -
         ):
             copied(client)
     assert repr(client) == "<AsyncKVStoreClient>"
+
+
+def test_a_result_with_blocks_cannot_be_pickled_and_says_what_can() -> None:
+    for blocks in ([memoryview(b"block")], [None]):
+        for copied in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(
+                TypeError, match=r"^a GetResult cannot be pickled .*: take bytes\(block\) of each block"
+            ):
+                copied(GetResult(1, 1, 0, 0, blocks))
 
 
 def wrong_lines(program: str, folder: Path) -> list[int]:
