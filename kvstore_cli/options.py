@@ -161,7 +161,7 @@ def connected(
             client = KVStoreClient(endpoints_of(endpoint), namespace, timeout_s=timeout, **options)
         except KVStoreError:
             raise
-        except ValueError as error:
+        except (ValueError, ImportError) as error:
             fail("usage", str(error))
         with client:
             if options.get("fail_open"):  # with `fail_open`, the client itself waits only briefly for the directory

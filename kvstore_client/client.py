@@ -156,9 +156,9 @@ class KVStoreClient:
       then check `generation` before it uses a copy. A purge waits until this client has received the new generation,
       and reports whether it has.
 
-    Raises: `TypeError` and `ValueError` for a wrong argument, and `ImportError` for a transport that is not installed.
-    It raises `NotAuthorized` or `OutOfMemory` if a server refuses the client. Without `fail_open`, it raises
-    `ConnectionLost` or `Timeout` if the store is out of reach.
+    Raises: `TypeError` and `ValueError` for a wrong argument. It raises `ImportError` if the package of a transport or
+    of clusters is not installed. It raises `NotAuthorized` or `OutOfMemory` if a server refuses the client. Without
+    `fail_open`, it raises `ConnectionLost` or `Timeout` if the store is out of reach.
     """
 
     # The namespace is required, although it comes after an argument with a default.

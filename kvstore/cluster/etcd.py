@@ -32,6 +32,7 @@ from kvstore.cluster.members import (
     Member,
     MemberError,
     Membership,
+    PackageMissing,
     decode_member,
     encode_member,
 )
@@ -79,7 +80,7 @@ class EtcdDirectory:
 
             from kvstore.cluster.etcd_access import EtcdAccess
         except ImportError as error:
-            raise DirectoryError(
+            raise PackageMissing(
                 f"{url} needs the package requests ({error}); install it with: pip install 'llm-kvstore[cluster]'"
             ) from None
         self.url = url

@@ -38,6 +38,10 @@ class DirectoryError(Exception):
     """The members cannot be read or written; the message says why."""
 
 
+class PackageMissing(DirectoryError, ImportError):
+    """A package that the directory needs is not installed; the message says how to install it."""
+
+
 class Member(msgspec.Struct, frozen=True):
     """One node."""
 

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from kvstore import __version__, wire
-from kvstore.cluster.members import DirectoryError, Membership
+from kvstore.cluster.members import DirectoryError, Membership, PackageMissing
 from kvstore.wire import MAX_REPLICAS
 from kvstore.wire.dealer import ReplyCollector
 from kvstore.wire.remote_memory import Transport
@@ -264,8 +264,8 @@ class LinkPool:
         deadline = time.monotonic() + self.timeout_s
         try:
             self._members = Watch(self._cluster, self._follow, self.tls)
-        except DirectoryError as error:  # the packages for following a directory are not installed
-            raise ValueError(str(error)) from None
+        except DirectoryError as error:  # a package is missing, or an option of the directory is wrong
+            raise (ImportError if isinstance(error, PackageMissing) else ValueError)(str(error)) from None
         try:
             self._members.wait(min(self.timeout_s, FAIL_OPEN_WAIT_S) if self._fail_open else self.timeout_s)
         except DirectoryError as error:

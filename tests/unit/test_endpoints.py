@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -53,6 +54,13 @@ def test_without_an_endpoint_the_environment_names_one(monkeypatch: pytest.Monke
         unset()
         with pytest.raises(ValueError, match="KVSTORE_ENDPOINT is not set: expected tcp://HOST:PORT"):
             KVStoreClient(namespace=NAMESPACE)
+
+
+@pytest.mark.parametrize("fail_open", [True, False])
+def test_a_cluster_without_its_package_is_an_import_error(monkeypatch: pytest.MonkeyPatch, fail_open: bool) -> None:
+    monkeypatch.setitem(sys.modules, "requests", None)
+    with pytest.raises(ImportError, match=r"needs the package requests .*pip install 'llm-kvstore\[cluster\]'"):
+        KVStoreClient("etcd://127.0.0.1:1/without-requests", NAMESPACE, fail_open=fail_open)
 
 
 @pytest.mark.parametrize(
