@@ -206,7 +206,10 @@ def bench(
     """
     from kvstore_cli.bench import Bench, WouldEvict, print_bench
     from kvstore_cli.options import store_errors
+    from kvstore_cli.store_state import need_all_answers
 
+    with connected(endpoint, None, timeout, fail_open=True) as client:
+        need_all_answers(client)
     measurement = Bench(endpoints_of(endpoint), block_bytes, blocks, batch, rounds, timeout)
     with store_errors():
         try:

@@ -21,20 +21,22 @@ from rich.progress import (
 def progress_bar(
     doing: str, shown: bool, unit: str = "blocks", stays: bool = False
 ) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a bar while the body runs. Yields a function `(done, total)` that updates the bar.
+    """Show a bar while the body runs, if standard error is a terminal. Yields a function `(done, total)` that updates
+    the bar.
 
     unit: the unit of both numbers; "bytes" are shown as sizes. `total` is None while it is not known
     stays: whether the bar stays on the screen at the end
     """
     amount: list[ProgressColumn]
     amount = [DownloadColumn(binary_units=True)] if unit == "bytes" else [MofNCompleteColumn(), TextColumn(unit)]
+    console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         *amount,
         TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not shown,
+        console=console,
+        disable=not (shown and console.is_terminal),
         transient=not stays,
     )
     with bar:

@@ -70,6 +70,15 @@ def reported(client: KVStoreClient) -> list[ShardStatus]:
     return shards
 
 
+def need_all_answers(client: KVStoreClient) -> None:
+    """End the command if a shard does not answer, within a few seconds and whatever the timeout is. `client` must be
+    `fail_open`. A shard that refuses to report its state answers."""
+    shards = client.shards()
+    silent = [shard.error for shard in shards if not shard.answered]
+    if silent:
+        fail("unreachable", f"{len(silent)} of {len(shards)} shards did not answer: {'; '.join(dict.fromkeys(silent))}")
+
+
 def store_state(client: KVStoreClient) -> StoreState:
     """Ask all shards for their state, as `reported` does. Raises `CommandFailed` if no shard is known."""
     shards = reported(client)
