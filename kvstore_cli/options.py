@@ -132,7 +132,7 @@ def parse_namespace(given: str) -> Namespace:
 @contextlib.contextmanager
 def store_errors() -> Iterator[None]:
     """End the command if the client raises an error in the body. The exit status fits the error."""
-    from kvstore_client import BlockSizeMismatch, ConnectionLost, KeySizeMismatch, KVStoreError, Timeout
+    from kvstore_client import BlockSizeMismatch, ConnectionLost, KeySizeMismatch, KVStoreError, NotAuthorized, Timeout
 
     try:
         yield
@@ -140,6 +140,8 @@ def store_errors() -> Iterator[None]:
         fail("usage", str(error))
     except (ConnectionLost, Timeout) as error:
         fail("unreachable", str(error))
+    except NotAuthorized as error:
+        fail("refused", str(error))
     except KVStoreError as error:
         fail("failed", str(error))
 

@@ -85,7 +85,7 @@ def purge(
         if not (everything or chosen or report.told):  # an empty namespace is listed for a few more seconds
             if report.left:
                 fail(
-                    "failed",
+                    "unreachable",
                     f"the shards that answer have no such namespace. {', '.join(report.left)} did not answer and may "
                     "have its blocks: run this again when they are back",
                 )
@@ -110,7 +110,7 @@ def _check_reached(client: KVStoreClient, shards: Sequence[ShardStatus]) -> None
     try:
         client.info()  # raises an error if the shards refuse the request
     except NotAuthorized as error:
-        fail("failed", f"purge needs a token with the verb admin: {error}")
+        fail("refused", f"purge needs a token with the verb admin: {error}")
     why = "; ".join(dict.fromkeys(shard.error for shard in shards)) or client.directory_error or "no shard is known"
     fail("unreachable", f"{why}; nothing was removed")
 
@@ -215,7 +215,8 @@ class _Report:
             problems.append(f"{', '.join(self._silent)} did not say that they have dropped their copies")
         if not problems:
             return None
-        return CommandFailed("failed", f"{'; '.join(problems)}: run this again when they are back, or end them")
+        kind: Final = "unreachable" if self.left else "failed"
+        return CommandFailed(kind, f"{'; '.join(problems)}: run this again when they are back, or end them")
 
 
 def _ask(contents: Sequence[_Content], as_json: bool) -> None:

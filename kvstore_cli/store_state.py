@@ -9,7 +9,7 @@ import msgspec
 from kvstore.cluster.placement import Placement
 from kvstore.wire import ShardInfo
 from kvstore_cli.output import CommandFailed, fail
-from kvstore_client import KVStoreClient, ShardStatus
+from kvstore_client import KVStoreClient, KVStoreError, NotAuthorized, ShardStatus
 from kvstore_client.keys import KeyArray
 
 
@@ -66,7 +66,13 @@ def reported(client: KVStoreClient) -> list[ShardStatus]:
     refused = [shard.error for shard in shards if shard.answered and shard.info is None]
     if refused and all(shard.info is None for shard in shards):
         reasons = "; ".join(dict.fromkeys(refused))
-        fail("failed", f"{len(refused)} of {len(shards)} shards refused: {reasons}")
+        said = f"{len(refused)} of {len(shards)} shards refused: {reasons}"
+        try:
+            client.info()  # raises the error itself
+        except NotAuthorized:
+            fail("refused", said)
+        except KVStoreError:
+            fail("failed", said)
     return shards
 
 
