@@ -6,13 +6,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 import typer
 
 from kvstore.wire import MAX_HOTTEST_KEYS, MAX_READS
+from kvstore_cli.namespaces import check_id, contents_of, id_of, matching, named, no_such_namespace, of_id
 from kvstore_cli.options import (
+    NAMESPACE_HELP,
+    NAMESPACE_VARIABLE,
     EndpointOption,
     JsonOption,
     KeyArgument,
@@ -24,6 +27,11 @@ from kvstore_cli.options import (
     parse_namespace,
 )
 from kvstore_cli.output import CommandFailed, fail, printable, show
+
+if TYPE_CHECKING:
+    from kvstore.wire import NamespaceInfo
+    from kvstore_cli.store_state import StoreState
+    from kvstore_client import Namespace
 
 STANDARD_INPUT: Final = Path("-")
 
@@ -44,7 +52,21 @@ class HotKeys(msgspec.Struct, frozen=True):
 
 
 def keys(
-    namespace: NamespaceOption,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace", "-n", metavar="JSON|@FILE", help=f"{NAMESPACE_HELP} [env var: {NAMESPACE_VARIABLE}]"
+        ),
+    ] = None,
+    namespace_id: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace-id", metavar="HEX", help="The namespace whose id (`kvstore info`) begins with HEX, instead."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="GLOB", help="The model's namespace, such as 'Qwen/*', instead.")
+    ] = None,
     hottest: Annotated[
         int, typer.Option("--hottest", metavar="N", min=1, max=MAX_HOTTEST_KEYS, help="How many keys to show.")
     ] = 20,
@@ -57,17 +79,45 @@ def keys(
     The use of a block counts for the earlier blocks of its chain, too, so they come before it. Shards do not report
     times of use, but each has a list with the last used key first. The command shows the first key of every shard, then
     the second ones, and so on. With logins, it needs the verb admin. If some shards do not answer, the others are
-    shown, and the exit status is 1.
+    shown, and the exit status is 1. It is 3 if there is no such namespace.
     """
     from kvstore_cli.store_state import store_state
 
-    parsed = parse_namespace(namespace)
-    with connected(endpoint, parsed, timeout, fail_open=True) as client:
-        by_shard = client.hottest(count=hottest)
+    if namespace is None and namespace_id is None and model is None:
+        namespace = os.environ.get(NAMESPACE_VARIABLE)
+    if [namespace is None, namespace_id is None, model is None].count(False) != 1:
+        fail("usage", "expected one of --namespace JSON, --namespace-id HEX and --model GLOB")
+    prefix = check_id(namespace_id) if namespace_id is not None else ""
+    wanted = parse_namespace(namespace) if namespace is not None else None
+    with connected(endpoint, wanted, timeout, fail_open=True) as client:
+        by_shard = client.hottest(count=hottest) if wanted is not None else {}
         state = store_state(client)
-    found = HotKeys(merged(by_shard, state.names)[:hottest], parsed.block_bytes)
+        if wanted is not None:
+            _check_there(state, of_id(state.namespaces, id_of(client, state.shards)))
+    if wanted is None:
+        wanted = _only(state, matching(state.namespaces, model, prefix))
+        with connected(endpoint, wanted, timeout, fail_open=True) as client:
+            by_shard = client.hottest(count=hottest)
+    found = HotKeys(merged(by_shard, state.names)[:hottest], wanted.block_bytes)
     document = {**msgspec.to_builtins(found), "silent": state.silent}
     show(document, as_json, lambda: print_keys(found), state.failure)
+
+
+def _check_there(state: StoreState, chosen: Sequence[NamespaceInfo]) -> None:
+    """End the command if no shard has the chosen namespace."""
+    if not chosen and state.failure is not None:
+        fail("unreachable", f"the shards that answer have no such namespace; {state.failure.message}")
+    if not chosen:
+        fail("not_found", no_such_namespace(state.namespaces))
+
+
+def _only(state: StoreState, chosen: Sequence[NamespaceInfo]) -> Namespace:
+    """Return the chosen namespace, which may be a tenant's. Ends the command unless it is exactly one."""
+    _check_there(state, chosen)
+    if len({info.id for info in chosen}) > 1:
+        fits = named(contents_of(chosen))
+        fail("usage", f"several namespaces fit: {fits}: expected one, so give its --namespace-id")
+    return parse_namespace(chosen[0].namespace)
 
 
 def merged(by_shard: Mapping[str, Sequence[bytes]], names: Mapping[str, str]) -> list[HotKey]:

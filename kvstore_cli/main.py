@@ -161,7 +161,7 @@ app.command(epilog=example("kvstore clients --endpoint cache-1:7070", "kvstore c
     clients
 )
 app.command(epilog=example("kvstore slowlog --endpoint cache-1:7070"))(slowlog)
-app.command(epilog=example("kvstore keys --hottest 10 --namespace @ns.json"))(keys)
+app.command(epilog=example("kvstore keys --hottest 10 --namespace @ns.json", "kvstore keys --model 'Qwen/*'"))(keys)
 app.command(epilog=example("kvstore contains 00112233445566778899aabbccddeeff --namespace @ns.json"))(contains)
 app.command(epilog=example("kvstore get 00112233445566778899aabbccddeeff --namespace @ns.json --output block"))(get)
 app.command(

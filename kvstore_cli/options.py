@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvstore_client import KVStoreClient, Namespace
 
 ENDPOINT_VARIABLE: Final = "KVSTORE_ENDPOINT"
+NAMESPACE_VARIABLE: Final = "KVSTORE_NAMESPACE"
 ID_DIGITS: Final = 12  # the number of digits shown of a namespace's id
 _THREAD_POLL_S: Final = 0.02
 _Record = TypeVar("_Record")
@@ -50,7 +51,7 @@ NAMESPACE_HELP: Final = (
     "or @FILE for a file that contains it."
 )
 NamespaceOption = Annotated[
-    str, typer.Option("--namespace", "-n", metavar="JSON|@FILE", envvar="KVSTORE_NAMESPACE", help=NAMESPACE_HELP)
+    str, typer.Option("--namespace", "-n", metavar="JSON|@FILE", envvar=NAMESPACE_VARIABLE, help=NAMESPACE_HELP)
 ]
 KeyArgument = Annotated[str, typer.Argument(help="Key in hexadecimal, 8 to 64 bytes.")]
 KeysArgument = Annotated[list[str], typer.Argument(help="Keys in hexadecimal, 8 to 64 bytes each.")]

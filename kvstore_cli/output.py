@@ -44,7 +44,7 @@ HELP: Final = (
     "  0  done\n"
     "  1  a server cannot be reached, or the command failed\n"
     "  2  an option, an argument or a file is wrong\n"
-    "  3  no block has this key (get), or there is no such namespace (purge)\n"
+    "  3  no block has this key (get), or no such namespace exists (purge, keys)\n"
     "  4  damage was found (verify)\n"
     "  5  the server refuses: it needs a token, or one with more rights"
 )

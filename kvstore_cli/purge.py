@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from kvstore_cli.namespaces import (
+    SHOWN,
+    Content,
+    check_id,
+    contents_of,
+    id_of,
+    matching,
+    named,
+    no_such_namespace,
+    of_id,
+)
 from kvstore_cli.options import (
     NAMESPACE_HELP,
     EndpointOption,
@@ -25,12 +35,9 @@ from kvstore_cli.options import (
 from kvstore_cli.output import CommandFailed, fail, printable, show
 
 if TYPE_CHECKING:
-    from kvstore.wire import NamespaceInfo, PurgeReply
+    from kvstore.wire import PurgeReply
     from kvstore_client import KVStoreClient
     from kvstore_client.results import ShardStatus
-
-SHOWN: Final = 10  # the most namespaces that are listed before the question
-_ID_DIGITS: Final = 32
 
 
 def purge(
@@ -66,18 +73,19 @@ def purge(
             "expected one of --namespace JSON, --namespace-id HEX and --model GLOB to empty some namespaces, or --all "
             "to empty the store",
         )
-    prefix = _check_id(namespace_id) if namespace_id is not None else ""
+    prefix = check_id(namespace_id) if namespace_id is not None else ""
     if model is not None and not model.strip():
         fail("usage", "--model is empty: expected a pattern such as 'Qwen/*'; for all models give --all")
     wanted = parse_namespace(namespace) if namespace is not None else None
     with connected(endpoint, wanted, timeout, fail_open=True) as client:
         shards = client.shards()
         _check_reached(client, shards)
-        infos = [info for shard in shards if shard.info is not None for info in shard.info.namespaces]
-        chosen = _of_id(infos, _id_of(client, shards)) if wanted is not None else _matching(infos, model, prefix)
-        contents = _contents(chosen)
+        states = [shard.info for shard in shards if shard.info is not None]
+        infos = [info for state in states for info in state.namespaces]
+        chosen = of_id(infos, id_of(client, states)) if wanted is not None else matching(infos, model, prefix)
+        contents = contents_of(chosen)
         if prefix and len(contents) > 1:
-            fail("usage", f"--namespace-id {namespace_id}: not unique, it fits {_named(contents)}: give more digits")
+            fail("usage", f"--namespace-id {namespace_id}: not unique, it fits {named(contents)}: give more digits")
         if (contents or not everything) and not yes:
             _ask(contents, as_json)
         replies = _purge(client, wanted is None, model or "", prefix, as_json)
@@ -89,16 +97,8 @@ def purge(
                     f"the shards that answer have no such namespace. {', '.join(report.left)} did not answer and may "
                     "have its blocks: run this again when they are back",
                 )
-            there = _named(_contents(_matching(infos, None, "")))
-            fail("not_found", f"there is no such namespace; the store has {there or 'none'}")
+            fail("not_found", no_such_namespace(infos))
         show(report.document, as_json, report.print, report.failure)
-
-
-def _check_id(given: str) -> str:
-    prefix = given.lower()
-    if not 0 < len(prefix) <= _ID_DIGITS or set(prefix) - set("0123456789abcdef"):
-        fail("usage", f"--namespace-id {given!r}: expected 1 to {_ID_DIGITS} hexadecimal digits, as in `kvstore info`")
-    return prefix
 
 
 def _check_reached(client: KVStoreClient, shards: Sequence[ShardStatus]) -> None:
@@ -115,32 +115,6 @@ def _check_reached(client: KVStoreClient, shards: Sequence[ShardStatus]) -> None
     fail("unreachable", f"{why}; nothing was removed")
 
 
-def _id_of(client: KVStoreClient, shards: Sequence[ShardStatus]) -> str:
-    """Return the id that the server gives the client's namespace. On the server, the namespace may belong to the
-    token's tenant."""
-    import msgspec
-
-    tenant = next((shard.info.tenant for shard in shards if shard.info is not None), "")
-    wanted = client.namespace  # its id depends on the block secret, if there is one
-    return (msgspec.structs.replace(wanted, tenant=tenant) if tenant else wanted).id
-
-
-def _of_id(infos: Sequence[NamespaceInfo], wanted: str) -> list[NamespaceInfo]:
-    return [info for info in infos if info.id == wanted]
-
-
-def _matching(infos: Sequence[NamespaceInfo], model: str | None, prefix: str) -> list[NamespaceInfo]:
-    return [
-        info for info in infos if info.id.startswith(prefix) and (model is None or fnmatchcase(_model_of(info), model))
-    ]
-
-
-def _model_of(info: NamespaceInfo) -> str:
-    import msgspec
-
-    return str(msgspec.json.decode(info.namespace).get("model", ""))
-
-
 def _purge(client: KVStoreClient, every: bool, model: str, prefix: str, as_json: bool) -> dict[str, PurgeReply]:
     from kvstore_cli.progress import progress_bar
 
@@ -151,38 +125,11 @@ def _purge(client: KVStoreClient, every: bool, model: str, prefix: str, as_json:
     return replies
 
 
-class _Content:
-    """The content of a namespace, summed over all shards."""
-
-    def __init__(self, parts: Sequence[NamespaceInfo]) -> None:
-        self.id = parts[0].id
-        self.model = _model_of(parts[0])
-        self.blocks = sum(part.blocks for part in parts)
-        self.disk_blocks = sum(part.disk_blocks for part in parts)
-        self.bytes = self.blocks * parts[0].block_bytes
-        self.disk_bytes = self.disk_blocks * parts[0].block_bytes
-
-
-def _contents(infos: Sequence[NamespaceInfo]) -> list[_Content]:
-    """Return the contents of the namespaces that have blocks."""
-    by_id: dict[str, list[NamespaceInfo]] = {}
-    for part in infos:
-        if part.blocks or part.disk_blocks:
-            by_id.setdefault(part.id, []).append(part)
-    return [_Content(parts) for _, parts in sorted(by_id.items())]
-
-
-def _named(contents: Sequence[_Content]) -> str:
-    """Return a text with the namespaces' ids and models."""
-    shown = [f"{content.id[:12]} ({printable(content.model)})" for content in contents[:SHOWN]]
-    return ", ".join(shown) + (f" and {len(contents) - SHOWN} more" if len(contents) > SHOWN else "")
-
-
 class _Report:
     """The result of a purge."""
 
     def __init__(
-        self, contents: Sequence[_Content], shards: Sequence[ShardStatus], replies: dict[str, PurgeReply]
+        self, contents: Sequence[Content], shards: Sequence[ShardStatus], replies: dict[str, PurgeReply]
     ) -> None:
         self._contents = contents
         self._removed = sum(reply.purged for reply in replies.values())
@@ -219,7 +166,7 @@ class _Report:
         return CommandFailed(kind, f"{'; '.join(problems)}: run this again when they are back, or end them")
 
 
-def _ask(contents: Sequence[_Content], as_json: bool) -> None:
+def _ask(contents: Sequence[Content], as_json: bool) -> None:
     """Show what would be removed, and ask for confirmation. Ends the command unless a user at a terminal confirms."""
     from kvstore.sizes import format_size
 

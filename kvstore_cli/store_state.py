@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvstore.cluster.placement import Placement
-from kvstore.wire import ShardInfo
+from kvstore.wire import NamespaceInfo, ShardInfo
 from kvstore_cli.output import CommandFailed, fail
 from kvstore_client import KVStoreClient, KVStoreError, NotAuthorized, ShardStatus
 from kvstore_client.keys import KeyArray
@@ -48,6 +48,11 @@ class StoreState(msgspec.Struct, frozen=True):
     def names(self) -> dict[str, str]:
         """The names of `shards` for people, NODE/NUMBER, by their own names."""
         return {shard.name: f"{node}/{shard.shard}" for node, shard in zip(self.nodes, self.shards, strict=True)}
+
+    @property
+    def namespaces(self) -> list[NamespaceInfo]:
+        """What the shards report about namespaces, with an entry for each shard that has the namespace."""
+        return [info for shard in self.shards for info in shard.namespaces]
 
     @property
     def failure(self) -> CommandFailed | None:
