@@ -19,7 +19,7 @@ from kvstore_cli.cluster import cluster_app, drain
 from kvstore_cli.config import config_app
 from kvstore_cli.connection import add_connection_options, set_endpoint
 from kvstore_cli.load import load
-from kvstore_cli.options import EndpointOption, JsonOption, TimeoutOption, connected, endpoints_of
+from kvstore_cli.options import EndpointOption, JsonOption, TimeoutOption, connected, endpoints_of, size_option
 from kvstore_cli.output import CommandFailed, example, fail, print_json, show
 from kvstore_cli.plan import plan_app
 from kvstore_cli.proxy import proxy
@@ -186,7 +186,7 @@ app.command(
 @app.command(epilog=example("kvstore bench --endpoint cache-1:7070 --blocks 256 --rounds 3"))
 def bench(
     endpoint: EndpointOption = None,
-    block_bytes: Annotated[int, typer.Option(min=1, help="Size of a block.")] = 917_504,
+    block_bytes: Annotated[int, size_option("Size of a block, such as 64KiB.")] = 917_504,
     blocks: Annotated[
         int | None, typer.Option(min=1, help="Blocks in each round; by default as many as are free, at most 512.")
     ] = None,

@@ -53,6 +53,27 @@ NAMESPACE_HELP: Final = (
 NamespaceOption = Annotated[
     str, typer.Option("--namespace", "-n", metavar="JSON|@FILE", envvar=NAMESPACE_VARIABLE, help=NAMESPACE_HELP)
 ]
+
+
+def _bytes(given: str | int) -> int:
+    from kvstore.sizes import parse_size
+
+    text = str(given)  # a default is a number
+    try:
+        count = int(float(text)) if "e" in text.lower() and text.strip()[-1:].isdigit() else parse_size(text)
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise typer.BadParameter(f"{text!r}: expected at least one byte: a number, or one with a unit, as 64KiB or 4GB")
+    return count
+
+
+def size_option(help: str, metavar: str = "SIZE") -> Any:
+    """Return an option whose value is a number of bytes: ``65536``, ``64KiB`` as for the server's settings, or
+    ``4e9``."""
+    return typer.Option(metavar=metavar, parser=_bytes, help=help)
+
+
 KeyArgument = Annotated[str, typer.Argument(help="Key in hexadecimal, 8 to 64 bytes.")]
 KeysArgument = Annotated[list[str], typer.Argument(help="Keys in hexadecimal, 8 to 64 bytes each.")]
 

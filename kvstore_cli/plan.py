@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvstore_cli.options import JsonOption, need_modules
+from kvstore_cli.options import JsonOption, need_modules, size_option
 from kvstore_cli.output import example, fail, show
 from kvstore_cli.plan_options import (
     NODE,
@@ -166,12 +166,9 @@ def pipeline(
     memory_bytes_per_s: Annotated[float, typer.Option(metavar="B", help="Bandwidth of the engine's own memory.")],
     other_s: Annotated[float, typer.Option(metavar="T", help="Seconds of the rest of a step, mostly for the weights.")],
     overhead_s: Annotated[float, typer.Option(metavar="T", help="Seconds of a step in which no copy runs.")],
-    kv_bytes: Annotated[
-        float | None, typer.Option(metavar="M", help="KV that a step of decoding reads, in bytes.")
-    ] = None,
+    kv_bytes: Annotated[int | None, size_option("KV that a step of decoding reads.")] = None,
     resident_bytes: Annotated[
-        float | None,
-        typer.Option(metavar="M", help="Instead of --kv-bytes: the engine's memory for KV, to compute what fits."),
+        int | None, size_option("Instead of --kv-bytes: the engine's memory for KV, to compute what fits.")
     ] = None,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Layers of the model; two stay in memory as buffers.")
@@ -188,10 +185,6 @@ def pipeline(
 
     if (kv_bytes is None) == (resident_bytes is None):
         fail("usage", "expected either --kv-bytes or --resident-bytes")
-    if kv_bytes is not None:
-        check_positive("--kv-bytes", kv_bytes, "a number of bytes")
-    if resident_bytes is not None:
-        check_positive("--resident-bytes", resident_bytes, "a number of bytes")
     check_positive("--link-bytes-per-s", link_bytes_per_s, "a number of bytes per second")
     check_positive("--memory-bytes-per-s", memory_bytes_per_s, "a number of bytes per second")
     for option, value in (("--other-s", other_s), ("--overhead-s", overhead_s)):
@@ -200,13 +193,14 @@ def pipeline(
     if not 0 <= lost_share < 1:
         fail("usage", f"--lost-share {lost_share:g}: expected a share, 0 or more and less than 1")
     hardware = Hardware(link_bytes_per_s, memory_bytes_per_s, other_s, overhead_s, layers, lost_share)
+    read_bytes: float | None = kv_bytes
     if resident_bytes is not None:
-        kv_bytes = largest_kv(resident_bytes, hardware)
-        if kv_bytes is None:
+        read_bytes = largest_kv(resident_bytes, hardware)
+        if read_bytes is None:
             fail(
                 "usage",
                 f"--link-bytes-per-s {link_bytes_per_s:g}: a link this fast lets any amount of KV fit; give --kv-bytes",
             )
-    assert kv_bytes is not None
-    found = plan_pipeline(kv_bytes, hardware)
+    assert read_bytes is not None
+    found = plan_pipeline(read_bytes, hardware)
     show(found, as_json, lambda: print_pipeline(found))

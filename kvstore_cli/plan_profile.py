@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore_cli.options import JsonOption, need_modules, takes
+from kvstore_cli.options import JsonOption, need_modules, size_option, takes
 from kvstore_cli.output import example, fail, show
 from kvstore_cli.plan_options import check_writable, parse_numbers
 from kvstore_cli.progress import progress_bar
@@ -31,7 +31,7 @@ class ProfileOptions:
     model: Annotated[str, typer.Option(help="Name of the model, as the engine serves it.")]
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The profile to write.")]
     kv_bytes_per_token: Annotated[
-        int | None, typer.Option(min=1, help="KV of a token: 2 x layers x KV heads x head size x bytes of an element.")
+        int | None, size_option("KV of a token: 2 x layers x KV heads x head size x bytes of an element.")
     ] = None
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Instead of --kv-bytes-per-token: the model's config.json.")

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from kvstore_client import KVStoreClient
-from tests.integration.test_cli import kvstore
+from tests.integration.test_cli import answer, kvstore
 from tests.support.harness import Server, make_keys, make_namespace, put
 from tests.support.logins import Guarded
 
@@ -99,3 +99,12 @@ def test_keys_finds_a_tenants_namespace_by_its_id_or_model(guarded: Guarded) -> 
         error = shown(*arguments, status=3)["error"]
         assert error["kind"] == "not_found" and all(id_ in error["message"] for id_ in ids)
     assert "expected one of" in shown(status=2)["error"]["message"]
+
+
+def test_sizes_have_units_and_an_error_names_the_forms(server: Server) -> None:
+    common = ("bench", "--blocks", "2", "--rounds", "1", "--endpoint", server.endpoint, "--block-bytes")
+    for given, size in (("64KiB", 65536), ("4k", 4000), ("2e3", 2000), ("512", 512)):
+        assert answer(*common, given)["block_bytes"] == size
+    for wrong in ("64zb", "0", "-5", "1e999", "KiB"):
+        message = answer(*common, wrong, status=2)["error"]["message"]
+        assert "--block-bytes" in message and repr(wrong) in message and "64KiB" in message

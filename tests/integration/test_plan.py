@@ -135,7 +135,7 @@ def test_pipeline_includes_the_computing_time_lost_to_copies() -> None:
 
 def test_pipeline_refuses_impossible_hardware() -> None:
     wrong = ["--kv-bytes", "0", *A100, "--other-s", "0", "--overhead-s", "0"]
-    assert "--kv-bytes 0: expected a number of bytes" in document("pipeline", *wrong, status=2)["error"]["message"]
+    assert "'--kv-bytes': '0': expected at least one byte" in document("pipeline", *wrong, status=2)["error"]["message"]
     wrong = ["--kv-bytes", "1", *A100, "--other-s", "-1", "--overhead-s", "0"]
     assert "expected a number of seconds, 0 or more" in document("pipeline", *wrong, status=2)["error"]["message"]
     wrong = ["--kv-bytes", "1", *A100, "--other-s", "0", "--overhead-s", "0", "--lost-share", "1"]
