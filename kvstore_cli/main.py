@@ -198,7 +198,8 @@ def bench(
 ) -> None:
     """Measure the throughput and latency of a running server.
 
-    It measures set, get_into, stream_get, contains and match_prefix from the host on which it runs.
+    It measures set, get_into, stream_get, contains and match_prefix from the host on which it runs. A round before the
+    others warms up and is not measured.
 
     It is safe on a server in use. Its blocks are in a namespace of their own, have the lowest priority, and are removed
     at the end, also after Ctrl-C. It refuses to start if its blocks would evict other users' blocks, or if the token

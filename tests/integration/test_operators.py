@@ -108,3 +108,11 @@ def test_sizes_have_units_and_an_error_names_the_forms(server: Server) -> None:
     for wrong in ("64zb", "0", "-5", "1e999", "KiB"):
         message = answer(*common, wrong, status=2)["error"]["message"]
         assert "--block-bytes" in message and repr(wrong) in message and "64KiB" in message
+
+
+def test_bench_warms_up_before_it_measures(two_shards: Server) -> None:
+    report = answer("bench", "--blocks", "8", "--block-bytes", "5000", "--rounds", "1", "-e", two_shards.endpoint)
+    assert report["rounds"] == 1
+    with KVStoreClient(two_shards.endpoint, make_namespace(5000, "look")) as client:
+        spaces = [some for shard in client.info().shards for some in shard.namespaces if some.block_bytes == 5000]
+    assert sum(some.created for some in spaces if "kvstore-bench" in some.namespace) == 16
