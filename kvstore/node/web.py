@@ -34,6 +34,12 @@ READ_S: Final = 5.0  # how long a client may take to send its request, and to ta
 _BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many requests at once\n"
 
 
+_NO_HTTP: Final = (
+    b"HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\n\r\n"
+    b"this is the HTTP port; clients of the store connect to the server's --port\n"
+)
+
+
 class _ErrorLog(io.StringIO):
     """Takes the traceback of a failed request, which `wsgiref` would write outside the log. The traceback becomes a log
     line. Their rate is bounded, because clients can cause failures: prometheus_client fails at some Accept headers."""
@@ -49,6 +55,15 @@ class _ErrorLog(io.StringIO):
 
 class _Handler(WSGIRequestHandler):
     timeout = READ_S
+
+    def handle(self) -> None:
+        """Answer one request. A client that was given this port by mistake is told so at once, because its greeting has
+        no end of line for which `WSGIRequestHandler` waits."""
+        first = self.rfile.peek(1)[:1]  # type: ignore[attr-defined] # it is a BufferedReader
+        if first and not first.isalpha():
+            self.wfile.write(_NO_HTTP)
+            return
+        super().handle()
 
     def get_stderr(self) -> TextIO:
         return _ErrorLog()

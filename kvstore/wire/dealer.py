@@ -275,7 +275,7 @@ class Dealer:
                 raise ConnectionResetError("closed during the handshake")
             greeting += data
             if greeting[0] != zmtp.SIGNATURE[0]:  # the peer speaks another protocol, and may never send a full greeting
-                raise zmtp.ZMTPError(f"its first bytes are {greeting[:10].hex()}: expected a ZMTP greeting")
+                raise zmtp.ZMTPError(zmtp.stranger(greeting))
         zmtp.check_greeting(greeting)
         while not self._ready:
             self._receive(deadline)

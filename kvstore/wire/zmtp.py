@@ -39,6 +39,13 @@ def greeting() -> bytes:
     return SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 
 
+def stranger(first: bytes) -> str:
+    """Return what a peer speaks that does not greet, by its first bytes."""
+    if first.startswith(b"HTTP/"):
+        return "it speaks HTTP, as the port of --http does: expected the server's --port, which is 7070 by default"
+    return f"its first bytes are {first[:10].hex()}: expected a ZMTP greeting"
+
+
 def check_greeting(data: bytes) -> None:
     """Raise `ZMTPError` unless `data` (64 bytes) opens a ZMTP 3 connection with mechanism NULL."""
     if data[0] != 0xFF or data[9] != 0x7F:

@@ -116,3 +116,11 @@ def test_bench_warms_up_before_it_measures(two_shards: Server) -> None:
     with KVStoreClient(two_shards.endpoint, make_namespace(5000, "look")) as client:
         spaces = [some for shard in client.info().shards for some in shard.namespaces if some.block_bytes == 5000]
     assert sum(some.created for some in spaces if "kvstore-bench" in some.namespace) == 16
+
+
+def test_the_http_port_is_named_at_once(guarded: Guarded) -> None:
+    for command in (("ping",), ("info",), ("bench",), ("purge", "--all", "--yes")):
+        began = time.monotonic()
+        message = answer(*command, "-e", guarded.server.http_url.split("//")[1], status=1)["error"]["message"]
+        assert "it speaks HTTP" in message and "--port" in message and "7070" in message
+        assert time.monotonic() - began < BUSY_S
