@@ -48,7 +48,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return HEADER.format(secret=secrets.token_hex(32))
+        raise AuthFileError(
+            f"{path}: no such file: expected the file of --auth, as `kvstore auth add` makes it"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise AuthFileError(f"{path}: {error}") from None
 
@@ -100,7 +102,7 @@ def add(
     verbs_of(list(verbs))
     token = make_token(name)
     with _locked(path):
-        text = _read(path)
+        text = _read(path) if path.exists() else HEADER.format(secret=secrets.token_hex(32))
         policy = parse_policy(text, str(path))
         if name in policy.principals:
             raise AuthFileError(f"{path}: principal {name!r} exists: give it a new token with `kvstore auth rotate`")

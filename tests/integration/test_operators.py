@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -124,3 +125,12 @@ def test_the_http_port_is_named_at_once(guarded: Guarded) -> None:
         message = answer(*command, "-e", guarded.server.http_url.split("//")[1], status=1)["error"]["message"]
         assert "it speaks HTTP" in message and "--port" in message and "7070" in message
         assert time.monotonic() - began < BUSY_S
+
+
+@pytest.mark.parametrize("command", ["rotate", "list"])
+def test_a_missing_file_of_logins_is_named(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "auth.toml"
+    name = ("--name", "chat") if command == "rotate" else ()
+    message = answer("auth", command, "--file", str(file), *name, status=1)["error"]["message"]
+    assert message.startswith(f"{file}: ") and "no such file" in message.lower() and "kvstore auth add" in message
+    assert not file.exists()
