@@ -31,6 +31,7 @@ class UnchangedShard(msgspec.Struct, frozen=True):
 
     shard: str  # HOST:PORT
     reason: str
+    name: str  # NODE/NUMBER, if a shard that answers has named it
 
 
 class SettingRow(msgspec.Struct, frozen=True):
@@ -90,7 +91,7 @@ def get(
     if not chosen.settings:
         names = ", ".join(dict.fromkeys(row.name for row in rows.settings))
         fail("usage", f"no setting matches {pattern!r}: the settings are {names}")
-    show(chosen, as_json, lambda: print_settings(chosen), _failure(chosen.shards_left, "are not shown"))
+    show(chosen, as_json, lambda: print_settings(chosen), _failure(answers, "not shown", "are shown"))
 
 
 @config_app.command(
@@ -116,8 +117,10 @@ def set_(
     """
     if not name:
         fail("usage", "NAME is empty: expected the name of a setting that `kvstore config get` shows")
-    changed = setting_changed(_answers(endpoint, timeout, lambda client: client.config_set(name, value)))
-    show(changed, as_json, lambda: print_changed(changed), _failure(changed.shards_left, "may be unchanged"))
+    answers = _answers(endpoint, timeout, lambda client: client.config_set(name, value))
+    changed = setting_changed(answers)
+    failure = _failure(answers, "may be unchanged", f"have {name} {changed.value}")
+    show(changed, as_json, lambda: print_changed(changed), failure)
 
 
 def _answers(
@@ -187,15 +190,25 @@ def print_changed(changed: SettingChanged) -> None:
 
 
 def _left(answers: Sequence[ShardSettings]) -> list[UnchangedShard]:
-    return [UnchangedShard(_address(answer), str(answer.error)) for answer in answers if answer.error is not None]
+    return [
+        UnchangedShard(_address(answer), str(answer.error), answer.name)
+        for answer in answers
+        if answer.error is not None
+    ]
 
 
 def _address(answer: ShardSettings) -> str:
     return answer.endpoint.partition("://")[2]
 
 
-def _failure(left: Sequence[UnchangedShard], what: str) -> CommandFailed | None:
+def _failure(answers: Sequence[ShardSettings], what: str, others: str) -> CommandFailed | None:
+    left = _left(answers)
     if not left:
         return None
-    shards, reasons = ", ".join(shard.shard for shard in left), "; ".join(dict.fromkeys(each.reason for each in left))
-    return CommandFailed("unreachable", f"{shards} {what}: {reasons}. Run this again when they answer")
+    shards = "; ".join(
+        f"{each.shard} ({each.name}) {what}: {each.reason.removeprefix(f'{each.shard}: ')}" for each in left
+    )
+    done = len(answers) - len(left)
+    return CommandFailed(
+        "unreachable", f"{shards}. The other {done} of {len(answers)} shards {others}. Run this again when all answer"
+    )
