@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -25,6 +25,7 @@ from kvstore.sizes import format_size
 from kvstore.store.namespaces import INDEX_OVERHEAD_BYTES, SLOT_BYTES
 from kvstore.wire import ShardInfo
 from kvstore.wire.status import TAKES_NO_BLOCKS, segment_slots
+from kvstore_cli.namespaces import model_of
 from kvstore_cli.plain_table import columns, print_table
 from kvstore_cli.progress import progress_bar
 from kvstore_cli.store_state import owners_of
@@ -75,7 +76,7 @@ class BenchReport(msgspec.Struct, frozen=True):
     rounds: int
     operations: Sequence[OperationReport]
     removed_blocks: int  # how many of its own blocks the benchmark removed at the end
-    notes: Sequence[str] = ()  # what the rights of the token did not allow
+    notes: Sequence[str] = ()  # what the rights of the token did not allow, and what was evicted
 
 
 class Bench:
@@ -121,11 +122,14 @@ class Bench:
             if not evict:
                 self._check_room(client)
             self._delete(client)  # there are none yet; this shows whether the token may
+            evicted = self._evicted(client) if evict else {}
             with _ended_by_sigterm():
                 try:
                     operations = self._measure(client, shown)
                 finally:
                     removed = self._delete(client)
+            if evict:
+                self._note_evictions(evicted, self._evicted(client))
         return BenchReport(
             endpoints=self._endpoints,
             block_bytes=self._block_bytes,
@@ -149,6 +153,30 @@ class Bench:
                 f"The token may not delete blocks, so those of the benchmark stay for {BENCH_TTL_S // 60} minutes."
             )
             return 0
+
+    def _evicted(self, client: KVStoreClient) -> Mapping[tuple[str, str], tuple[int, int]]:
+        """Return how many blocks of each other namespace each shard has evicted so far, from memory and from disk. It
+        is empty if the token may not ask."""
+        try:
+            shards = client.info().shards
+        except NotAuthorized:
+            return {}
+        return {
+            (shard.name, some.id): (some.evicted, some.disk_evicted)
+            for shard in shards
+            for some in shard.namespaces
+            if model_of(some) != self._namespace.model
+        }
+
+    def _note_evictions(
+        self, before: Mapping[tuple[str, str], tuple[int, int]], after: Mapping[tuple[str, str], tuple[int, int]]
+    ) -> None:
+        pairs = [(before.get(each, (0, 0)), counts) for each, counts in after.items()]
+        memory, disk = (sum(max(0, new[tier] - old[tier]) for old, new in pairs) for tier in (0, 1))
+        if memory or disk:
+            self._notes.append(
+                f"Meanwhile the server evicted {memory} blocks of other namespaces from memory and {disk} from disk."
+            )
 
     def _take(self, fitting: int) -> None:
         """Measure with this number of blocks, which is at most the number so far."""
@@ -181,10 +209,11 @@ class Bench:
                     f"{self._blocks} blocks of {format_size(self._block_bytes)} do not fit: the server has room for "
                     f"about {fitting}. Measure with --blocks {fitting}, or give the server more memory"
                 )
-            instead = f"measure with --blocks {fitting}, or" if fitting else "use a server with free memory, or"
+            space = "memory and disk space" if any(shard.disk for shard in shards.values()) else "memory"
+            instead = f"measure with --blocks {fitting}, or" if fitting else f"use a server with free {space}, or"
             raise WouldEvict(
                 f"{self._blocks} blocks of {format_size(self._block_bytes)} would evict other users' blocks: "
-                f"about {fitting} fit into the free memory of the server. Either {instead} allow evictions with --evict"
+                f"about {fitting} fit into the server's free {space}. Either {instead} allow evictions with --evict"
             )
 
     def _measure(self, client: KVStoreClient, shown: bool) -> list[OperationReport]:

@@ -369,6 +369,10 @@ def test_bench_refuses_to_evict_a_used_caches_blocks(start_server: StartServer, 
         assert namespace_info(client).evicted == 0
         if disk:
             assert namespace_info(client).disk_evicted == 0 and disk_of(client).blocks == on_disk
+            assert "free memory and disk space" in refused["message"]
+            (note,) = answer(*arguments, "40", "--evict")["notes"]
+            lost = namespace_info(client).disk_evicted
+            assert lost and note.endswith(f"evicted 0 blocks of other namespaces from memory and {lost} from disk.")
         else:
             # The number of blocks that the error suggests evicts nothing.
             fitting = refused["message"].split("--blocks ")[1].split(",")[0]
