@@ -113,7 +113,8 @@ class StatusHistory(threading.Thread):
             hits=minute["hits",],
             misses=minute["misses",],
             shards=[
-                shard_row(shard, state, changes[shard], seconds, minutes[shard]) for shard, state in enumerate(states)
+                shard_row(shard, state, self._health.node.pid(shard), changes[shard], seconds, minutes[shard])
+                for shard, state in enumerate(states)
             ],
             requests=request_rows(minute),
             namespaces=namespaces,

@@ -33,12 +33,12 @@ class DiskRow(msgspec.Struct, frozen=True):
 
 
 class ShardRow(msgspec.Struct, frozen=True):
-    """One shard. If it does not answer, only `shard` and `reason` are set. The fields of INFO that have a column follow
-    these fields."""
+    """One shard. If it does not answer, only `shard`, `reason` and `pid` are set. The fields of INFO that have a
+    column follow these fields."""
 
     shard: int
     reason: str = ""  # why it does not answer; empty if it does
-    pid: int = 0
+    pid: int = 0  # 0 if the shard has no process, which is the case before it is restarted
     uptime_s: float = 0.0
     connections: int = 0
     memory_used_bytes: int = 0
@@ -156,10 +156,11 @@ class Status(msgspec.Struct, frozen=True):
     settings: dict[str, str]
 
 
-def shard_row(shard: int, state: ShardInfo | str, last: Table, seconds: float, minute: Table) -> ShardRow:
-    """Return the row of a shard. `last`: its counts in the last `seconds`. `minute`: its counts in the last minute."""
+def shard_row(shard: int, state: ShardInfo | str, pid: int, last: Table, seconds: float, minute: Table) -> ShardRow:
+    """Return the row of a shard. `pid`: its process, as the supervisor knows it. `last`: its counts in the last
+    `seconds`. `minute`: its counts in the last minute."""
     if isinstance(state, str):
-        return ShardRow(shard, state)
+        return ShardRow(shard, state, pid)
     disk = state.disk
     row: ShardRow = _ShardRow(
         shard=shard,

@@ -169,6 +169,8 @@ def test_a_frozen_shard_is_named_and_the_node_stays_alive(start_server: StartSer
         alive = ask(server, "/healthz")
         assert alive.status == 200 and alive.seconds < SLACK_S  # shard 0 answered, and no request waited for shard 1
         assert 'kvstore_shard_up{shard="1"} 0.0' in ask(server, "/metrics").text
+        row = wait_until(lambda: (row := ask(server, "/status.json").document["shards"][1])["reason"] and row)
+        assert psutil.Process(row["pid"]).status() == psutil.STATUS_STOPPED
     wait_until(lambda: ask(server, "/readyz").status == 200, what="shard 1 answers again")
     assert (
         len(re.findall(r"shard 1 \(pid \d+\) does not answer", server.log_text())) == 1
