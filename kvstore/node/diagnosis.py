@@ -102,6 +102,12 @@ def _of_all(shards: Sequence[Seen], when: str) -> Iterator[Finding]:
             "note",
             f"Memory is full: the least useful blocks are evicted, {evicted:,} {when}. See --memory.",
         )
+    if slow := below(recent, "slow_requests"):
+        stages = [key for key in recent if key[0] == "slow_requests"]
+        most = max(stages, key=lambda key: recent[key])[1]
+        yield Finding(
+            "note", f"Slow requests: {slow:,} {when}, mostly in: {most}. `kvstore slowlog` shows the last ones."
+        )
     if recent["misses",] >= _MANY_MISSES and not recent["hits",]:
         yield Finding(
             "warning",

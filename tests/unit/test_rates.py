@@ -137,6 +137,11 @@ def test_a_change_is_the_difference_of_two_counts() -> None:
                 "It sends blocks to clients; the processor is probably busy with other work."
             ],
         ),
+        (
+            shard(),
+            {("slow_requests", "disk"): 3, ("slow_requests", "replies"): 1},
+            ["note: Slow requests: 4 in the last minute, mostly in: disk. `kvstore slowlog` shows the last ones."],
+        ),
         (shard(), {("slow_turns", "disk"): 1}, ["note: A kept clients waiting for over 50 ms: once"]),
         (
             shard(transient_bytes=95, transient_limit_bytes=100),
