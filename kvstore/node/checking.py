@@ -155,6 +155,13 @@ def _disk(config: ServerConfig) -> Iterator[Misfit]:
         )
 
 
+def made_at_start(config: ServerConfig) -> Iterator[str]:
+    """Yield what a start would make, because it may be missing only by a mistake in its path."""
+    path = Path(config.disk or "").absolute()
+    if config.disk and not path.exists():
+        yield f"a start makes the folder {path} of --disk, below {existing_above(path)}"
+
+
 def _me() -> str:
     try:
         return pwd.getpwuid(os.geteuid()).pw_name

@@ -101,7 +101,9 @@ def _serve(**given: Any) -> None:
 
         print(effective(config, HEADING, sources.source), end="")
     elif given["check_config"]:
-        print("the settings are valid")
+        from kvstore.node import checking
+
+        print("the settings are valid", *checking.made_at_start(config), sep="; ")
     else:
         _run(config)
 

@@ -40,7 +40,7 @@ def test_help_shows_every_setting_with_its_default(flag: str) -> None:
 def test_settings_can_be_checked_without_a_start(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     fine = ("--memory", "512Mi", "--port", "0", "--disk", str(disk), "--disk-size", "64MiB")
-    assert run("--check-config", *fine).stdout == "the settings are valid\n"
+    assert run("--check-config", *fine).stdout.startswith("the settings are valid; a start makes the folder ")
     assert not disk.exists()
     file = tmp_path / "server.toml"
     file.write_text("port = 70000\n")
@@ -90,6 +90,10 @@ def test_a_check_finds_an_existing_disk_tier(start_server: StartServer, tmp_path
     server = start_server("--disk", str(disk), "--disk-size", "64MiB")
     beside = ("--check-config", "--port", "0", "--memory", "64MiB", "--segment", "4MiB", "--disk", str(disk))
     assert run(*beside, "--disk-size", "64MiB").stdout == "the settings are valid\n"
+    new = tmp_path / "no" / "disk"
+    said = run(*beside, "--disk", str(new), "--disk-size", "64MiB").stdout
+    assert said == f"the settings are valid; a start makes the folder {new} of --disk, below {tmp_path}\n"
+    assert not new.parent.exists()
     wrong = run(*beside, "--disk-size", "900TiB", status=2)
     assert "error: --disk-size 900TiB: the file system of" in wrong.stderr
     wrong = run(*beside, "--shards", "2", status=2)
