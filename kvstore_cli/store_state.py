@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -11,6 +13,9 @@ from kvstore.wire import NamespaceInfo, ShardInfo
 from kvstore_cli.output import CommandFailed, fail
 from kvstore_client import KVStoreClient, KVStoreError, NotAuthorized, ShardStatus
 from kvstore_client.keys import KeyArray
+
+_SECOND_CHANCE_S: Final = 1.5
+_POLL_S: Final = 0.1
 
 
 def owners_of(shards: Sequence[ShardStatus], keys: KeyArray) -> list[str]:
@@ -83,9 +88,15 @@ def reported(client: KVStoreClient) -> list[ShardStatus]:
 
 def need_all_answers(client: KVStoreClient) -> None:
     """End the command if a shard does not answer, within a few seconds and whatever the timeout is. `client` must be
-    `fail_open`. A shard that refuses to report its state answers."""
-    shards = client.shards()
-    silent = [shard.error for shard in shards if not shard.answered]
+    `fail_open`. A shard that refuses to report its state answers. A shard that was too slow for the client's first
+    attempt, which is short, has a little more time."""
+    deadline = time.monotonic() + _SECOND_CHANCE_S
+    while True:
+        shards = client.shards()
+        silent = [shard.error for shard in shards if not shard.answered]
+        if not silent or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
     if silent:
         fail("unreachable", f"{len(silent)} of {len(shards)} shards did not answer: {'; '.join(dict.fromkeys(silent))}")
 
