@@ -13,7 +13,7 @@ help: ## list the targets
 serve: ## install into .venv and run the server: ARGS="--port 7070 --memory 4GiB"
 	@exec scripts/serve.sh $(ARGS)
 
-run: ## run a command on this checkout: ARGS="python -m benchmarks.remote_kv_cache.bench_lookup"
+run: ## run a command on this checkout: ARGS="kvstore plan --help"; ARGS=bash is a shell for many
 	@exec scripts/run.sh full $(ARGS)
 
 check: ## style, types and the quick tests, while working (2 minutes on two cores)

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
@@ -110,8 +111,12 @@ def need_modules(command: str, *modules: str) -> None:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            missing = f"kvstore {command} needs {error.name}, which is not installed"
-            fail("failed", f'{missing}: pip install "llm-kvstore[serving]"')
+            fail(
+                "failed",
+                f"kvstore {command} needs {error.name}, which is not installed for this Python: {sys.executable} -m "
+                f'pip install "llm-kvstore[serving]". In a checkout, make run ARGS="kvstore {command} …" needs no '
+                "installation",
+            )
 
 
 def endpoints_of(endpoint: list[str] | None) -> list[str]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from kvstore_cli.options import takes
+from kvstore_cli.options import need_modules, takes
 from kvstore_cli.output import fail
-
-_NEEDED = ("uvicorn", "starlette", "aiohttp")
 
 Seconds = Annotated[float, typer.Option(metavar="SECONDS", min=0.001)]
 
@@ -89,12 +86,7 @@ class ProxyOptions:
 @takes(ProxyOptions)
 def proxy(given: ProxyOptions) -> None:
     """Serve one OpenAI-compatible address for prefill and decode engines that share a store."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        fail(
-            "failed",
-            f'kvstore proxy needs {", ".join(missing)}, which cannot be imported: pip install "llm-kvstore[serving]"',
-        )
+    need_modules("proxy", "uvicorn", "starlette", "aiohttp")
     from kvstore import logs
     from kvstore.sizes import parse_size
     from kvstore_serving.proxy.server import run

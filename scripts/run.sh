@@ -3,13 +3,13 @@
 # (environment.sh).
 #
 # The extension is built in place (kvstore/_*.so) and the checkout is put on PYTHONPATH, so the current sources are
-# used. kvstore's console scripts are not installed there: use `python -m kvstore_cli`.
+# used. kvstore's commands are those of scripts/bin.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$(scripts/environment.sh "$1")
 shift
 
-export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export VIRTUAL_ENV=$venv PATH=$PWD/scripts/bin:$venv/bin:$PATH PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 unset PYTHONDONTWRITEBYTECODE # otherwise each process takes seconds to compile vLLM
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 # the engine makes its own models and sends no reports
 flock setup.py python setup.py -q build_ext --inplace >&2
