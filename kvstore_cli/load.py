@@ -145,7 +145,7 @@ def load(given: LoadOptions) -> None:
     runs: list[tuple[LoadReport, list[RequestOutcome]]] = []
     check_reached(given.url)
     for each in loads:
-        with _progress(each, shown=not given.as_json) as on_progress:
+        with _progress(each) as on_progress:
             run = asyncio.run(_send(each, given, bodies, on_progress))
         report = make_report(
             run, slo, rate_rps=each.rate_rps, source=each.source, url=given.url, model=given.model, seed=each.seed
@@ -314,22 +314,13 @@ async def send(
 
 
 @contextmanager
-def _progress(each: _Load, shown: bool) -> Iterator[OnProgress]:
-    """Show a progress bar of the ended requests, with the numbers of sent, running and failed requests."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
+def _progress(each: _Load) -> Iterator[OnProgress]:
+    """Show the number of ended requests, with the numbers of sent, running and failed requests."""
+    from kvstore_cli.progress import progress_bar
 
-    counts = TextColumn("sent {task.fields[sent]}  running {task.fields[running]}  failed {task.fields[failed]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), counts, TimeElapsedColumn())
-    with Bar(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
-        name = "trace" if each.rate_rps is None else f"{each.rate_rps:g} req/s"
-        task = bar.add_task(name, total=len(each.planned), sent=0, running=0, failed=0)
-
-        def update(now: RunProgress) -> None:
-            bar.update(task, completed=now.ended, sent=now.sent, running=now.running, failed=now.failed)
-
-        yield update
+    name, total = "trace" if each.rate_rps is None else f"{each.rate_rps:g} req/s", len(each.planned)
+    with progress_bar(name, True, "requests ended") as progress:
+        yield lambda now: progress(now.ended, total, f"sent {now.sent}, running {now.running}, failed {now.failed}")
 
 
 # ---- the result --------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def _measured(given: ProfileOptions, kv_bytes: int) -> Profile:
         given.rounds,
         given.vocab,
     )
-    urls, model, kv_tokens, shown = given.url or [], given.model, given.kv_tokens, not given.as_json
+    urls, model, kv_tokens = given.url or [], given.model, given.kv_tokens
     tps = given.tp or [1] * len(urls)
     if not urls:
         fail("usage", "--url not given: expected the URL of a running engine, or --distserve FILE")
@@ -166,7 +166,7 @@ def _measured(given: ProfileOptions, kv_bytes: int) -> Profile:
         if tokens is None:
             fail("failed", f"{url}/metrics does not say how many tokens its memory holds: give --kv-tokens N")
         try:
-            with progress_bar(f"measuring {url}", shown, "runs") as progress:
+            with progress_bar(f"measuring {url}", True, "runs") as progress:
                 found = asyncio.run(profiling.measure(url, model, sweep, progress))
             degrees.append(found.degree(tp, 1, tokens))
         except profiling.MeasureError as error:
@@ -175,10 +175,10 @@ def _measured(given: ProfileOptions, kv_bytes: int) -> Profile:
             fail("usage", f"--lengths, --prefill-batches, --decode-batches: {error}")
     source = f"measured with `kvstore plan profile`, {sweep.rounds} rounds"
     measured = Profile(model, model, given.gpu, source, True, kv_bytes, degrees, stage_s=0.0)
-    return measured if given.beside is None else _with_contention(measured, urls[0], given.beside, sweep, shown)
+    return measured if given.beside is None else _with_contention(measured, urls[0], given.beside, sweep)
 
 
-def _with_contention(profile: Profile, url: str, beside: str, sweep: ProfileGrid, shown: bool) -> Profile:
+def _with_contention(profile: Profile, url: str, beside: str, sweep: ProfileGrid) -> Profile:
     import asyncio
 
     import msgspec
@@ -186,7 +186,7 @@ def _with_contention(profile: Profile, url: str, beside: str, sweep: ProfileGrid
     from kvstore_serving.planning import profiling
 
     try:
-        with progress_bar(f"measuring {url} while {beside} works", shown, "rounds") as progress:
+        with progress_bar(f"measuring {url} while {beside} works", True, "rounds") as progress:
             contention = asyncio.run(profiling.measure_contention(url, beside, profile.model, sweep, progress))
     except profiling.MeasureError as error:
         fail("failed", f"{url}, while {beside} works: {error}")

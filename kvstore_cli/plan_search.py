@@ -158,7 +158,10 @@ def search(given: SearchOptions) -> None:
 
     _check(given)
     question = _question(given)
-    with progress_bar("simulating", not given.as_json, "runs") as progress, crew(progress, given.processes) as workers:
+    with (
+        progress_bar("simulating", True, "runs", grows=True) as progress,
+        crew(progress, given.processes) as workers,
+    ):
         try:
             plan = make_plan(question, workers, sensitivity=given.sensitivity, outage_s=given.outage)
         except NothingFits as error:

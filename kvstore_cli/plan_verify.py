@@ -184,7 +184,7 @@ def compare_rates(
     bodies = RequestBodies(given.model, "completions")
     found = []
     for rate, seed, planned in zip(rates, seeds, loads, strict=True):
-        with progress_bar(f"{rate:g} req/s", not given.as_json, "requests") as progress:
+        with progress_bar(f"{rate:g} req/s", True, "requests") as progress:
 
             def ended(now: RunProgress, total: int = len(planned)) -> None:
                 progress(now.ended, total)

@@ -85,5 +85,5 @@ def _look(proxy: str, required: bool) -> ProxyCounters | None:
 
 
 def _proposed(watched: Watched, load: OfferedLoad, seen: ProxyCounters, changed: list[str], as_json: bool) -> Proposal:
-    with progress_bar("simulating", not as_json, "runs") as progress, crew(progress) as workers:
+    with progress_bar("simulating", not as_json, "runs", grows=True) as progress, crew(progress) as workers:
         return propose(watched, load, len(seen.roles), seen.split, changed, workers)
