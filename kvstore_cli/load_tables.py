@@ -26,9 +26,9 @@ _TIMES: Final = columns(
     ("ms", "0"), ("mean", "1.mean", MS), ("p50", "1.p50", MS), ("p90", "1.p90", MS), ("p99", "1.p99", MS),
     ("max", "1.max", MS),
 )
-_OBJECTIVE_COLUMNS: Final = columns(("objective", "0"), ("attained", "1", ".1%"), ("95 % interval", "2", _range))
+_OBJECTIVE_COLUMNS: Final = columns(("objective", "0"), ("attained", "1", ".1%"), ("95\xa0% interval", "2", _range))
 _RATES: Final = columns(
-    ("req/s", "rate_rps", "g"), ("attained", "attainment.joint", ".1%"), ("95 % interval", "attainment.ci95", _range),
+    ("req/s", "rate_rps", "g"), ("attained", "attainment.joint", ".1%"), ("95\xa0% interval", "attainment.ci95", _range),
     ("goodput", "goodput_rps", ".3g"), ("failed", "failed"), ("TTFT p90", "ttft_s.p90", MS),
     ("TPOT p90", "tpot_s.p90", MS), ("total p90", "latency_s.p90", MS),
 )

@@ -25,7 +25,8 @@ class Column(NamedTuple):
     value: a function of a row, or a path of attributes and item numbers, such as ``1.times.mean``; if None is found on
         the path, the cell is empty
     form: a format string as for `format`, or a function
-    text: whether the column has words, which are on the left and folded if they are too long; figures are on the right
+    text: whether the column has words, which are on the left and folded if they are too long; figures are on the right,
+        and folded only if nothing else makes the table fit
     """
 
     heading: str
@@ -60,21 +61,27 @@ MS: Final = scaled(1e3, ".1f")  # for values in seconds
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Iterable[object], narrow: bool = False) -> None:
-    """Print a table whose first column has names, on the left. `narrow`: whether to leave out the space around the
-    cells."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0 if narrow else 1))
-    for number, column in enumerate(columns):
-        table.add_column(
-            column.heading,
-            justify="left" if column.text or not number else "right",
-            no_wrap=not column.text,
-            overflow="fold" if column.text else "ellipsis",
-        )
-    for row in rows:
-        table.add_row(*(Text(printable(column.cell(row))) for column in columns))
+    """Print a table whose first column has names, on the left. In a table that is too wide, each word of a heading gets
+    a line, and if it is still too wide, cells are folded. `narrow`: whether to leave out the space around the cells."""
     console = Console(highlight=False)
     if title:
         console.print(Text(title, style="italic"))  # a title of the table's own would be folded to the table's width
+    cells = [[Text(printable(column.cell(row))) for column in columns] for row in rows]
+    for words_apart, folded in ((False, False), (True, False), (True, True)):
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0 if narrow else 1))
+        for number, column in enumerate(columns):
+            table.add_column(
+                column.heading.replace(" ", "\n") if words_apart else column.heading,
+                justify="left" if column.text or not number else "right",
+                no_wrap=not (column.text or folded),
+                overflow="fold",
+            )
+        for each in cells:
+            table.add_row(*each)
+        if any(column.text for column in columns):
+            break  # its texts are folded as far as needed
+        if console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum <= console.width:
+            break
     console.print(table)
 
 

@@ -34,10 +34,12 @@ def _stages(stages: Sequence[StageGpus]) -> str:
     return "; ".join(f"node {seat.node}: GPU {', '.join(map(str, seat.gpus))}" for seat in stages)
 
 
-# The error of the predicted attainment in checks with real engines, in points: the mean, and the worst.
+# The error of the predicted attainment in checks with real engines on CPUs, in points: the mean, and the worst.
 # docs/planning.md has the same figures from the benchmarks' results.
 OFF_ONE_ENGINE: Final = (3.9, 10.0)
-OFF_APART: Final = (4.7, 18.0)
+OFF_APART: Final = (4.7, 18.0)  # with a profile that was measured with --store and --beside
+OFF_ALONE: Final = (20.0, 42.5)  # with another profile
+LARGEST_ERROR: Final = 0.1  # of a fit: beyond it, the formula does not fit the engine
 
 
 # fmt: off
@@ -58,10 +60,10 @@ _PLACEMENT: Final = columns(
 _GOODPUT: Final = columns(
     ("", "0"), ("req/s", "1.goodput_rps", ".3g"), ("GPUs", "1.gpus"),
     ("req/s/GPU", "1.goodput_rps_per_gpu.value", ".3g"),
-    ("95 %", "1.goodput_rps_per_gpu.ci95", lambda ends: f"{ends[0]:.3g} … {ends[1]:.3g}"),
+    ("its 95\xa0% interval", "1.goodput_rps_per_gpu.ci95", lambda ends: f"{ends[0]:.3g} … {ends[1]:.3g}"),
     ("price/hour", "1.price_per_hour", ".4g"), ("req/s/price", "1.goodput_rps_per_price.value", ".3g"),
 )
-_SEATS: Final = columns(("engine", "0"), ("GPU", "1"), ("GPUs of each stage", "2", _stages))
+_SEATS: Final = columns(("engine", "0"), ("GPU", "1"), ("GPUs of each stage", "2", _stages, True))
 _ERROR_COLUMNS: Final = columns(("error", "1.error", ".1%"), ("at worst", "1.worst_error", ".1%"))
 _OFF: Final = columns(
     ("ms", "1.seconds", scaled(1e3, ".2f")), ("fitted ms", "1.fitted_s", scaled(1e3, ".2f")),
@@ -71,6 +73,7 @@ _FITS: Final = columns(
     ("tp", "0"), ("phase", "2"), ("a ms", "1.fixed_s", scaled(1e3, ".2f")), ("b us", "3", scaled(1e6, ".3g")),
     ("c", "4"), *_ERROR_COLUMNS,
 )
+_HELD: Final = columns(("tp", "0"), ("pp", "1"), ("tokens", "2"))
 _SAMPLES: Final = columns(("phase", "0"), ("requests", "1.requests"), ("tokens each", "1.tokens", "g"), *_OFF)
 _TRANSFER_FITS: Final = columns(
     ("", "0"), ("a ms", "1.latency_s", scaled(1e3, ".3f")),
@@ -78,8 +81,8 @@ _TRANSFER_FITS: Final = columns(
 )
 _TRANSFERS: Final = columns(("", "0"), ("bytes", "1.nbytes", format_size), *_OFF)
 _ATTAINED_COLUMNS: Final = columns(
-    ("req/s", "rate_rps", ".4g"), ("predicted", "predicted", ".1%"), ("95 %", "predicted_ci95", _interval),
-    ("measured", "measured", ".1%"), ("95 %", "measured_ci95", _interval), ("off, points", "error", ".1f"),
+    ("req/s", "rate_rps", ".4g"), ("predicted", "predicted", ".1%"), ("95\xa0%", "predicted_ci95", _interval),
+    ("measured", "measured", ".1%"), ("95\xa0%", "measured_ci95", _interval), ("off, points", "error", ".1f"),
 )
 _MEDIANS: Final = columns(
     ("req/s", "rate_rps", ".4g"), ("TTFT, predicted", "predicted_ttft_s", MS), ("measured", "measured_ttft_s", MS),
@@ -140,13 +143,41 @@ def verdict(plan: PlanDocument) -> list[str]:
     if plan.rate_rps is not None and not plan.enough and not other.enough:
         found.append("These nodes cannot serve the requested rate")
     asked = "" if plan.rate_rps is None else f"Requested: {plan.rate_rps:.3g} req/s. "
-    return [
-        f"{asked}{'. '.join(found)}.",
-        "These are simulations. They were compared with real engines on CPUs, never on GPUs: their attainment was off "
-        f"by {OFF_ONE_ENGINE[0]} points in the "
-        f"mean and {OFF_ONE_ENGINE[1]:.0f} at worst for one engine, {OFF_APART[0]} and {OFF_APART[1]:.0f} for P/D. "
-        "Check the plan on your engines with `kvstore plan verify` before you buy.",
-    ]
+    profiles = list({pool.profile.name: pool.profile for pool in plan.basis.pools}.values())
+    return [f"{asked}{'. '.join(found)}.", _trust(profiles), *filter(None, map(misfit, profiles))]
+
+
+def _trust(profiles: Sequence[Profile]) -> str:
+    """Return how far predictions from profiles of this kind were off. The figures are of measured profiles."""
+    check = "Check the plan on your engines with `kvstore plan verify` before you buy."
+    published = [printable(profile.name) for profile in profiles if not profile.measured]
+    if published:
+        return (
+            f"These are simulations with published times ({', '.join(published)}). They were never compared with "
+            f"engines that have such times, so no figure says how far they are off. {check}"
+        )
+    contended = all(max(profile.contention.prefill, profile.contention.decode) > 1 for profile in profiles)
+    whole = contended and all(profile.store is not None for profile in profiles)
+    apart = OFF_APART if whole else OFF_ALONE
+    how = "" if whole else " with a profile without --store or --beside, as here"
+    return (
+        "These are simulations. They were compared with engines on CPUs that `kvstore plan profile` had measured, never "
+        f"on GPUs. On CPUs, their attainment was off by {OFF_ONE_ENGINE[0]:g} points in the mean and "
+        f"{OFF_ONE_ENGINE[1]:g} at worst for one engine, and by {apart[0]:g} and {apart[1]:g} for P/D{how}. {check}"
+    )
+
+
+def misfit(profile: Profile) -> str:
+    """Return a warning if the formula does not fit the engine's measured times, and nothing if it does."""
+    fits = [fit for degree in profile.degrees for fit in (degree.prefill, *degree.decode)]
+    worst = max((fit.error or 0.0 for fit in fits), default=0.0)
+    if worst <= LARGEST_ERROR:
+        return ""
+    return (
+        f"Do not trust plans from the profile {printable(profile.name)}: its formula misses the measured times by "
+        f"{worst:.0%} in the mean, where {LARGEST_ERROR:.0%} is the most. Measure again while the machine does nothing "
+        "else, or with --lengths that are nearer to your prompts."
+    )
 
 
 def print_plan(plan: PlanDocument) -> None:
@@ -203,7 +234,7 @@ def _print_placement(plan: PlanDocument) -> None:
     placed, other = plan.placement, plan.colocated
     priced = any(pool.price != 1 for pool in plan.basis.pools)  # if all GPUs cost 1, the price is the number of GPUs
     engines = {"prefill": placed.prefill, "decode": placed.decode, "instead, colocated": other.placement}
-    held = [(name if each else "colocated: none holds the SLOs", each) for name, each in engines.items()]
+    held = [(name if each else "colocated: none", each) for name, each in engines.items()]
     print_table("Placement", _PLACEMENT[: None if priced else -1], held)
     print()
     ways: dict[str, PlanDocument | Colocated] = {"P/D": plan, "colocated": other}
@@ -220,23 +251,33 @@ def _print_placement(plan: PlanDocument) -> None:
 
 def _fits(degree: Degree) -> Iterator[tuple[object, ...]]:
     fit = degree.prefill
-    name = "prefill: a + b sum(L) + c sum(L^2)"
-    yield degree.tp, fit, name, fit.per_token_s, f"{fit.per_token_squared_s * 1e9:.3g} ns"
+    yield degree.tp, fit, "prefill", fit.per_token_s, f"{fit.per_token_squared_s * 1e9:.3g} ns"
     for each in degree.decode:
-        name = f"decode from {each.from_batch}: a + b sum(context) + c B"
-        yield degree.tp, each, name, each.per_context_token_s, f"{each.per_request_s * 1e6:.3g} us"
+        yield (
+            degree.tp,
+            each,
+            "decode" if each.from_batch == 1 else f"decode, B >= {each.from_batch}",
+            each.per_context_token_s,
+            f"{each.per_request_s * 1e6:.3g} us",
+        )
 
 
 def print_profile(profile: Profile) -> None:
     """Print the fitted times next to the measured times."""
     fits = [fit for degree in profile.degrees for fit in _fits(degree)]
     print_table(f"{printable(profile.name)}: {printable(profile.source)}", _FITS, fits)
+    print(
+        "prefill of prompts of L tokens each: a + b sum(L) + c sum(L^2)\n"
+        "step of decoding of B requests: a + b sum(context) + c B"
+    )
     for degree in profile.degrees:
         if degree.prefill.residuals:
             print()
             residuals = [("prefill", each) for each in degree.prefill.residuals]
             residuals += [("decode", each) for fit in degree.decode for each in fit.residuals]
             print_table(f"Measured, tp {degree.tp}", _SAMPLES, residuals)
+    if warning := misfit(profile):
+        print(f"\n{textwrap.fill(warning, 80)}")
     contention = profile.contention
     if contention.prefill > 1 or contention.decode > 1:
         print(
@@ -245,7 +286,9 @@ def print_profile(profile: Profile) -> None:
         )
     if profile.store is not None:
         _print_transfers(profile.store)
-    print(f"\nA memory of {profile.degrees[0].kv_tokens} tokens, by pipeline degree (tp {profile.degrees[0].tp})")
+    print()
+    held = ((degree.tp, pp, tokens) for degree in profile.degrees for pp, tokens in degree.kv_tokens.items())
+    print_table("Tokens that fit the memory of an engine", _HELD, held)
 
 
 def _print_transfers(store: StoreTimes) -> None:

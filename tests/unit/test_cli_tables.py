@@ -9,13 +9,15 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from unittest import mock
 
 import msgspec
+import pytest
 
 from kvstore.auth.policy import Policy
 from kvstore.disk.verify import VerifyReport
@@ -132,12 +134,13 @@ class Filler:
         )
 
 
-def printed() -> str:
-    """Return the output of all cases, each for a narrow and for a wide terminal."""
+def printed(names: Iterable[str] = CASES, widths: Sequence[int] = (80, 160)) -> str:
+    """Return the output of cases, each for terminals of these widths."""
     out = io.StringIO()
-    for name, (kind, show) in CASES.items():
+    for name in names:
+        kind, show = CASES[name]
         for whole in (True, False):
-            for columns in (80, 160):
+            for columns in widths:
                 document = Filler(whole).of(kind)
                 with mock.patch.dict(os.environ, COLUMNS=str(columns)), contextlib.redirect_stdout(out):
                     print(f"==== {name}, {'whole' if whole else 'least'}, {columns} columns")
@@ -147,6 +150,13 @@ def printed() -> str:
 
 def test_tables_are_unchanged() -> None:
     assert printed() == GOLDEN.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["load", "sweep", "queue", "plan", "profile", "plan verify"])
+def test_no_cell_is_cut_at_80_columns(name: str) -> None:
+    lines = printed([name], [80]).splitlines()
+    assert max(len(line) for line in lines if line.startswith("─")) <= 80
+    assert not [line for line in lines if re.search(r"\S…", line)], "a cell is cut"
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore_cli.plan_tables import OFF_APART, OFF_ONE_ENGINE, verdict
+from kvstore_cli.plan_tables import OFF_ALONE, OFF_APART, OFF_ONE_ENGINE, verdict
 from kvstore_serving.planning.document import PlanDocument
+from kvstore_serving.planning.profile import Contention, StoreTimes, TransferTimes, read_profile
 from tests.support.harness import ROOT
 from tests.unit.test_cli_tables import Filler
 
@@ -61,11 +62,51 @@ def test_prices_are_named_where_they_differ_from_one() -> None:
     assert "an hour" not in verdict(plan(2.0, some, some))[0]
 
 
-def test_the_verdict_says_how_far_predictions_were_off() -> None:
+def judged(**changed: Any) -> list[str]:
+    """Return the verdict of a plan from a profile with these fields."""
     some = {"gpus": 2, "goodput_rps": 3.0, "enough": True}
-    said = verdict(plan(2.0, some, some))[1]
+    made = plan(2.0, some, some)
+    pools = [
+        msgspec.structs.replace(pool, profile=msgspec.structs.replace(pool.profile, name="engine", **changed))
+        for pool in made.basis.pools
+    ]
+    return verdict(msgspec.structs.replace(made, basis=msgspec.structs.replace(made.basis, pools=pools)))
+
+
+STORE = StoreTimes(TransferTimes(0.001, 1e-9), TransferTimes(0.001, 1e-9))
+
+
+@pytest.mark.parametrize(
+    ("contention", "store", "apart", "row"),
+    [
+        (Contention(1.5, 1.2), STORE, OFF_APART, "P/D, profiled with the store"),
+        (Contention(), STORE, OFF_ALONE, "P/D, profiled alone"),
+        (Contention(1.5, 1.2), None, OFF_ALONE, "P/D, profiled alone"),
+    ],
+)
+def test_the_verdict_says_how_far_such_predictions_were_off(
+    contention: Contention, store: StoreTimes | None, apart: tuple[float, float], row: str
+) -> None:
+    said = judged(measured=True, contention=contention, store=store)[1]
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    for (mean, worst), row in ((OFF_ONE_ENGINE, "one engine"), (OFF_APART, "P/D, profiled with the store")):
-        assert f"{mean} " in said and f"{worst:.0f} " in said
-        (line,) = (line for line in page.splitlines() if line.startswith(f"| {row}"))
+    for (mean, worst), begins in ((OFF_ONE_ENGINE, "one engine"), (apart, row)):
+        assert f"{mean:g} " in said and f"{worst:g} " in said, said
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {begins}"))
         assert f"| {mean} points | {worst} points |" in line
+    assert ("without --store or --beside" in said) is (apart is OFF_ALONE)
+    assert "On CPUs, " in said and "never on GPUs" in said
+
+
+def test_no_error_is_named_for_published_profiles() -> None:
+    said = judged(measured=False)[1]
+    assert "published times (engine)" in said and "no figure says how far" in said
+    assert "points" not in said and "CPU" not in said
+
+
+def test_a_profile_whose_formula_does_not_fit_is_named() -> None:
+    (degree, *_) = read_profile("opt-13b-a100-80g").degrees
+    for error, warned in ((0.1, False), (0.14, True)):
+        fit = msgspec.structs.replace(degree.prefill, error=error)
+        words = judged(measured=True, degrees=[msgspec.structs.replace(degree, prefill=fit)])[2:]
+        assert bool(words) is warned
+    assert "Do not trust plans from the profile engine" in words[0] and "14%" in words[0]
