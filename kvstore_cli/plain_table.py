@@ -25,7 +25,7 @@ class Column(NamedTuple):
     value: a function of a row, or a path of attributes and item numbers, such as ``1.times.mean``; if None is found on
         the path, the cell is empty
     form: a format string as for `format`, or a function
-    text: whether the column has words, which are on the left and folded if they are too long; figures are on the right,
+    text: whether the column has words, which are on the left and folded if they are too long. Figures are on the right,
         and folded only if nothing else makes the table fit
     """
 

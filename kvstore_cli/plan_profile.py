@@ -60,7 +60,10 @@ class ProfileOptions:
     ] = None
     store: Annotated[
         list[str] | None,
-        typer.Option(metavar="ADDRESS", help="Also measure transfers to and from this store, as in --endpoint."),
+        typer.Option(
+            metavar="ADDRESS",
+            help="Also measure transfers to and from this store, as in --endpoint. Removes only its own blocks.",
+        ),
     ] = None
     beside: Annotated[
         str | None,

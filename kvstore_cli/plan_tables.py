@@ -161,16 +161,17 @@ def _trust(profiles: Sequence[Profile]) -> str:
     apart = OFF_APART if whole else OFF_ALONE
     how = "" if whole else " with a profile without --store or --beside, as here"
     return (
-        "These are simulations. They were compared with engines on CPUs that `kvstore plan profile` had measured, never "
-        f"on GPUs. On CPUs, their attainment was off by {OFF_ONE_ENGINE[0]:g} points in the mean and "
+        "These are simulations. They were compared with engines on CPUs that `kvstore plan profile` had measured, "
+        f"never on GPUs. On CPUs, their attainment was off by {OFF_ONE_ENGINE[0]:g} points in the mean and "
         f"{OFF_ONE_ENGINE[1]:g} at worst for one engine, and by {apart[0]:g} and {apart[1]:g} for P/D{how}. {check}"
     )
 
 
 def misfit(profile: Profile) -> str:
     """Return a warning if the formula does not fit the engine's measured times, and nothing if it does."""
-    fits = [fit for degree in profile.degrees for fit in (degree.prefill, *degree.decode)]
-    worst = max((fit.error or 0.0 for fit in fits), default=0.0)
+    errors = [degree.prefill.error for degree in profile.degrees]
+    errors += [fit.error for degree in profile.degrees for fit in degree.decode]
+    worst = max(error or 0.0 for error in errors)
     if worst <= LARGEST_ERROR:
         return ""
     return (

@@ -6,12 +6,17 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore.auth.editing import add
+from kvstore_client import KVStoreClient, Namespace
+from kvstore_serving.planning.transfers import measure_transfers
 from tests.integration.test_plan import QUICK, document, plan
 from tests.support.endpoint import Behaviour, Endpoint
-from tests.support.harness import Server
+from tests.support.harness import Server, blocks_of, make_namespace, wait_until
+from tests.support.logins import BLOCK_BYTES, KEYS, Guarded, connect_when_known
 
 NODE = ["--nodes", "1", "--gpus-per-node", "2", "--max-batch", "8"]  # with larger batches, simulations take longer
 
@@ -121,3 +126,28 @@ def test_profile_fits_transfers_of_several_sizes_for_search(
     assert links["store_bytes_per_s"] == pytest.approx(5e8), "the slower of both"
     # The latency of writing may be part of the wait for the decode engine's memory.
     assert searched["time_s"]["decode_memory"] + searched["time_s"]["hand_over"] > 0.125 + 0.0625
+
+
+def test_transfers_are_measured_with_an_engines_token_and_leave_only_other_blocks(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = add(guarded.file, "engine", "a", ["read", "write"])
+    written: list[bytes] = []
+    namespaces: list[Namespace] = []
+    put = KVStoreClient.set
+
+    def noted(self: KVStoreClient, keys: list[bytes], *blocks: Any, **options: Any) -> Any:
+        written.extend(keys)
+        namespaces.append(self.namespace)
+        return put(self, keys, *blocks, **options)
+
+    with connect_when_known(guarded, make_namespace(BLOCK_BYTES, "kept"), token) as client:
+        client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
+        monkeypatch.setattr(KVStoreClient, "set", noted)
+        monkeypatch.setenv("KVSTORE_TOKEN", token)
+        reads, writes = measure_transfers([guarded.server.endpoint], BLOCK_BYTES)
+        assert len(reads) == len(writes) >= 2 and written
+        assert client.contains(KEYS).all()
+    with connect_when_known(guarded, namespaces[-1], token) as profiled:
+        wait_until(lambda: not profiled.contains(written).any(), what="the measured blocks expire")
+        assert profiled.generation == 0, "nothing was purged"
