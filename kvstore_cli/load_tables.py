@@ -28,9 +28,10 @@ _TIMES: Final = columns(
 )
 _OBJECTIVE_COLUMNS: Final = columns(("objective", "0"), ("attained", "1", ".1%"), ("95\xa0% interval", "2", _range))
 _RATES: Final = columns(
-    ("req/s", "rate_rps", "g"), ("attained", "attainment.joint", ".1%"), ("95\xa0% interval", "attainment.ci95", _range),
-    ("goodput", "goodput_rps", ".3g"), ("failed", "failed"), ("TTFT p90", "ttft_s.p90", MS),
-    ("TPOT p90", "tpot_s.p90", MS), ("total p90", "latency_s.p90", MS),
+    ("req/s", "rate_rps", "g"), ("attained", "attainment.joint", ".1%"),
+    ("95\xa0% interval", "attainment.ci95", _range), ("goodput", "goodput_rps", ".3g"),
+    ("failed", "failed"), ("TTFT p90", "ttft_s.p90", MS), ("TPOT p90", "tpot_s.p90", MS),
+    ("total p90", "latency_s.p90", MS),
 )
 _FAILURE_COLUMNS: Final = columns(
     ("error", "kind", "", True), ("requests", "count"), ("first message", "message", "", True),
@@ -73,10 +74,10 @@ def print_sweep(sweep: RateSweep) -> None:
         print("\nthe lowest rate does not attain 90 % but a higher one does: no goodput can be read from this sweep")
     elif at_90 is None:
         print("\nno rate attains 90 %: measure lower rates")
+    elif sweep.below_90_rps is None:
+        print(f"\ngoodput at 90 % attainment: {at_90:g} req/s or more: all rates attain 90 %, measure higher rates")
     else:
-        attained = sweep.sweep[-1].attainment.joint or 0.0
-        more = " or more: all rates attain 90 %, measure higher rates" if attained >= 0.9 else ""
-        print(f"\ngoodput at 90 % attainment: {at_90:.3g} req/s{more}")
+        print(f"\ngoodput at 90 % attainment: between {at_90:g} and {sweep.below_90_rps:g} req/s")
     if rises:
         fewest = min(report.requests for report in sweep.sweep)
         print(

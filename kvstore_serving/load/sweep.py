@@ -1,5 +1,5 @@
-"""A sweep: one run at each of several rates. It gives attainment against rate, and the highest rate at which enough
-requests attain their SLOs.
+"""A sweep: one run at each of several rates. It gives attainment against rate, and the highest measured rate at which
+enough requests attain their SLOs.
 
 A run starts when the requests of the run before it have ended, so that the queue of one run does not burden the next.
 Every run has its own seed. Otherwise its prompts would be in the caches that the first run filled.
@@ -18,30 +18,26 @@ TARGET: Final = 0.9
 
 
 class RateSweep(msgspec.Struct, frozen=True):
-    """The result of a sweep. `sweep`: one report for each rate, in the order of rising rates. `goodput_at_90_rps`: see
-    `rate_at`."""
+    """The result of a sweep. `sweep`: one report for each rate, in the order of rising rates. The other fields are
+    measured rates; see `rates_around`."""
 
     sweep: list[LoadReport]
     goodput_at_90_rps: float | None
+    below_90_rps: float | None
 
 
-def rate_at(points: Sequence[tuple[float, float]], target: float = TARGET) -> float | None:
-    """Return the highest rate up to which attainment stays at `target` or above. `points`: pairs of rate and
-    attainment, in the order of rising rates.
+def rates_around(points: Sequence[tuple[float, float]], target: float = TARGET) -> tuple[float | None, float | None]:
+    """Return the highest rate up to which attainment stays at `target` or above, and the next rate. Both are measured:
+    the true limit is between them. `points`: pairs of rate and attainment, in the order of rising rates.
 
-    The rate is interpolated between the last rate that reaches the target and the first that does not. It is None if
-    the lowest rate does not reach the target. If all rates reach it, the highest rate is returned, although the true
-    value may be higher.
+    The first is None if the lowest rate does not reach the target, and the second is None if all rates reach it.
     """
-    before: tuple[float, float] | None = None
+    reached: float | None = None
     for rate, attained in points:
         if attained < target:
-            if before is None:
-                return None
-            low, high = before
-            return low + (rate - low) * (high - target) / (high - attained)
-        before = rate, attained
-    return None if before is None else before[0]
+            return reached, rate
+        reached = rate
+    return reached, None
 
 
 def make_sweep(reports: Sequence[LoadReport]) -> RateSweep:
@@ -49,4 +45,4 @@ def make_sweep(reports: Sequence[LoadReport]) -> RateSweep:
     so it is not used to find the highest rate."""
     ordered = sorted(reports, key=lambda report: report.rate_rps or 0.0)
     points = [(each.rate_rps or 0.0, each.attainment.joint or 0.0) for each in ordered if not each.interrupted]
-    return RateSweep(ordered, rate_at(points))
+    return RateSweep(ordered, *rates_around(points))

@@ -9,7 +9,7 @@ from kvstore_cli.load_tables import print_sweep
 from kvstore_serving.load.records import Planned, RequestOutcome
 from kvstore_serving.load.report import LoadReport, Slo, attains, block_bootstrap, make_report, spread, wilson
 from kvstore_serving.load.run import LoadRun
-from kvstore_serving.load.sweep import make_sweep, rate_at
+from kvstore_serving.load.sweep import make_sweep, rates_around
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.05)
 
@@ -169,12 +169,12 @@ def test_the_bootstrap_of_a_few_equal_values_is_certain(count: int) -> None:
     assert block_bootstrap([False] * count) == (0.0, 0.0)
 
 
-def test_the_rate_at_a_target_is_interpolated_at_the_first_crossing() -> None:
-    assert rate_at([(1.0, 1.0), (2.0, 0.95), (4.0, 0.85), (8.0, 0.95)]) == pytest.approx(3.0)
-    assert rate_at([(1.0, 0.9), (2.0, 0.5)]) == pytest.approx(1.0)
-    assert rate_at([(1.0, 1.0), (2.0, 0.9)]) == 2.0
-    assert rate_at([(1.0, 0.8), (2.0, 0.95)]) is None
-    assert rate_at([]) is None
+def test_the_goodput_of_a_sweep_is_between_two_measured_rates() -> None:
+    assert rates_around([(1.0, 1.0), (2.0, 0.95), (4.0, 0.85), (8.0, 0.95)]) == (2.0, 4.0)
+    assert rates_around([(1.0, 0.9), (2.0, 0.5)]) == (1.0, 2.0)
+    assert rates_around([(1.0, 1.0), (2.0, 0.9)]) == (2.0, None)
+    assert rates_around([(1.0, 0.8), (2.0, 0.95)]) == (None, 1.0)
+    assert rates_around([]) == (None, None)
 
 
 def test_a_sweep_is_ordered_by_rate() -> None:
@@ -184,7 +184,7 @@ def test_a_sweep_is_ordered_by_rate() -> None:
 
     sweep = make_sweep([at(4.0, 8), at(2.0, 10)])
     assert [each.rate_rps for each in sweep.sweep] == [2.0, 4.0]
-    assert sweep.goodput_at_90_rps == pytest.approx(3.0)
+    assert (sweep.goodput_at_90_rps, sweep.below_90_rps) == (2.0, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_sweep_is_ordered_by_rate() -> None:
     [
         ([7, 9], "the lowest rate does not attain 90 % but a higher one does"),
         ([7, 8], "no rate attains 90 %"),
-        ([10, 8, 9], "goodput at 90 % attainment"),
+        ([10, 8, 9], "goodput at 90 % attainment: between 2 and 4 req/s"),
     ],
 )
 def test_a_sweep_whose_attainment_rises_says_that_its_runs_are_too_short(
