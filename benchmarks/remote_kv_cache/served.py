@@ -69,5 +69,5 @@ def proxy(store: str, prefill: Sequence[str], decode: Sequence[str], policy: str
     command += ["--policy", policy, "--access-log", ""]
     command += [word for url in prefill for word in ("--prefill", url)]
     command += [word for url in decode for word in ("--decode", url)]
-    with child(command, "kvstore proxy ready ", "kvstore proxy") as url:
+    with child(command, "kvstore proxy listens ", "kvstore proxy") as url:
         yield url

@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from kvstore_serving.failures import in_words
 from kvstore_serving.load.answer import MAX_MESSAGE, AnswerReader, error_message
 from kvstore_serving.load.prompts import Api
 from kvstore_serving.load.records import Planned, RequestOutcome
@@ -154,7 +155,7 @@ class Client:
         except (EventError, msgspec.DecodeError, aiohttp.ClientResponseError, aiohttp.InvalidURL) as error:
             outcome.fail("malformed", str(error)[:MAX_MESSAGE])
         except (aiohttp.ClientError, OSError) as error:
-            outcome.fail(_kind_of(error, outcome), (str(error) or type(error).__name__)[:MAX_MESSAGE])
+            outcome.fail(_kind_of(error, outcome), in_words(error)[:MAX_MESSAGE])
         outcome.ended_s = clock()
         if outcome.error:
             answer.settle()

@@ -10,6 +10,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from kvstore_serving.failures import in_words
+
 METRICS_TIMEOUT_S: Final = 10.0
 
 
@@ -30,5 +32,5 @@ async def metrics_of(url: str) -> list[Sample]:
             text = await response.text()
         families: list[Metric] = list(text_string_to_metric_families(text))
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
-        raise MetricsError(f"{page}: {error or 'no answer'}") from error
+        raise MetricsError(f"{page}: {in_words(error)}") from error
     return [sample for family in families for sample in family.samples]

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvstore_serving.proxy.app import Proxy
 from kvstore_serving.proxy.checks import Checks
@@ -37,6 +38,7 @@ from kvstore_serving.proxy.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
+_READY_POLL_S: Final = 0.05
 _CANCELLED_S: Final = 5.0  # how long cancelled requests may take to end
 
 
@@ -51,6 +53,14 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _NoUpgrades(H11Protocol):
+    """uvicorn's HTTP without its two warnings for each request with `Upgrade`, such as Java's clients send for HTTP/2.
+    HTTP allows serving them without the upgrade, and uvicorn does so."""
+
+    def _unsupported_upgrade_warning(self) -> None:
+        log.debug("a request asks for another protocol; it is served as HTTP/1.1")
 
 
 async def _run(settings: Settings) -> None:
@@ -93,11 +103,12 @@ async def _run(settings: Settings) -> None:
             await asyncio.sleep(0.01)
         host, port = sock.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
-        counts = f"prefill={pools.count('prefill')} decode={pools.count('decode')}"
-        print(f"kvstore proxy ready http://{name}:{port} {counts}", flush=True)
+        _say("listens", f"http://{name}:{port}", pools)
+        ready = asyncio.create_task(_say_ready(proxy, f"http://{name}:{port}", pools))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
+        ready.cancel()
         await _drain(proxy, settings.drain_s, stop)
         server.should_exit = True
         await serving
@@ -111,6 +122,17 @@ async def _run(settings: Settings) -> None:
         await asyncio.to_thread(tracing.close)
         await events.close()
         sock.close()
+
+
+def _say(state: str, url: str, pools: Pools) -> None:
+    print(f"kvstore proxy {state} {url} prefill={pools.count('prefill')} decode={pools.count('decode')}", flush=True)
+
+
+async def _say_ready(proxy: Proxy, url: str, pools: Pools) -> None:
+    """Print the ready line once /readyz succeeds."""
+    while not proxy.ready:
+        await asyncio.sleep(_READY_POLL_S)
+    _say("ready", url, pools)
 
 
 def _on_signals(stop: asyncio.Event) -> None:
@@ -160,7 +182,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _config(settings: Settings, proxy: Proxy) -> uvicorn.Config:
     options: dict[str, Any] = {
-        "http": "h11",  # limits the size of a request's headers
+        "http": _NoUpgrades,  # h11 limits the size of a request's headers
         "h11_max_incomplete_event_size": settings.max_header_bytes,
         "ws": "none",
         "lifespan": "off",

@@ -50,8 +50,13 @@ class StoreWatch:
         return self._losses.purged_at
 
     def status(self) -> dict[str, Any]:
-        kept_s = round(time.monotonic() - self.since, 1) if self.since else None
-        return {"endpoint": list(self.endpoint), "answers": self.works, "kept_s": kept_s, "lost": self._losses.why}
+        since_s = round(time.monotonic() - self.since, 1) if self.since else None
+        return {
+            "endpoint": list(self.endpoint),
+            "answers": self.works,
+            "nothing_lost_for_s": since_s,
+            "last_loss": self._losses.why,
+        }
 
     async def check(self) -> None:
         """Ask the store once. Calls at the same time share one request."""

@@ -24,6 +24,7 @@ import msgspec
 
 from kvstore_client.engine.spans import Span
 from kvstore_serving import sse
+from kvstore_serving.failures import in_words
 from kvstore_serving.proxy.hop import of_this_hop
 from kvstore_serving.proxy.pools import Engine
 from kvstore_serving.proxy.settings import Settings
@@ -392,9 +393,9 @@ class Upstream:
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, OSError) as error:
                 if used and time.monotonic() - began < _IDLE_CLOSED_S:
                     continue  # the engine closed a connection that was idle: it has not seen the request
-                raise EngineFailed(engine, f"{type(error).__name__}: {error}") from None
+                raise EngineFailed(engine, in_words(error)) from None
             except (aiohttp.ClientError, ValueError) as error:
-                raise EngineFailed(engine, f"{type(error).__name__}: {error}") from None
+                raise EngineFailed(engine, in_words(error)) from None
             if not 200 <= response.status < 600:
                 response.close()
                 raise EngineFailed(engine, f"status {response.status}, which is not the status of an answer")
@@ -414,7 +415,7 @@ async def _pieces(engine: Engine, response: aiohttp.ClientResponse) -> AsyncIter
         async for piece in response.content.iter_any():
             yield piece
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-        raise EngineFailed(engine, f"its answer was cut off: {type(error).__name__} {error}") from None
+        raise EngineFailed(engine, f"its answer was cut off: {in_words(error)}") from None
 
 
 def raise_for(engine: Engine, answer: EngineAnswer) -> None:

@@ -15,7 +15,8 @@ from tests.support import forked
 from tests.support.etcd import Etcd
 from tests.support.harness import Server, environment, wait_until
 from tests.support.kv_events import Publisher
-from tests.support.proxies import ProxyProcess, StandInEngine, chunks_of, post, text_of
+from tests.support.ports import free_ports
+from tests.support.proxies import ProxyProcess, StandInEngine, chunks_of, get, post, text_of
 from tests.support.stand_in_engine import MODEL, expected
 
 ASK = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
@@ -28,7 +29,7 @@ def test_the_proxy_follows_engines_and_changes_of_their_weights(tcp_server: Serv
         engines = [StandInEngine(tmp_path / f"{number}.log") for number in range(2)]
         try:
             with ProxyProcess(tmp_path / "proxy", *arguments) as proxy:
-                assert proxy.ready_line.endswith("prefill=0 decode=0")
+                assert proxy.first_line.endswith("prefill=0 decode=0")
                 assert post(proxy.url, "/v1/completions", ASK)[0] == 503
 
                 def decision() -> tuple[int, str]:
@@ -100,7 +101,7 @@ def test_the_proxy_follows_a_file_and_the_events_it_names(
 
     try:
         with ProxyProcess(tmp_path / "proxy", *options) as proxy:
-            assert proxy.ready_line.endswith("prefill=0 decode=1")
+            assert proxy.first_line.endswith("prefill=0 decode=1")
             assert ask(list(range(100)))[0] == "colocate"
             both = entry(engines[0], "decode", f'events = "{publisher.live}"') + entry(engines[1], "prefill")
             new.write_text(both)
@@ -350,3 +351,19 @@ def test_unusable_records_are_refused_where_they_are_made() -> None:
         Registered("etcd://127.0.0.1:2379/fleet", "a", EngineRecord("ftp://h:1", ("decode",)))
     with pytest.raises(ValueError, match="etcd"):
         Registered("dns://cache:7070", "a", EngineRecord("http://h:1", ("decode",)))
+
+
+def test_the_proxy_says_ready_once_readyz_succeeds(tcp_server: Server, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
+    options = [f"--store={tcp_server.endpoint}", f"--decode={url}", "--check-seconds=0.1"]
+    with ProxyProcess(tmp_path / "proxy", *options) as proxy:
+        assert proxy.first_line == f"kvstore proxy listens {proxy.url} prefill=0 decode=1"
+        assert get(proxy.url, "/readyz") == (503, b"no healthy engine\n")
+        [engine] = proxy.status()["pools"]["decode"]
+        assert engine["why_down"] == f"cannot connect to {url.removeprefix('http://')}: Connection refused"
+        started = StandInEngine(tmp_path / "d.log", url=url)
+        try:
+            assert proxy.next_line() == f"kvstore proxy ready {proxy.url} prefill=0 decode=1"
+            assert get(proxy.url, "/readyz")[0] == 200
+        finally:
+            started.kill()

@@ -89,6 +89,12 @@ def ask(
 # ---- what is passed on -------------------------------------------------------------------------------------------
 
 
+def test_a_request_for_another_protocol_is_served_without_a_warning(proxy: ProxyProcess) -> None:
+    asked = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQAAP__"}
+    assert post(proxy.url, COMPLETIONS, completion(), **asked)[0] == 200
+    assert "pgrade" not in proxy.log.read_text() and "WebSocket" not in proxy.log.read_text()
+
+
 def test_an_answer_does_not_wait_for_the_acknowledgement_of_its_head(proxy: ProxyProcess) -> None:
     """After some requests on a connection, a client delays the acknowledgement of an answer's head by 40 ms. The rest
     of the answer must not wait for it."""

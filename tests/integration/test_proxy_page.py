@@ -55,6 +55,9 @@ def test_the_page_shows_engines_and_requests_and_loads_nothing_else(
             )
 
         shown = shows(r"Requests\s+4", "#tiles")
+        shows(r"^Every prompt is split between a prefill and a decode engine \(policy split\)$", "#about")
+        legend = str(browser.evaluate("[...document.querySelectorAll('.note')].at(-1).textContent"))
+        assert all(f"{decision}: " in legend for decision in ("split", "colocate", "passed", "none")), legend
         assert re.search(r"Split\s+100 %", shown) and re.search(r"Engines\s+2 of 2", shown), shown
         table = shows("prefill", "#engines")
         assert all(engine.url in table for engine in engines) and MODEL in table, table
@@ -62,7 +65,7 @@ def test_the_page_shows_engines_and_requests_and_loads_nothing_else(
         label = browser.evaluate("document.querySelector('#chart-requests svg').getAttribute('aria-label')")
         assert "The last five minutes" in str(label)
         decode.kill()
-        shows(f"{re.escape(decode.url)} gets no requests", "#messages")
+        shows(f"{re.escape(decode.url)} gets no requests: cannot connect to .+: Connection refused", "#messages")
         shows("Something is wrong", "#verdict")
         assert all(url.startswith(proxy.url) for url in browser.requests if url.startswith("http"))
     shows("The proxy does not answer: .+ The numbers below are not current", "#lost")

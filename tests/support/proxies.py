@@ -31,9 +31,9 @@ class ProxyProcess:
         self._stdout = os.fdopen(out)
         with self.log.open("ab") as log, open(theirs, "wb") as says, open(os.devnull, "rb") as nothing:
             self.process = forked.start("kvstore_cli", words, stdin=nothing, stdout=says, stderr=log, env=environment())
-        self.ready_line = self._stdout.readline().strip()
-        assert self.ready_line.startswith("kvstore proxy ready http://"), self.log.read_text()[-4000:]
-        self.url = self.ready_line.split()[3]
+        self.first_line = self._stdout.readline().strip()
+        assert self.first_line.startswith("kvstore proxy listens http://"), self.log.read_text()[-4000:]
+        self.url = self.first_line.split()[3]
 
     def __enter__(self) -> ProxyProcess:
         return self
@@ -53,6 +53,10 @@ class ProxyProcess:
             raise
         self._stdout.close()
         return status
+
+    def next_line(self) -> str:
+        """Wait for the next line on standard output, and return it."""
+        return self._stdout.readline().strip()
 
     def status(self) -> dict[str, Any]:
         return dict(json.loads(get(self.url, "/status")[1]))

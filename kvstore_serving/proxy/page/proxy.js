@@ -47,6 +47,15 @@ function enginesOf(status) {
   return [...new Map(Object.values(status.pools).flat().map((engine) => [engine.url, engine])).values()];
 }
 
+function aboutSplits(status) {
+  if (status.policy === "colocate") return "No prompt is split between two engines (policy colocate)";
+  if (status.policy === "split") return "Every prompt is split between a prefill and a decode engine (policy split)";
+  const least = status.split_from.map((pair) => pair.tokens).filter((tokens) => tokens !== null);
+  if (!least.length) return "No prompt is split between two engines now (policy auto)";
+  const from = Math.min(...least), to = Math.max(...least);
+  return `Prompts are split between a prefill and a decode engine from ${from === to ? count(from) : `${count(from)} to ${count(to)}`} uncached tokens (policy auto)`;
+}
+
 function messages(status, engines) {
   const found = [];
   if (status.draining) found.push(["warning", "The proxy is shutting down: it takes no new requests."]);
@@ -93,7 +102,7 @@ function show(status) {
   const found = messages(status, engines);
   const worst = found.some(([severity]) => severity === "bad") ? "bad" : found.some(([severity]) => severity === "warning") ? "warning" : "ok";
   document.title = `${worst === "ok" ? "" : "⚠ "}kvstore proxy`;
-  by("about").textContent = `policy ${status.policy}; prompts are split from ${status.split_tokens} uncached tokens`;
+  by("about").textContent = aboutSplits(status);
   const verdict = by("verdict");
   verdict.hidden = false;
   verdict.className = worst;
