@@ -20,6 +20,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,49 @@ WARM_UP_TOKENS = 200
 WARM_UP_SEEDS = (1, 2)  # of other pages than the prompt's; each engine's warm-up must not be in the store either
 PROMPT_SEED = 5
 
-progress = Console(stderr=True)
+SAY_S = 10.0  # a pipe gets a line this often
+START_S = 40.0  # an engine's start on two cores, about
+
+progress = Console(stderr=True, soft_wrap=True)
+
+
+class Waiting:
+    """Says what the program waits for, and for how long already: on a terminal once a second, in a pipe every `SAY_S`
+    seconds."""
+
+    def __init__(self, doing: str, usual_s: float | None) -> None:
+        self.now(doing, usual_s)
+
+    def now(self, doing: str, usual_s: float | None = None) -> None:
+        """Set what the program waits for from now on. `usual_s`: how long this usually takes, in seconds; None if not
+        known."""
+        self._now = doing, usual_s, time.monotonic()
+
+    def __str__(self) -> str:
+        doing, usual_s, began = self._now
+        usually = "" if usual_s is None else f", usually about {usual_s:.0f} s"
+        return f"{doing} … {time.monotonic() - began:.0f} s{usually}"
+
+
+@contextmanager
+def waiting(doing: str, usual_s: float | None = None) -> Iterator[Waiting]:
+    """Say what the body waits for, as described for `Waiting`, which is yielded."""
+    ended, found = threading.Event(), Waiting(doing, usual_s)
+    with progress.status(str(found)) as status:
+        say = status.update if progress.is_terminal else progress.print
+        pause_s = 1.0 if progress.is_terminal else SAY_S
+
+        def repeat() -> None:
+            while not ended.wait(pause_s):
+                say(str(found))
+
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
+            yield found
+        finally:
+            ended.set()
+            thread.join()
 
 
 def require_engine() -> None:
@@ -112,32 +158,33 @@ def start_server(log: Path) -> tuple[subprocess.Popen[str], str]:
     return server, ready.group(1)
 
 
-def run_engine(name: str, spec: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Start an engine, warm it up, send it the prompt and stop it. Return its answer to the prompt."""
-    steps = ["starting", "warming up", f"prompt of {len(spec['prompts'][1])} tokens"]
+def run_engine(name: str, spec: dict[str, Any], log: Path, usual_s: float | None = None) -> dict[str, Any]:
+    """Start an engine, warm it up, send it the prompt and stop it. Return its answer to the prompt. `usual_s`: about
+    how long the prompt takes, if that is known."""
+    steps = {"starting": START_S, "warming up": None, f"prompt of {len(spec['prompts'][1])} tokens": usual_s}
     answer: Any = None
     command = [sys.executable, __file__, "--engine", json.dumps(spec)]
     with (
         log.open("wb") as file,
-        progress.status("") as status,
+        waiting(f"{name}: starting", START_S) as wait,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment()) as engine,
     ):
         assert engine.stdout is not None
-        for step in steps:
+        for step, step_s in steps.items():
             progress.print(f"{name}: {step} …")
-            status.update(f"{name}: {step} …")
+            wait.now(f"{name}: {step}", step_s)
             line = engine.stdout.readline()
             if not line:
                 raise SystemExit(f"{name} failed while {step}; its log ends:\n{log.read_text()[-4000:]}")
             answer = json.loads(line)
-        status.update(f"{name}: stopping …")
+        wait.now(f"{name}: stopping")
     progress.print(f"{name}: first token after {answer['ttft_s']:.2f} s, {answer['cached_tokens']} tokens cached")
     return dict(answer)
 
 
 def run_demo(prompt_tokens: int, model_name: str) -> dict[str, Any]:
     progress.print(f"two engines, one after the other, with the model {model_name}: about four minutes on two cores")
-    with progress.status(f"making the model {model_name}, once …"):
+    with waiting(f"preparing the model {model_name} and the prompts, a minute longer the first time"):
         model = make_model(model_name)
         warm_up, other = (make_prompts(model_name, model, 1, WARM_UP_TOKENS, seed)[0] for seed in WARM_UP_SEEDS)
         [prompt] = make_prompts(model_name, model, 1, prompt_tokens, PROMPT_SEED)

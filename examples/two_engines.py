@@ -26,12 +26,12 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
-from demo import BLOCK_TOKENS, environment, parse_options, progress, start_server
+from demo import BLOCK_TOKENS, START_S, environment, parse_options, progress, start_server, waiting
 from models import SHAPES, VOCABULARY, make_model
 from rich.console import Console
 from rich.table import Table
 
-START_S = 300.0
+LONGEST_START_S = 300.0
 SHUTDOWN_S = 30  # for requests at SIGTERM, and for sending the blocks that they computed
 TURNS = 4
 ANSWER_TOKENS = 64
@@ -51,10 +51,21 @@ def free_port() -> int:
 
 
 class EngineServer:
-    """`vllm serve` with the connector. `store`: the store's endpoint; empty for an engine without a store."""
+    """`vllm serve` with the connector.
+
+    store: the store's endpoint; empty for an engine without a store
+    texts: whether the model has a tokenizer, so that the engine takes texts and chats, too
+    """
 
     def __init__(
-        self, name: str, model: Path, store: str, max_model_len: int, log: Path, dtype: str = "bfloat16"
+        self,
+        name: str,
+        model: Path,
+        store: str,
+        max_model_len: int,
+        log: Path,
+        dtype: str = "bfloat16",
+        texts: bool = False,
     ) -> None:
         self.name = name
         self.url = f"http://127.0.0.1:{(port := free_port())}"
@@ -80,8 +91,8 @@ class EngineServer:
             command += ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
             command += ["--kv-events-config", json.dumps(events)]
         command += ["--shutdown-timeout", str(SHUTDOWN_S)]
-        # These options are needed on a CPU, and for a model without a tokenizer.
-        command += ["--skip-tokenizer-init", "--dtype", dtype, "--enforce-eager"]
+        command += [] if texts else ["--skip-tokenizer-init"]
+        command += ["--dtype", dtype, "--enforce-eager"]  # these and the next options are needed on a CPU
         command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", str(max_model_len)]
         command += ["--gpu-memory-utilization", "0.3"]
         settings = {
@@ -94,6 +105,10 @@ class EngineServer:
         with log.open("wb") as file:
             self._process = subprocess.Popen(command, stdout=file, stderr=file, env=settings)
 
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
     def stop(self) -> None:
         self._process.terminate()
         try:
@@ -103,7 +118,7 @@ class EngineServer:
             self._process.wait()
 
     def await_health(self) -> None:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + LONGEST_START_S
         while self._process.poll() is None and time.monotonic() < deadline:
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=1).close()
@@ -176,7 +191,7 @@ def start_router(engines: list[EngineServer]) -> tuple[subprocess.Popen[str], st
 
 
 def run(prompt_tokens: int, model_name: str) -> dict[str, Any]:
-    with progress.status(f"making the model {model_name} …"):
+    with waiting(f"making the model {model_name}"):
         model = make_model(model_name)
     longest = prompt_tokens + TURNS * (ANSWER_TOKENS + 40) + ANSWER_TOKENS
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
@@ -189,7 +204,7 @@ def run(prompt_tokens: int, model_name: str) -> dict[str, Any]:
         for name in ("engine A", "engine B"):
             engines.append(EngineServer(name, model, endpoint, longest, logs / f"{name}.log"))
             stack.callback(engines[-1].stop)
-        with progress.status("two engines are starting …"):
+        with waiting("two engines are starting", 2 * START_S):
             for engine in engines:
                 engine.await_health()
         turns = converse({engine.name: engine.url for engine in engines}, 11, prompt_tokens)
