@@ -273,16 +273,22 @@ def check_reached(url: str) -> None:
 
 
 async def _send(each: _Load, given: LoadOptions, bodies: RequestBodies, on_progress: OnProgress) -> LoadRun:
-    import asyncio
-
     gc.freeze()  # garbage collections during the run then do not scan the trace
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_on_signals()
     api_key = given.api_key or os.environ.get(API_KEY_VARIABLE)
     return await send(
         given.url, each.planned, bodies, given.vocab, each.seed, on_progress, given.timeout, api_key=api_key, stop=stop
     )
+
+
+def stop_on_signals() -> asyncio.Event:
+    """Return an event that Ctrl-C and SIGTERM set while the running loop runs."""
+    import asyncio
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 async def send(

@@ -62,7 +62,8 @@ MS: Final = scaled(1e3, ".1f")  # for values in seconds
 
 def print_table(title: str, columns: Sequence[Column], rows: Iterable[object], narrow: bool = False) -> None:
     """Print a table whose first column has names, on the left. In a table that is too wide, each word of a heading gets
-    a line, and if it is still too wide, cells are folded. `narrow`: whether to leave out the space around the cells."""
+    a line (a no-break space keeps two words together). If it is still too wide, cells are folded. `narrow`: whether to
+    leave out the space around the cells."""
     console = Console(highlight=False)
     if title:
         console.print(Text(title, style="italic"))  # a title of the table's own would be folded to the table's width
@@ -71,7 +72,7 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[object], n
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0 if narrow else 1))
         for number, column in enumerate(columns):
             table.add_column(
-                column.heading.replace(" ", "\n") if words_apart else column.heading,
+                (column.heading.replace(" ", "\n") if words_apart else column.heading).replace("\xa0", " "),
                 justify="left" if column.text or not number else "right",
                 no_wrap=not (column.text or folded),
                 overflow="fold",

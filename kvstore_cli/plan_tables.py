@@ -311,6 +311,24 @@ def print_verified(verified: Verified) -> None:
         f"\n{printable(verified.workload)}; {last.predicted_hit_rate:.0%} of prompts' tokens in the store{measured}\n"
         f"mean error {verified.mean_error:.1f} points, worst {verified.worst_error:.1f}"
     )
+    shares = [each.split_share for each in verified.compared if each.split_share is not None]
+    if not shares and verified.apart:
+        print("the endpoint is not a kvstore proxy: whether two engines shared these requests is not known")
+    elif shares and verified.apart and min(shares) < 1:
+        print(
+            f"the proxy split {_percents(shares)} of the requests, and one engine served each of the others "
+            "(colocated), but the prediction is for split requests: start the proxy with --policy split"
+        )
+    elif shares and not verified.apart and max(shares) > 0:
+        print(
+            f"the proxy split {_percents(shares)} of the requests, but the prediction is for colocated engines: start "
+            "the proxy with --policy colocate"
+        )
+
+
+def _percents(shares: Sequence[float]) -> str:
+    low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    return low if low == high else f"{low} to {high}"
 
 
 def print_roles(shifted: Shifted) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore_cli.load import check_reached, check_url, send
+from kvstore_cli.load import check_reached, check_url, send, stop_on_signals
 from kvstore_cli.options import JsonOption, need_modules, takes
-from kvstore_cli.output import example, fail, show
+from kvstore_cli.output import CommandFailed, example, fail, show
 from kvstore_cli.plan_options import NODE, STORE, check_positive, make_links, parse_numbers, profile_of
 from kvstore_cli.progress import progress_bar
 from kvstore_cli.traces import TRACE_HELP, BlockTokensOption, TimeUnitOption, say_what_is_odd, unit_of
@@ -124,9 +124,15 @@ def verify(given: VerifyOptions) -> None:
     recipe = _recipe(given, read)
     if not given.hits:
         recipe = without_hits(recipe)
-    compared = compare_rates(given, fleet, slo, recipe, _rates(given.rate, read))
-    result = verified(compared, slo, recipe)
-    show(result, given.as_json, lambda: print_verified(result))
+    rates = _rates(given.rate, read)
+    compared = compare_rates(given, fleet, slo, recipe, rates)
+    failure = None
+    if len(compared) < len(rates):
+        failure = CommandFailed("failed", f"interrupted: {len(compared)} of {len(rates)} rates are compared")
+        if not compared:
+            raise failure
+    result = verified(compared, slo, recipe, apart=fleet.placement.colocated is None)
+    show(result, given.as_json, lambda: print_verified(result), failure)
 
 
 def _planned_by(given: VerifyOptions, plan: Path) -> PlanDocument:
@@ -169,14 +175,19 @@ def _recipe(given: VerifyOptions, read: PlanDocument | None) -> Recipe:
 def compare_rates(
     given: VerifyOptions, fleet: Fleet, slo: Slo, recipe: Recipe, rates: Sequence[float]
 ) -> list[Compared]:
-    """Measure and predict the attainment at each rate. Ends the command if the endpoint cannot be used or the load
-    cannot be sent."""
+    """Measure and predict the attainment at each rate. After an interrupt, the rates that were complete are returned.
+    Ends the command if the endpoint cannot be used or the load cannot be sent."""
     import asyncio
 
     from kvstore_serving.load.arrivals import seed_of
     from kvstore_serving.load.client import RequestBodies
     from kvstore_serving.load.report import make_report
-    from kvstore_serving.planning.verify import compare
+    from kvstore_serving.load.run import LoadRun
+    from kvstore_serving.planning.verify import compare, decisions_at, split_share
+
+    async def measured(planned: list[Planned], seed: int, ended: Callable[[RunProgress], None]) -> LoadRun:
+        stop = stop_on_signals()
+        return await send(given.url, planned, bodies, given.vocab, seed, ended, stop=stop)
 
     seeds = [seed_of(given.seed, number) for number in range(len(rates))]
     loads = [_planned(given, recipe, rate, seed) for rate, seed in zip(rates, seeds, strict=True)]
@@ -189,11 +200,15 @@ def compare_rates(
             def ended(now: RunProgress, total: int = len(planned)) -> None:
                 progress(now.ended, total)
 
-            run = asyncio.run(send(given.url, planned, bodies, given.vocab, seed, ended))
+            before = asyncio.run(decisions_at(given.url))
+            run = asyncio.run(measured(planned, seed, ended))
+            after = asyncio.run(decisions_at(given.url))
+        if run.interrupted:
+            break
         report = make_report(run, slo, rate_rps=rate, source="verify", url=given.url, model=given.model, seed=seed)
         if not report.completed:
             fail("failed", f"all requests failed, {report.errors[0].kind}: {report.errors[0].message}")
-        found.append(compare(fleet, recipe, planned, run.outcomes, report))
+        found.append(compare(fleet, recipe, planned, run.outcomes, report, split_share(before, after)))
     return found
 
 

@@ -23,7 +23,9 @@ from kvstore_serving.load.prompts import HASHED_TOKENS
 from kvstore_serving.load.records import Planned, RequestOutcome
 from kvstore_serving.load.report import LoadReport, Slo, attains, widest_interval
 from kvstore_serving.load.trace import replay
+from kvstore_serving.planning.metrics_page import MetricsError, metrics_of
 from kvstore_serving.planning.simulator import Fleet, SimulatedRun, simulate
+from kvstore_serving.planning.watching import GENERATING
 from kvstore_serving.planning.workload import Recipe, Synthetic, Workload, found_tokens, rate_of
 
 LEAST_RATES: Final = 5  # fewer rates do not give a curve
@@ -35,6 +37,7 @@ class Compared(msgspec.Struct, frozen=True):
 
     error: the error of the predicted attainment, in percentage points
     hit rates: the shares of prompts' tokens that were hits; the measured one is None if the engine does not report it
+    split_share: the share of requests that the proxy split between two engines; None if the endpoint is not a proxy
     """
 
     rate_rps: float
@@ -49,16 +52,43 @@ class Compared(msgspec.Struct, frozen=True):
     measured_tpot_s: float | None
     predicted_hit_rate: float
     measured_hit_rate: float | None
+    split_share: float | None
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """The result of `kvstore plan verify`. `workload`: the load in words. Errors are absolute, in percentage points."""
+    """The result of `kvstore plan verify`. `workload`: the load in words. Errors are absolute, in percentage points.
+    `apart`: whether the prediction is for prefill engines with decode engines."""
 
     compared: list[Compared]
     mean_error: float
     worst_error: float
     slo: Slo
     workload: str
+    apart: bool
+
+
+async def decisions_at(url: str) -> dict[str, float] | None:
+    """Return how many requests the proxy at this URL has served so far, by its decision; None if it is not a proxy."""
+    try:
+        samples = await metrics_of(url)
+    except MetricsError:
+        return None
+    found: dict[str, float] = {}
+    for sample in samples:
+        if sample.name == "kvstore_proxy_requests_total" and sample.labels["endpoint"] in GENERATING:
+            decision = sample.labels["decision"]
+            found[decision] = found.get(decision, 0.0) + sample.value
+    proxy = any(sample.name.startswith("kvstore_proxy_") for sample in samples)
+    return found if proxy else None
+
+
+def split_share(before: dict[str, float] | None, after: dict[str, float] | None) -> float | None:
+    """Return the share of requests that were split between two readings; None if not known."""
+    if before is None or after is None:
+        return None
+    grown = {decision: after[decision] - before.get(decision, 0.0) for decision in after}
+    served = sum(grown.values())
+    return grown.get("split", 0.0) / served if served > 0 else None
 
 
 def planned_load(recipe: Recipe, rate_rps: float, requests: int | None, warm_up: int, seed: int) -> list[Planned]:
@@ -111,10 +141,15 @@ def workload_of(planned: Sequence[Planned], recipe: Recipe) -> Workload:
 
 
 def compare(
-    fleet: Fleet, recipe: Recipe, planned: Sequence[Planned], outcomes: Sequence[RequestOutcome], report: LoadReport
+    fleet: Fleet,
+    recipe: Recipe,
+    planned: Sequence[Planned],
+    outcomes: Sequence[RequestOutcome],
+    report: LoadReport,
+    split: float | None = None,
 ) -> Compared:
     """Simulate the requests that were sent at one rate. `outcomes`: the outcomes that `report` was made from, in the
-    order of arrival."""
+    order of arrival. `split`: the share of requests that were split, if known."""
     assert report.rate_rps is not None
     workload = workload_of(planned, recipe)
     run: SimulatedRun = simulate(fleet, workload, 1.0, warm_up=report.warmup)
@@ -136,10 +171,11 @@ def compare(
         measured_tpot_s=report.tpot_s.p50,
         predicted_hit_rate=float(workload.hits[counted].sum() / workload.inputs[counted].sum()),
         measured_hit_rate=None if tokens.cached is None or not tokens.prompt else tokens.cached / tokens.prompt,
+        split_share=split,
     )
 
 
-def verified(compared: Sequence[Compared], slo: Slo, recipe: Recipe) -> Verified:
+def verified(compared: Sequence[Compared], slo: Slo, recipe: Recipe, *, apart: bool) -> Verified:
     """Return the result over all rates."""
     errors = [each.error for each in compared]
-    return Verified(list(compared), sum(errors) / len(errors), max(errors), slo, recipe.source)
+    return Verified(list(compared), sum(errors) / len(errors), max(errors), slo, recipe.source, apart)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.integration.test_plan import document, plan
 from tests.support.endpoint import Endpoint
+from tests.support.harness import START_S, Server, environment, interruptible, wait_until
+from tests.support.proxies import ProxyProcess, StandInEngine
+from tests.support.stand_in_engine import MODEL
 
 RATES, FAST = (
     [word for rate in rates for word in ("--rate", str(rate))] for rates in (range(10, 60, 10), range(40, 90, 10))
@@ -112,3 +118,40 @@ def test_verify_names_what_is_missing(profile: str, tmp_path: Path) -> None:
     assert "expected what this version's `kvstore plan search --json` prints" in other
     gone = document("verify", *at, "--plan", str(tmp_path / "no.json"), status=2)["error"]["message"]
     assert "no.json: No such file or directory; expected what" in gone
+
+
+def test_after_ctrl_c_the_complete_rates_are_compared(paced_endpoint: Endpoint, profile: str) -> None:
+    at = ["--profile", profile, "--url", paced_endpoint.url, "--model", "m", "--json"]
+    command = [sys.executable, "-m", "kvstore_cli", "plan", "verify", *at, *RATES, *LOAD, *SLO]
+    with interruptible(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as verifying:
+        wait_until(lambda: len(paced_endpoint.asked) > 10, START_S, "the second rate is sent")
+        verifying.send_signal(signal.SIGINT)
+        out, err = verifying.communicate(timeout=START_S)
+    assert verifying.returncode == 1 and "Traceback" not in err, err
+    found = json.loads(out)
+    assert 1 <= len(found["compared"]) < 5
+    assert found["error"]["message"] == f"interrupted: {len(found['compared'])} of 5 rates are compared"
+
+
+def test_verify_says_which_requests_the_proxy_split(
+    paced_endpoint: Endpoint, tcp_server: Server, profile: str, tmp_path: Path
+) -> None:
+    engines = [StandInEngine(tmp_path / f"{name}.log") for name in "pd"]
+    try:
+        roles = [f"--prefill={engines[0].url}", f"--decode={engines[1].url}"]
+        options = [f"--store={tcp_server.endpoint}", *roles, "--policy=colocate", "--check-seconds=0.1"]
+        apart = ["--prefill", "1,1,1", "--decode", "1,1,1"]
+        with ProxyProcess(tmp_path / "proxy", *options) as proxy:
+            at = ["--profile", profile, "--url", proxy.url, "--model", MODEL]
+            said = " ".join(plan("verify", *at, *FAST, *LOAD, *SLO, *apart).stdout.split())
+            assert "the proxy split 0% of the requests, and one engine served each of the others" in said
+            found = document("verify", *at, *FAST, *LOAD, *SLO, *apart)
+            assert {each["split_share"] for each in found["compared"]} == {0.0}
+    finally:
+        for engine in engines:
+            engine.kill()
+    direct = ["--profile", profile, "--url", paced_endpoint.url, "--model", "m"]
+    said = " ".join(plan("verify", *direct, *FAST, *LOAD, *SLO, *apart).stdout.split())
+    assert "the endpoint is not a kvstore proxy" in said
