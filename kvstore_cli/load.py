@@ -264,12 +264,15 @@ def check_reached(url: str) -> None:
     """End the command now if no server listens at the address, so that there is no run in which every request fails."""
     import asyncio
 
+    from kvstore_serving.failures import in_words
     from kvstore_serving.load.client import REACH_S, reach
 
     try:
         asyncio.run(reach(url))
-    except (OSError, asyncio.TimeoutError) as error:
-        fail("unreachable", f"no server listens at {url}: {error or f'no connection within {REACH_S:g} s'}")
+    except asyncio.TimeoutError:
+        fail("unreachable", f"no server listens at {url}: no connection within {REACH_S:g} s")
+    except OSError as error:
+        fail("unreachable", f"no server listens at {url}: {in_words(error)}")
 
 
 async def _send(each: _Load, given: LoadOptions, bodies: RequestBodies, on_progress: OnProgress) -> LoadRun:

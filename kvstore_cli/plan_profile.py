@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kvstore_cli.load import check_reached, check_url
 from kvstore_cli.options import JsonOption, need_modules, size_option, takes
 from kvstore_cli.output import example, fail, show
 from kvstore_cli.plan_options import check_writable, parse_numbers
@@ -163,6 +164,9 @@ def _measured(given: ProfileOptions, kv_bytes: int) -> Profile:
     told = iter(parse_numbers("--kv-tokens", kv_tokens) if kv_tokens is not None else [])
     if kv_tokens is not None and kv_tokens.count(",") + 1 != len(urls):
         fail("usage", f"--kv-tokens {kv_tokens}: expected one number for each of {len(urls)} --url")
+    for url in urls:
+        check_url(url)
+        check_reached(url)
     degrees = []
     for url, tp in zip(urls, tps, strict=True):
         tokens = next(told, None) if kv_tokens is not None else asyncio.run(profiling.kv_tokens(url))

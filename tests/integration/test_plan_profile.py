@@ -79,6 +79,14 @@ def test_profile_measures_interference_between_engines(tmp_path: Path) -> None:
     assert "expected only one: --distserve measures nothing" in wrong["error"]["message"]
 
 
+def test_profile_says_that_no_engine_listens(tmp_path: Path) -> None:
+    what = ["--model", "m", "--kv-bytes-per-token", "1000", "--output", str(tmp_path / "x.json")]
+    error = document("profile", "--url", "http://127.0.0.1:9", *what, status=1)["error"]
+    assert error["message"] == "no server listens at http://127.0.0.1:9: Connection refused"
+    wrong = document("profile", "--url", "127.0.0.1:9", *what, status=2)["error"]
+    assert "expected http://HOST:PORT" in wrong["message"]
+
+
 def test_profile_requires_the_memory_size(paced_endpoint: Endpoint, tmp_path: Path) -> None:
     what = ["--model", "m", "--kv-bytes-per-token", "1000", "--output", str(tmp_path / "x.json")]
     error = document("profile", "--url", paced_endpoint.url, *what, status=1)["error"]
