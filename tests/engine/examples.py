@@ -21,17 +21,27 @@ import pytest
 
 from tests.engine.engines import nursery
 from tests.engine.served import SERVER, run_server
-from tests.support.harness import ROOT
+from tests.support.harness import ROOT, wait_until
 
 RUN_S = 390.0
 
 
-def run_example(name: str, *arguments: str, folder: Path, cold: int = 0) -> dict[str, Any]:
-    """Run examples/NAME. Returns the JSON that it prints. cold: this many of its servers are started without a fork, as
-    for a user."""
+def run_example(name: str, *arguments: str, folder: Path, cold: int = 0, end_at: str = "") -> dict[str, Any]:
+    """Run examples/NAME. Returns the JSON that it prints.
+
+    cold: this many of its servers are started without a fork, as for a user
+    end_at: send SIGTERM when this text is on standard error
+    """
     out, err = folder / "stdout", folder / "stderr"
     process = nursery().Process(target=_run, args=(name, arguments, out, err, cold))
     process.start()
+    if end_at:
+        wait_until(
+            lambda: not process.is_alive() or (err.exists() and end_at in err.read_text()),
+            RUN_S,
+            f"{name} says {end_at!r}",
+        )
+        process.terminate()
     process.join(RUN_S)
     if process.is_alive():
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]

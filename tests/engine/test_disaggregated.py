@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,15 @@ from tests.engine.examples import run_example
 
 @pytest.mark.timeout(400)
 def test_one_engine_prefills_and_another_answers_through_the_proxy(tmp_path: Path) -> None:
-    result = run_example("disaggregated.py", "--json", "--model", "tiny", "--prompt-tokens", "1000", folder=tmp_path)
+    options = ["--json", "--keep", "--model", "tiny", "--prompt-tokens", "1000"]
+    result = run_example("disaggregated.py", *options, folder=tmp_path, end_at="Ctrl-C ends all of it")
+    said = (tmp_path / "stderr").read_text()
+    kept = dict(re.findall(r"^  (proxy|P|D|store)\b.* ((?:http|tcp)://127.0.0.1:\d+)", said, re.MULTILINE))
+    assert set(kept) == {"proxy", "P", "D", "store"} and f"curl -s {kept['proxy']}/v1/completions" in said, said
+    assert said.rstrip().endswith("stopped")
+    for url in kept.values():
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
     assert result["decision"] == "split" and result["token_ids_equal"] and result["hand_overs"] == 5
     for answers in (result["alone"], result["apart"]):
         assert len(answers) == 3 and all(0 < each["first_token_s"] < each["seconds"] for each in answers)

@@ -22,7 +22,7 @@ DOCUMENTS: Final = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT 
 FIRST_CLUSTER: Final = ROOT / "docs" / "first-cluster.md"  # starts servers, so a test of its own runs it
 LANGUAGES: Final = {"shell", "python"}
 _FENCE: Final = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_REASON: Final = re.compile(r"<!-- not run here: (.+?) -->\s*\Z", re.DOTALL)
+_REASON: Final = re.compile(r"<!-- not run here: ((?:(?!-->).)+?) -->\s*\Z", re.DOTALL)
 # Matches commands that a reader would paste into a shell. A block with matching text must have the language `shell`.
 _PROGRAMS: Final = r"kvstore|kvstore-server|pip|make|vllm|docker|kubectl|python|scripts/\S+"
 _COMMAND: Final = re.compile(rf"^\$?\s*({_PROGRAMS}) [\w'./-]", re.MULTILINE)

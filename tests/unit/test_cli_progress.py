@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import pytest
 
 from kvstore_cli import progress
 from kvstore_cli.progress import progress_bar
-from tests.support.harness import wait_until
+from tests.support.harness import ROOT, wait_until
 
 
 class Said:
@@ -58,3 +59,13 @@ def test_a_short_command_prints_no_line(capsys: pytest.CaptureFixture[str]) -> N
     with progress_bar("measuring", True) as update:
         update(1, 2)
     assert capsys.readouterr().err == ""
+
+
+def test_examples_say_what_they_wait_for(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    demo = importlib.import_module("demo")
+    monkeypatch.setattr(demo, "SAY_S", 0.01)
+    with demo.waiting("two engines are starting", 80.0) as wait:
+        said.line(r"^two engines are starting … \d+ s, usually about 80 s$")
+        wait.now("stopping")
+        said.line(r"^stopping … \d+ s$")
