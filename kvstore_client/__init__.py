@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from kvstore_client._links.buffers import Blocks, Memory
     from kvstore_client.aio import AsyncKVStoreClient, AsyncPromise
     from kvstore_client.client import KVStoreClient
     from kvstore_client.errors import (
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
         SettingRefused,
         Timeout,
     )
-    from kvstore_client.keys import DTYPES, Namespace, prefix_keys
+    from kvstore_client.keys import DTYPES, DType, Keys, Namespace, TokenIds, prefix_keys
     from kvstore_client.promises import Promise
     from kvstore_client.results import (
         ClientStats,
@@ -51,16 +52,20 @@ __all__ = [
     "AsyncKVStoreClient",
     "AsyncPromise",
     "BlockSizeMismatch",
+    "Blocks",
     "ClientStats",
     "ConnectedClient",
     "ConnectionLost",
+    "DType",
     "DiskInfo",
     "GetResult",
     "KVStoreClient",
     "KVStoreError",
     "KeySizeMismatch",
+    "Keys",
     "Location",
     "Lookup",
+    "Memory",
     "Namespace",
     "NamespaceInfo",
     "NotAuthorized",
@@ -80,6 +85,7 @@ __all__ = [
     "StoreInfo",
     "TenantInfo",
     "Timeout",
+    "TokenIds",
     "prefix_keys",
 ]
 
@@ -97,7 +103,8 @@ _MODULES: Final = {
         "SettingRefused",
         "Timeout",
     ),
-    "keys": ("DTYPES", "Namespace", "prefix_keys"),
+    "_links.buffers": ("Blocks", "Memory"),
+    "keys": ("DTYPES", "DType", "Keys", "Namespace", "TokenIds", "prefix_keys"),
     "promises": ("Promise",),
     "results": (
         "ClientStats",

@@ -3,7 +3,7 @@
 Each call runs on a thread of the client's own pool and waits in system calls that release the GIL, so the event loop
 never waits for the network. At most `concurrency` calls are in flight, and further calls wait in a queue. If a call is
 cancelled, its task ends at once, but its request may continue until its deadline. So memory that was given to a
-cancelled `get_into` or `set` must not be used again before `timeout_s` has passed.
+cancelled `get_into` or `set` must not be used again before `wait_s` + `timeout_s` have passed.
 """
 
 from __future__ import annotations

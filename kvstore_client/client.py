@@ -396,7 +396,8 @@ class KVStoreClient:
 
         * `refresh`: Whether this call counts as a use of the blocks.
         * `pin_s`: How long the blocks that are found are protected from eviction, in seconds; 0 to 60. A `get` within
-          this time finds them, as far as the server allows.
+          this time finds them. A shard pins at most half of its slots; of more blocks it pins the first. A tenant may
+          have a lower limit.
 
         Returns: An `(n,)` array of bool.
         """
@@ -452,7 +453,8 @@ class KVStoreClient:
         It also ends with the `with` block, with `withdraw`, after `ttl_s` unless it is renewed, and when this client's
         connection ends. In these cases, clients that still wait get a miss at once. A promise reserves nothing: it
         takes no room for the block, and any client may set the block. A store that has no memory for more promises
-        refuses them. With `fail_open`, blocks whose shard does not answer are `mine`.
+        refuses them. With `fail_open`, blocks whose shard does not answer are `mine`. Two calls of one client get the
+        same blocks as `mine`: the store tells clients apart, not the requests of one engine.
 
         * `ttl_s`: How long the promise lasts, in seconds; above 0, at most 600.
 

@@ -317,8 +317,10 @@ class RequestHandlers:
     def _get(self, peer: Peer, request: wire.Get, namespace: NamespaceStore | None, keys: bytes) -> None:
         self._state.gets += 1
         now, pin_until = self._state.now, 0.0
-        if request.prefix and namespace is not None and self._may_pin(peer, namespace, request.count):
+        count = request.count
+        if request.prefix and namespace is not None and self._pinnable(peer, namespace, count) == count:
             pin_until = now + min(PREFIX_PIN_S, request.deadline_ms / 1000)
+            namespace.pins += count
         stream = ReplyStream(
             self._store, self._disk, namespace, request, keys, now, peer.outbox.resume, pin_until, peer.leases
         )
@@ -386,9 +388,10 @@ class RequestHandlers:
             reply = wire.MatchReply(request.id, 0) if matching else wire.ContainsReply(request.id, bytes(request.count))
             peer.outbox.reply(reply)
             return
-        pin_until = 0.0
-        if request.pin_s > 0 and self._may_pin(peer, namespace, request.count):
-            pin_until = self._state.now + request.pin_s
+        pins = self._pinnable(peer, namespace, request.count) if request.pin_s > 0 else 0
+        namespace.pins += pins  # they count from now on
+        pinned_until = self._state.now + request.pin_s
+        pin_until = pinned_until if pins == request.count else 0.0
         tick = self._store.ticks(request.count) if request.refresh else 0
         if isinstance(request, wire.MatchPrefix):
             length = namespace.match_prefix(keys, self._state.now, request.refresh, tick, pin_until)
@@ -396,14 +399,15 @@ class RequestHandlers:
         else:
             look_up = namespace.expected if request.promised else namespace.contains
             present = look_up(keys, self._state.now, request.refresh, tick, pin_until)
+            length = request.count
             peer.outbox.reply(wire.ContainsReply(request.id, present))
+        if 0 < pins < request.count:  # the first blocks, because the others of a chain are useless without them
+            namespace.contains(keys[: min(pins, length) * request.key_bytes], self._state.now, False, 0, pinned_until)
 
-    def _may_pin(self, peer: Peer, namespace: NamespaceStore, count: int) -> bool:
-        """Return whether a client may pin `count` more blocks. If so, the blocks count as pinned from now on."""
+    def _pinnable(self, peer: Peer, namespace: NamespaceStore, count: int) -> int:
+        """Return how many of `count` more blocks a client may pin."""
         now = self._state.now
-        if not namespace.may_pin(count, now):
-            return False
-        if self.tenants is not None and not self.tenants.may_pin(peer, namespace, count, self._store, now):
-            return False
-        namespace.pins += count
-        return True
+        count = namespace.pinnable(count, now)
+        if self.tenants is not None and count:
+            count = self.tenants.pinnable(peer, namespace, count, self._store, now)
+        return count

@@ -128,23 +128,24 @@ class Tenants:
             code=code,
         )
 
-    def may_pin(
+    def pinnable(
         self, peer: Peer, namespace: NamespaceStore, count: int, namespaces: Iterable[NamespaceStore], now: float
-    ) -> bool:
-        """Return whether a connection's tenant may pin `count` more blocks. A refusal is counted."""
+    ) -> int:
+        """Return how many of `count` more blocks a connection's tenant may pin. If not all of them, a refusal is
+        counted."""
         tenant = peer.session.tenant
         if tenant is None or tenant.limits.pinned is None:
-            return True
+            return count
         pinned = 0
         for each in namespaces:
             if each.tenant == tenant.name:
                 if now - each.pins_counted_at > COUNT_PINS_S:
                     each.count_pins(now)
                 pinned += each.pins * each.block_bytes
-        if pinned + count * namespace.block_bytes <= tenant.limits.pinned:
-            return True
-        self.refusal(tenant, PINNED, peer)  # the client gets no error: it only sees unpinned blocks being evicted
-        return False
+        allowed = max(0, tenant.limits.pinned - pinned) // namespace.block_bytes
+        if allowed < count:
+            self.refusal(tenant, PINNED, peer)  # the client gets no error: it only sees unpinned blocks being evicted
+        return min(count, allowed)
 
     def memory_quota(self, name: str) -> Quota:
         """Return a tenant's quota of this shard's memory."""

@@ -106,19 +106,20 @@ class NamespaceStore:
         """Count the pinned blocks in memory."""
         self.pins, self.pins_counted_at = self.memory.index.pinned(now), now
 
-    def may_pin(self, count: int, now: float) -> bool:
-        """Return whether `count` more blocks may be pinned. Pinned blocks must leave the namespace room for new blocks.
+    def pinnable(self, count: int, now: float) -> int:
+        """Return how many of `count` more blocks may be pinned. Pinned blocks must leave the namespace room for new
+        blocks.
 
         Counting the pins of a million blocks takes milliseconds, so they are not counted for each request. Between two
         counts, each pin is added to the number, even if its block is pinned already.
         """
         index = self.memory.index
         slots = index.slots - index.transient_slots + self.arena.free * index.slots_per_segment
-        room = slots * MAX_PINNED_SHARE - count
+        most = int(slots * MAX_PINNED_SHARE)
         age_s = now - self.pins_counted_at
-        if age_s > COUNT_PINS_S or (self.pins > room and age_s > COUNT_PINS_AT_LIMIT_S):
+        if age_s > COUNT_PINS_S or (self.pins > most - count and age_s > COUNT_PINS_AT_LIMIT_S):
             self.count_pins(now)
-        return self.pins <= room
+        return max(0, min(count, most - self.pins))
 
     def abort(self, slots: Slots, keys: bytes) -> None:
         """Give up a write of these blocks. Free their slots, and wake the clients that wait for one of the blocks."""

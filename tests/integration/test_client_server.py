@@ -389,10 +389,14 @@ def test_a_pin_keeps_blocks_until_it_expires(small: KVStoreClient) -> None:
 
 
 def test_pins_never_take_a_whole_namespace(small: KVStoreClient) -> None:
+    keys = make_keys(64)
     fill(small, 64, first=0)
-    assert small.contains(make_keys(64), pin_s=30.0).all()
-    assert namespace_info(small).pinned <= 32
-    assert fill(small, 20, first=1000).created == 20
+    assert small.contains(keys, pin_s=30.0).all()
+    assert namespace_info(small).pinned == 32
+    assert small.match_prefix(keys, pin_s=30.0) == 64
+    assert namespace_info(small).pinned == 32
+    assert fill(small, 64, first=1000).created == 32
+    assert small.match_prefix(keys) == 32, "the first blocks of the request are pinned"
 
 
 def test_a_batch_larger_than_memory_is_stored_as_far_as_it_fits(small: KVStoreClient) -> None:
