@@ -246,7 +246,7 @@ class Outbox:
             if outgoing is None:
                 continue  # the stream is resumed by credit or by a commit
             if stream.done:
-                if self._state.timing.add(wire.Get, stream.began, stream.fetched):
+                if self._state.timing.add(wire.Get, stream.began + stream.promised_s, stream.fetched):
                     self._add_slow(stream)
                 self.end_stream(stream)
             else:

@@ -67,6 +67,7 @@ class ReplyStream:
         "_miss",
         "_parts",
         "_places",
+        "_promised_since",
         "_resume",
         "_search",
         "_used",
@@ -76,6 +77,7 @@ class ReplyStream:
         "done",
         "id",
         "namespace",
+        "promised_s",
     )
 
     def __init__(
@@ -99,6 +101,8 @@ class ReplyStream:
         self._first_s = -1.0  # how long it has waited until its first blocks were looked up; below 0 before that
         self._disk_s = 0.0  # how long it has waited for blocks on disk
         self._disk_since = 0.0  # since when it waits for these; 0 if it does not
+        self.promised_s = 0.0  # how long it has waited for promised blocks
+        self._promised_since = 0.0  # since when it waits for these; 0 if it does not
         self._disk = disk
         self._resume = resume  # called when there may be parts to send again
         self._attributes = request.attributes
@@ -214,12 +218,17 @@ class ReplyStream:
             return False
         positions, slots = search.take(room, now)
         if not len(positions) and search.undecided:
-            if search.fetched and not self._disk_since:
-                self._disk_since = now
+            if search.fetched:
+                self._disk_since = self._disk_since or now
+            elif search.wait_until:
+                self._promised_since = self._promised_since or now
             return False
         if self._disk_since:
             self._disk_s += now - self._disk_since
             self._disk_since = 0.0
+        if self._promised_since:
+            self.promised_s += now - self._promised_since
+            self._promised_since = 0.0
         if self.credit is not None:
             self.credit -= len(positions) * block_bytes
         self._places = None

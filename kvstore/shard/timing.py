@@ -2,10 +2,10 @@
 
 The time of a request begins with the turn of the loop in which its header and keys have arrived. So the time that it
 waits for other requests of that turn is included. The time ends when the reply is queued. The time of a GET ends when
-its last part is given to the connection. So it includes the time that the client takes to read the earlier parts, and
-the wait for promised blocks. The tier is `disk` if the request waited for the disk. This applies to a GET for which a
-block was read from disk, and to a DELETE or a SET with `force` whose removal had to be durable. Requests that are
-refused are not counted.
+its last part is given to the connection. So it includes the time that the client takes to read the earlier parts. It
+does not include the wait for promised blocks, for which the client that computes them is responsible. The tier is
+`disk` if the request waited for the disk. This applies to a GET for which a block was read from disk, and to a DELETE
+or a SET with `force` whose removal had to be durable. Requests that are refused are not counted.
 
 A row is one list of integers. This command measures the cost per request: `python -m timeit -s "from
 kvstore.shard.timing import Timing; from kvstore.wire import Get; t = Timing()" "t.add(Get, 0.0)"`.
