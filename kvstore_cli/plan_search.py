@@ -351,6 +351,7 @@ def _entries(role: str, placed: Placed, model: str, url: str) -> Iterator[str]:
         yield f'roles = ["{role}"]'
         yield f"model = {_quoted(model)}"
         yield f"tensor_parallel_size = {placed.tp}"
+        yield f"pipeline_parallel_size = {placed.pp}"
 
 
 def _quoted(text: str) -> str:

@@ -47,6 +47,7 @@ class EngineRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     model: _Text = ""
     weights: _Text = ""
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    pipeline_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     events: _Text = ""
     replay: _Text = ""
     namespaces: Annotated[str, msgspec.Meta(max_length=64)] = ""

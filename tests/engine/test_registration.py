@@ -35,7 +35,7 @@ def test_an_engine_is_in_the_directory_while_it_runs(
         engine = start_engine(server.endpoint, options=options, kv_events_config=events)
         wait_until(lambda: heard and heard[-1], what="it is registered")
         reached = f"tcp://127.0.0.1:{publisher}", f"tcp://127.0.0.1:{replay}"
-        record = EngineRecord(URL, ("prefill", "decode"), str(model), "7", 1, *reached)
+        record = EngineRecord(URL, ("prefill", "decode"), str(model), "7", 1, 1, *reached)
         assert heard[-1] == {"127.0.0.1-8000": record}, "before its first step it does not know its namespaces"
         engine.generate([1, 2, 3])
         wait_until(lambda: heard[-1]["127.0.0.1-8000"].namespaces, what="it has made a step")

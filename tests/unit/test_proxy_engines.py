@@ -9,14 +9,18 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvstore_cli.plan_search import _pools_file
 from kvstore_client.engine.directory import EngineRecord
 from kvstore_client.engine.routing import Routes
 from kvstore_client.vllm.connector.registration import as_reached
+from kvstore_serving.planning.document import PlanDocument
 from kvstore_serving.proxy.engine_events import EngineEvents
 from kvstore_serving.proxy.pools_file import PoolsFile, read_pools
 from kvstore_serving.proxy.settings import Settings, SettingsError
+from tests.unit.test_cli_tables import Filler
 
 A, B = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
 STORE = ("tcp://127.0.0.1:7070",)
@@ -36,6 +40,20 @@ def test_a_file_names_engines(tmp_path: Path) -> None:
         (A, both, "7", "tcp://h:5557", "tcp://h:5558"),
         (B, ("decode",), "", "", ""),
     ]
+
+
+def test_a_plans_file_has_both_degrees_of_parallelism(tmp_path: Path) -> None:
+    made: PlanDocument = Filler(True).of(PlanDocument)
+    shapes = {"prefill": (1, 2), "decode": (4, 3)}
+    placed = {
+        role: msgspec.structs.replace(getattr(made.placement, role), tp=tp, pp=pp, instances=1)
+        for role, (tp, pp) in shapes.items()
+    }
+    made = msgspec.structs.replace(made, placement=msgspec.structs.replace(made.placement, **placed))
+    file = tmp_path / "pools.toml"
+    file.write_text(_pools_file(made, "m", "http://p-{}:80", "http://d-{}:80"))
+    found = {each.roles[0]: (each.tensor_parallel_size, each.pipeline_parallel_size) for each in read_pools(file)}
+    assert found == shapes
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def register(
         config.model_config.model,
         options.weights_version,
         config.parallel_config.tensor_parallel_size,
+        config.parallel_config.pipeline_parallel_size,
         publisher,
         replay,
     )
