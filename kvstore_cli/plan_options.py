@@ -23,8 +23,8 @@ def check_positive(option: str, value: float, what: str) -> None:
 
 
 def check_percentile(percentile: float) -> None:
-    if not 0 < percentile <= 99.9:
-        fail("usage", f"--percentile {percentile:g}: expected more than 0 and at most 99.9; 90 is usual")
+    if not 1 <= percentile <= 99.9:
+        fail("usage", f"--percentile {percentile:g}: expected 1 to 99.9, for example 90 for 90 % of requests")
 
 
 def profile_of(given: str) -> Profile:
