@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from kvstore_serving.planning.outage import OutageCost
     from kvstore_serving.planning.pipeline import PipelinePlan
     from kvstore_serving.planning.placement import StageGpus
-    from kvstore_serving.planning.profile import Degree, Profile, StoreTimes
+    from kvstore_serving.planning.profile import (
+        DecodeTimes,
+        Degree,
+        PrefillTimes,
+        Profile,
+        StoreTimes,
+        TransferTimes,
+    )
     from kvstore_serving.planning.queueing import Queue
     from kvstore_serving.planning.roles import Shifted
     from kvstore_serving.planning.verify import Verified
@@ -156,10 +163,13 @@ def _trust(profiles: Sequence[Profile]) -> str:
             f"These are simulations with published times ({', '.join(published)}). They were never compared with "
             f"engines that have such times, so no figure says how far they are off. {check}"
         )
-    contended = all(max(profile.contention.prefill, profile.contention.decode) > 1 for profile in profiles)
-    whole = contended and all(profile.store is not None for profile in profiles)
-    apart = OFF_APART if whole else OFF_ALONE
-    how = "" if whole else " with a profile without --store or --beside, as here"
+    given = {
+        "--store": all(profile.store is not None for profile in profiles),
+        "--beside": all(max(profile.contention.prefill, profile.contention.decode) > 1 for profile in profiles),
+    }
+    lacks = [option for option, has in given.items() if not has]
+    apart = OFF_ALONE if lacks else OFF_APART
+    how = f" with a profile without {' and '.join(lacks)}, as here" if lacks else ""
     return (
         "These are simulations. They were compared with engines on CPUs that `kvstore plan profile` had measured, "
         f"never on GPUs. On CPUs, their attainment was off by {OFF_ONE_ENGINE[0]:g} points in the mean and "
@@ -168,16 +178,24 @@ def _trust(profiles: Sequence[Profile]) -> str:
 
 
 def misfit(profile: Profile) -> str:
-    """Return a warning if the formula does not fit the engine's measured times, and nothing if it does."""
-    errors = [degree.prefill.error for degree in profile.degrees]
-    errors += [fit.error for degree in profile.degrees for fit in degree.decode]
-    worst = max(error or 0.0 for error in errors)
-    if worst <= LARGEST_ERROR:
+    """Return a warning if the formula does not fit the measured times of the engine or of transfers, and nothing if it
+    does."""
+    fits: list[tuple[str, PrefillTimes | DecodeTimes | TransferTimes]] = []
+    for degree in profile.degrees:
+        fits += [("prefill", degree.prefill), *(("decode", fit) for fit in degree.decode)]
+    if profile.store is not None:
+        fits += [("store read", profile.store.read), ("store write", profile.store.write)]
+    worst: dict[str, float] = {}
+    for what, fit in fits:
+        if (fit.error or 0.0) > LARGEST_ERROR:
+            worst[what] = max(fit.error or 0.0, worst.get(what, 0.0))
+    if not worst:
         return ""
+    missed = ", ".join(f"{what} {error:.0%}" for what, error in worst.items())
+    lengths = ", or with --lengths that are nearer to your prompts" if worst.keys() & {"prefill", "decode"} else ""
     return (
-        f"Do not trust plans from the profile {printable(profile.name)}: its formula misses the measured times by "
-        f"{worst:.0%} in the mean, where {LARGEST_ERROR:.0%} is the most. Measure again while the machine does nothing "
-        "else, or with --lengths that are nearer to your prompts."
+        f"Do not trust plans from the profile {printable(profile.name)}: its formula misses measured times in the mean "
+        f"by more than {LARGEST_ERROR:.0%}: {missed}. Measure again while the machine does nothing else{lengths}."
     )
 
 

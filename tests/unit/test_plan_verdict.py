@@ -77,15 +77,16 @@ STORE = StoreTimes(TransferTimes(0.001, 1e-9), TransferTimes(0.001, 1e-9))
 
 
 @pytest.mark.parametrize(
-    ("contention", "store", "apart", "row"),
+    ("contention", "store", "apart", "row", "lacks"),
     [
-        (Contention(1.5, 1.2), STORE, OFF_APART, "P/D, profiled with the store"),
-        (Contention(), STORE, OFF_ALONE, "P/D, profiled alone"),
-        (Contention(1.5, 1.2), None, OFF_ALONE, "P/D, profiled alone"),
+        (Contention(1.5, 1.2), STORE, OFF_APART, "P/D, profiled with the store", ""),
+        (Contention(), STORE, OFF_ALONE, "P/D, profiled alone", "--beside"),
+        (Contention(1.5, 1.2), None, OFF_ALONE, "P/D, profiled alone", "--store"),
+        (Contention(), None, OFF_ALONE, "P/D, profiled alone", "--store and --beside"),
     ],
 )
 def test_the_verdict_says_how_far_such_predictions_were_off(
-    contention: Contention, store: StoreTimes | None, apart: tuple[float, float], row: str
+    contention: Contention, store: StoreTimes | None, apart: tuple[float, float], row: str, lacks: str
 ) -> None:
     said = judged(measured=True, contention=contention, store=store)[1]
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
@@ -93,7 +94,8 @@ def test_the_verdict_says_how_far_such_predictions_were_off(
         assert f"{mean:g} " in said and f"{worst:g} " in said, said
         (line,) = (line for line in page.splitlines() if line.startswith(f"| {begins}"))
         assert f"| {mean} points | {worst} points |" in line
-    assert ("without --store or --beside" in said) is (apart is OFF_ALONE)
+    named = said.partition(" with a profile without ")[2].partition(", as here")[0]
+    assert named == lacks, said
     assert "On CPUs, " in said and "never on GPUs" in said
 
 
@@ -107,6 +109,13 @@ def test_a_profile_whose_formula_does_not_fit_is_named() -> None:
     (degree, *_) = read_profile("opt-13b-a100-80g").degrees
     for error, warned in ((0.1, False), (0.14, True)):
         fit = msgspec.structs.replace(degree.prefill, error=error)
-        words = judged(measured=True, degrees=[msgspec.structs.replace(degree, prefill=fit)])[2:]
+        words = judged(measured=True, store=None, degrees=[msgspec.structs.replace(degree, prefill=fit)])[2:]
         assert bool(words) is warned
     assert "Do not trust plans from the profile engine" in words[0] and "14%" in words[0]
+
+
+def test_transfers_that_the_formula_does_not_fit_are_named() -> None:
+    slow = msgspec.structs.replace(STORE, write=msgspec.structs.replace(STORE.write, error=0.3))
+    assert judged(measured=True, store=STORE)[2:] == []
+    (warning,) = judged(measured=True, store=slow)[2:]
+    assert ": store write 30%." in warning and "--lengths" not in warning
