@@ -237,7 +237,7 @@ def keep(fleet: Fleet, texts: bool) -> None:
     """Print how to use what runs, and return once one of the programs has ended. Ctrl-C and SIGTERM raise an error."""
     progress.print(
         f"""
-These go on running, with logs in {fleet.prefill.log.parent}:
+These go on running, with logs in {fleet.prefill.log.parent} (deleted at the end):
   proxy        {fleet.url}/  (its page for a browser)
   P, prefills  {fleet.prefill.url}
   D, decodes   {fleet.decode.url}

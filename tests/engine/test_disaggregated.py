@@ -18,6 +18,8 @@ def test_one_engine_prefills_and_another_answers_through_the_proxy(tmp_path: Pat
     said = (tmp_path / "stderr").read_text()
     kept = dict(re.findall(r"^  (proxy|P|D|store)\b.* ((?:http|tcp)://127.0.0.1:\d+)", said, re.MULTILINE))
     assert set(kept) == {"proxy", "P", "D", "store"} and f"curl -s {kept['proxy']}/v1/completions" in said, said
+    (logs,) = re.findall(r"with logs in\s+(\S+)\s+\(deleted\s+at\s+the\s+end\):", said)
+    assert not Path(logs).exists()
     assert said.rstrip().endswith("stopped")
     for url in kept.values():
         with pytest.raises(ConnectionRefusedError):
