@@ -70,12 +70,12 @@ async def _run(settings: Settings) -> None:
         sock = _listen(settings.host, settings.port)
     except OSError as error:
         raise SettingsError(f"{error}; expected a free port in --listen, and a writable file in --access-log") from None
-    pools = Pools(settings.backoff_s)
-    upstream = Upstream(settings, os.environ.get("KVSTORE_ENGINE_API_KEY", ""))
     try:
         store = StoreWatch(settings.store, settings.check_interval_s, settings.check_timeout_s)
     except ValueError as error:
         raise SettingsError(f"--store: {error}") from None
+    pools = Pools(settings.backoff_s)
+    upstream = Upstream(settings, os.environ.get("KVSTORE_ENGINE_API_KEY", ""))  # its sessions must be closed
     describing = Describing(pools, upstream, store, settings.check_timeout_s)
     checks = Checks(pools, upstream, describing, settings.check_interval_s, settings.check_timeout_s)
     events = EngineEvents()

@@ -344,6 +344,13 @@ def test_an_unusable_file_prevents_the_start(tcp_server: Server, tmp_path: Path,
     assert "Traceback" not in done.stderr
 
 
+def test_an_invalid_store_prevents_the_start_with_one_line() -> None:
+    words = ["proxy", "--listen", "127.0.0.1:0", "--decode", "http://127.0.0.1:1", "--store", "foo"]
+    done = forked.run("kvstore_cli", *words, env=environment())
+    assert done.returncode == 2 and "--store" in done.stderr and "'foo'" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
 def test_unusable_records_are_refused_where_they_are_made() -> None:
     with pytest.raises(ValueError, match="engine's name"):
         Registered("etcd://127.0.0.1:2379/fleet", "a/b", EngineRecord("http://h:1", ("decode",)))
