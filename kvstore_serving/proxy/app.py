@@ -41,7 +41,7 @@ from kvstore_serving.proxy.handover import StreamedAnswer
 from kvstore_serving.proxy.page import GUARDS, page_files
 from kvstore_serving.proxy.pools import Engine
 from kvstore_serving.proxy.recent import Recent
-from kvstore_serving.proxy.record import AccessLog, Record, begin
+from kvstore_serving.proxy.record import NOT_SERVED, AccessLog, Record, begin
 from kvstore_serving.proxy.responses import RESPONSES_PATH, Responses, is_of_one, named_in
 from kvstore_serving.proxy.serving import ServedRequest, Serving, engine_span
 from kvstore_serving.proxy.tracing import Tracing
@@ -220,7 +220,7 @@ class Proxy:
     def _ended(self, user: User, record: Record) -> None:
         record.status = user.status
         record.seconds = time.monotonic() - record.began
-        if record.ttft_s is None:
+        if record.ttft_s is None and record.decision != NOT_SERVED:
             record.ttft_s = user.first_s
         self.serving.metrics.ended(record)
         self._recent.add(record)

@@ -81,7 +81,7 @@ class Metrics:
 
     def ended(self, record: Record) -> None:
         """Count a request at its end."""
-        decision = record.decision or "none"
+        decision = record.decision
         self.requests.labels(record.path, decision, record.outcome).inc()
         self.prompt_tokens.inc(record.prompt_tokens)
         self.cached_tokens.inc(record.cached_tokens)

@@ -14,13 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from kvstore_serving.proxy.record import Record
+from kvstore_serving.proxy.record import NOT_SERVED, Record
 
 WINDOW_S: Final = 300.0
 SLOT_S: Final = 5.0  # the time of one point of the history
 SAMPLED: Final = 64  # requests of each slot and decision whose latencies are kept
 FRESH_S: Final = 1.0
-NOT_SERVED: Final = "none"
 
 
 class _Latency(NamedTuple):
@@ -39,7 +38,7 @@ class _Slot:
     latencies: dict[str, list[_Latency]] = field(default_factory=dict)  # a sample for each decision
 
     def add(self, record: Record) -> None:
-        decision = record.decision or NOT_SERVED
+        decision = record.decision
         self.decisions[decision] += 1
         self.outcomes[record.outcome] += 1
         self.tokens["prompt"] += record.prompt_tokens

@@ -26,6 +26,8 @@ from kvstore_serving.proxy.hop import of_this_hop
 
 log = logging.getLogger(__name__)
 
+NOT_SERVED: Final = "none"  # the decision on a request that no engine was chosen for
+
 # Headers that the proxy sets itself for each engine, or that describe only the user's connection to the proxy.
 _NOT_PASSED_ON: Final = frozenset(
     {"host", "expect", "traceparent", "tracestate", "x-request-id", "forwarded", "x-real-ip", POLICY_HEADER}
@@ -44,7 +46,7 @@ class Record:
     time: float = field(default_factory=time.time)
     model: str = ""
     stream: bool = False
-    decision: str = ""
+    decision: str = NOT_SERVED
     why: str = ""
     prefill: str = ""
     decode: str = ""

@@ -50,7 +50,7 @@ def test_shares_and_tokens_are_those_of_the_window(clock: list[float]) -> None:
     some.add(ended(decision="split", prompt_tokens=100, cached_tokens=40, output_tokens=10, ttft_s=0.1))
     clock[0] += 200
     some.add(ended(decision="colocate", prompt_tokens=100, cached_tokens=100, output_tokens=5, ttft_s=0.3))
-    some.add(ended(decision="", outcome="rejected", stream=False, ttft_s=9.0))
+    some.add(ended(decision="none", outcome="rejected", stream=False, ttft_s=9.0))
     status = some.status()
     assert status["decisions"] == {"split": 1, "colocate": 1, "none": 1}
     assert status["outcomes"] == {"ok": 2, "rejected": 1}
@@ -102,7 +102,7 @@ def test_five_minutes_of_any_load_hold_a_bounded_sample(clock: list[float]) -> N
     some = Recent()
     for slot in range(200):
         clock[0] = 1000.0 + slot * recent.SLOT_S
-        for decision in ("split", "colocate", ""):
+        for decision in ("split", "colocate", "none"):
             for _ in range(recent.SAMPLED + 10):
                 some.add(ended(decision=decision, ttft_s=0.1, tpot_s=0.01))
     slots = recent.WINDOW_S / recent.SLOT_S
