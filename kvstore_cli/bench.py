@@ -10,9 +10,7 @@ the user's consent (`--evict`). Without `delete`, its blocks stay until their TT
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +24,7 @@ from kvstore.store.namespaces import INDEX_OVERHEAD_BYTES, SLOT_BYTES
 from kvstore.wire import ShardInfo
 from kvstore.wire.status import TAKES_NO_BLOCKS, segment_slots
 from kvstore_cli.namespaces import model_of
+from kvstore_cli.options import ended_by_sigterm
 from kvstore_cli.plain_table import columns, print_table
 from kvstore_cli.progress import progress_bar
 from kvstore_cli.store_state import owners_of
@@ -123,7 +122,7 @@ class Bench:
                 self._check_room(client)
             self._delete(client)  # there are none yet; this shows whether the token may
             evicted = self._evicted(client) if evict else {}
-            with _ended_by_sigterm():
+            with ended_by_sigterm():
                 try:
                     operations = self._measure(client, shown)
                 finally:
@@ -310,20 +309,6 @@ def room_for(shard: ShardInfo, block_bytes: int) -> int:
         # written.
         room = min(room, max(0, shard.disk.segments_free - 1) * (shard.disk.segment_bytes // block_bytes))
     return room
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the body in the same way as Ctrl-C, so that the body's clean-up runs."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def print_bench(report: BenchReport) -> None:

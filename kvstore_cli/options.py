@@ -9,6 +9,7 @@ import importlib
 import inspect
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -206,3 +207,17 @@ def _await_directory(client: KVStoreClient, timeout: float) -> None:
     deadline = time.monotonic() + min(timeout, _DIRECTORY_S)
     while client.directory_error and time.monotonic() < deadline:
         time.sleep(_THREAD_POLL_S)
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the body in the same way as Ctrl-C, so that the body's clean-up runs."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

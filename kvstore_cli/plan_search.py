@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore_cli.options import JsonOption, need_modules, takes
+from kvstore_cli.options import JsonOption, ended_by_sigterm, need_modules, takes
 from kvstore_cli.output import example, fail, show
 from kvstore_cli.plan_options import (
     NODE,
@@ -159,6 +159,7 @@ def search(given: SearchOptions) -> None:
     _check(given)
     question = _question(given)
     with (
+        ended_by_sigterm(),
         progress_bar("simulating", True, "runs", grows=True) as progress,
         crew(progress, given.processes) as workers,
     ):

@@ -210,5 +210,9 @@ def crew(progress: Callable[[int, int], None], processes: int | None = None) -> 
     with ProcessPoolExecutor(processes or len(os.sched_getaffinity(0)), mp_context=context) as executor:
         try:
             yield Crew(executor, progress)
+        except KeyboardInterrupt:
+            for worker in multiprocessing.active_children():  # their simulations are not needed any more
+                worker.terminate()
+            raise
         finally:
             executor.shutdown(cancel_futures=True)

@@ -20,7 +20,7 @@ import pytest
 from kvstore_serving.proxy.pools_file import read_pools
 from tests.support import forked
 from tests.support.endpoint import Behaviour, Endpoint
-from tests.support.harness import environment, interruptible
+from tests.support.harness import START_S, environment, interruptible, wait_until
 from tests.support.profiles import SHIPPED, on_one_gpu
 
 SEARCH = ["--slo-ttft", "0.3", "--slo-tpot", "0.1", "--percentile", "90"]
@@ -274,6 +274,24 @@ def test_search_names_an_slo_that_no_placement_meets() -> None:
     strict = ["--slo-ttft", "0.001", "--slo-tpot", "0.1"]
     error = document("search", *ENGINE, *LOAD, *strict, *QUICK, status=1)["error"]
     assert error["kind"] == "failed" and "TTFT of 0.001 s" in error["message"]
+
+
+def test_sigterm_ends_a_search_and_its_processes_at_once() -> None:
+    command = [sys.executable, "-m", "kvstore_cli", "plan", "search", *ENGINE[:2], "--nodes", "2"]
+    command += ["--gpus-per-node", "8", *LOAD[2:], *SEARCH, "--json"]
+    # The output ends only when the last process that can write to it, a simulating one too, has ended.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as searching:
+
+        def children(pid: str) -> list[str]:
+            return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+        started = str(searching.pid)
+        wait_until(lambda: any(map(children, children(started))), START_S, "processes simulate")
+        searching.terminate()
+        out, err = searching.communicate(timeout=START_S)
+    assert (searching.returncode, out) == (130, "") and "resource_tracker" not in err, err
 
 
 # ---- roles and watch ---------------------------------------------------------------------------------------------
