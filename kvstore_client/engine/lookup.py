@@ -26,9 +26,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from kvstore_client.engine.chain_keys import key_list
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.slices import GroupSlices, SlicedStore
 from kvstore_client.engine.store import Store
+from kvstore_client.keys import KeyArray
 
 # How long the answer "found" is valid, both for a request that waits for room and for others with the same prefix.
 FOUND_VALID_S: Final = 1.0
@@ -139,14 +141,17 @@ class PrefixLookups:
         """The number of questions in progress."""
         return len(self._questions)
 
-    def ask(self, keys: Sequence[bytes]) -> PrefixLookup:
+    def ask(self, keys: Sequence[bytes] | KeyArray) -> PrefixLookup:
         """Start a lookup, whose result `poll` returns. The result is known at once if other requests have asked for the
         keys.
 
-        * `keys`: The chain to look up, head first.
+        * `keys`: The chain to look up, head first. The rows of an array, such as that of `Namespace.keys`, become
+            `bytes`.
+
+        Raises TypeError for keys of another type.
         """
         now = time.monotonic()
-        lookup = PrefixLookup(keys, now)
+        lookup = PrefixLookup(key_list(keys), now)
         self._counters.add("lookups")
         self._take_answers(now)
         self._go_on(lookup, now)

@@ -469,3 +469,20 @@ def test_rows_for_pages_of_different_sizes_are_checked() -> None:
     for call in (layout.swap_out, layout.runs):
         with pytest.raises(ValueError, match=f"rows of {layout.block_bytes} bytes"):
             call([0], np.zeros((2, layout.block_bytes + 1), np.uint8), [0])
+
+
+def test_caches_of_a_wrong_type_are_named() -> None:
+    import torch
+
+    zeros = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT)
+    wrong: list[tuple[Any, str]] = [
+        ([zeros], "kv_caches is of type list; expected a dict"),
+        (zeros, "kv_caches is of type Tensor; expected a dict"),
+        ({"k": zeros, "v": zeros.numpy()}, "'v' is of type ndarray; expected a torch.Tensor"),
+        ({"layers.0": [zeros, zeros]}, "'layers.0' is of type list; expected a torch.Tensor"),
+    ]
+    for given, said in wrong:
+        with pytest.raises(TypeError, match=said):
+            block_layout(given)
+    with pytest.raises(ValueError, match="expected a first dimension that is a multiple"):
+        block_layout({"layers.0": zeros}, BLOCKS - 1)

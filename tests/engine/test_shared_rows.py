@@ -282,7 +282,9 @@ def test_loads_wait_for_a_passage_while_their_time_runs(monkeypatch: pytest.Monk
     assert (load.passage, load.request_id) == (loads[1].passage, str(PASSAGES)) and load.within_s < 0.2
     assert [load.request_id for load in waiting] == [str(PASSAGES + 1)]
     slotted = Load("slotted", keys=[b"k"], block_ids=[1], within_s=1.0, slots=[7])
-    promised = [Load(f"p{at}", keys=[b"k"], within_s=9.0, waits=True) for at in range(WAITING_PASSAGES + 1)]
+    promised = [
+        Load(f"p{at}", keys=[b"k"], block_ids=[1], within_s=9.0, waits=True) for at in range(WAITING_PASSAGES + 1)
+    ]
     going, _ = passages.admit([slotted, *promised])
     assert [load.passage is None for load in going] == [True, *[False] * WAITING_PASSAGES, True], "nobody waited"
     clock.now += 0.11
@@ -294,6 +296,6 @@ def test_loads_wait_for_a_passage_while_their_time_runs(monkeypatch: pytest.Monk
 
 
 def test_without_a_shared_pool_loads_start_at_once() -> None:
-    loads = [Load(f"{at}", keys=[b"k"], within_s=1.0) for at in range(20)]
+    loads = [Load(f"{at}", keys=[b"k"], block_ids=[1], within_s=1.0) for at in range(20)]
     going, waiting = Passages(there=False).admit(loads)
     assert going == loads and not waiting and all(load.passage is None for load in loads)

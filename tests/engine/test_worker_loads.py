@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 import warnings
+from typing import Any
 
 import pytest
 
@@ -179,3 +180,17 @@ def test_rows_are_reused_only_after_their_last_copy(server: Server, monkeypatch:
     assert tensor.numpy().tobytes() == b"".join(blocks)
     worker.close()
     guard.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"keys": make_keys(8), "block_ids": [4]}, "1 block_ids and 8 keys"),
+        ({"host_slots": [1], "host_block_ids": [4, 5]}, "2 host_block_ids and 1 host_slots"),
+    ],
+)
+def test_a_load_names_one_cache_block_for_each_key(fields: dict[str, Any], said: str) -> None:
+    from kvstore_client.engine.paged.plan import Load
+
+    with pytest.raises(ValueError, match=f"request it has {said}; expected one of"):
+        Load("it", **fields)

@@ -77,6 +77,23 @@ def answer(lookups: PrefixLookups, lookup: PrefixLookup) -> int:
     return lookup.stored
 
 
+def test_keys_may_be_an_array_and_others_are_named(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    array = namespace.keys(range(5 * namespace.block_tokens))
+    keys = [row.tobytes() for row in array]
+    put_into(server, namespace, keys[:3])
+    lookups = start_lookups(server.endpoint, namespace)
+    lookup = lookups.ask(array)
+    assert answer(lookups, lookup) == 3 and lookup.keys == keys
+    wrong: list[Any] = [list(array), array[0], "key"]
+    for each in wrong:
+        with pytest.raises(TypeError, match="expected a list of bytes"):
+            lookups.ask(each)
+    assert lookups.pending == 0 and lookups.ask([]).stored == 0
+
+
 @pytest.mark.exclusive
 def test_an_answer_is_pending_and_then_available(
     start_server: StartServer, new_namespace: MakeNamespace, start_lookups: StartLookups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +46,34 @@ def test_a_new_tier_answers_every_call() -> None:
     tier.abort(np.empty(0, dtype=np.int32))
     tier.clear()
     assert tier.blocks == 0 and tier.busy == 0
+
+
+def test_keys_may_be_the_rows_of_an_array() -> None:
+    tier, keys = HostTier(4, keep=True), make_keys(3)
+    array = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(3, 16)
+    assert tier.find(array).tolist() == [-1, -1, -1] and tier.reserve(array[:0]).tolist() == []
+    slots = tier.reserve(array)
+    tier.commit(slots)
+    tier.touch(array)
+    assert tier.find(array).tolist() == tier.find(keys).tolist() == slots.tolist()
+    assert tier.acquire(array[::2]).tolist() == slots[::2].tolist()
+
+
+@pytest.mark.parametrize(
+    ("keys", "given"),
+    [
+        (np.zeros(16, np.uint8), r"shape \(16,\) and type uint8"),
+        (np.zeros((2, 16), np.int64), "type int64"),
+        ([np.zeros(16, np.uint8)], "list whose first item is of type ndarray"),
+        (["key"], "list whose first item is of type str"),
+        (b"key", "bytes whose first item is of type int"),
+    ],
+)
+def test_keys_of_a_wrong_type_are_named(keys: Any, given: str) -> None:
+    tier = HostTier(4, keep=True)
+    for call in (tier.find, tier.acquire, tier.touch, tier.reserve):
+        with pytest.raises(TypeError, match=given):
+            call(keys)
 
 
 def test_a_block_can_be_read_only_once_it_is_written() -> None:

@@ -7,13 +7,28 @@ layer's states. A page of an attention layer has the keys and values of a block'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvstore_client.engine.paged.device import Addresses
+
+
+def check_caches(kv_caches: Mapping[str, torch.Tensor]) -> None:
+    """Raise TypeError if these are not tensors by layer name."""
+    if not isinstance(kv_caches, Mapping):
+        raise TypeError(
+            f"kvstore: kv_caches is of type {type(kv_caches).__name__}; expected a dict from the name of each layer to "
+            'its tensor, such as {"layers.0.k": k, "layers.0.v": v}'
+        )
+    for name, tensor in kv_caches.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"kvstore: the KV cache {name!r} is of type {type(tensor).__name__}; expected a torch.Tensor "
+                "(torch.from_numpy makes one in an array's memory)"
+            )
 
 
 def kind(tensor: torch.Tensor) -> str:

@@ -17,13 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore._index import BlockIndex
+from kvstore_client.engine.chain_keys import key_list
+from kvstore_client.keys import KeyArray
 
 Slots = npt.NDArray[np.int32]
 
 
 class HostTier:
-    """An index of the slots from 0 to `slots` - 1. All keys must have the same length. `keep`: whether blocks stay in
-    their slots after they were sent. `policy`: the eviction policy, one of `BlockIndex.POLICIES`. Not thread-safe."""
+    """An index of the slots from 0 to `slots` - 1. All keys must have the same length. Keys are `bytes` or the rows of
+    an array of uint8; for others, TypeError is raised. `keep`: whether blocks stay in their slots after they were sent.
+    `policy`: the eviction policy, one of `BlockIndex.POLICIES`. Not thread-safe."""
 
     def __init__(self, slots: int, *, keep: bool, policy: str = "default") -> None:
         self.slots = slots
@@ -43,20 +46,22 @@ class HostTier:
         """The number of slots that are either being written, or still being read although their blocks were dropped."""
         return self._index.writing + self._index.gone if self._index is not None else 0
 
-    def find(self, keys: Sequence[bytes]) -> Slots:
+    def find(self, keys: Sequence[bytes] | KeyArray) -> Slots:
         """Return the slot of each key. It is negative for a key without a slot."""
         slots = self.acquire(keys, refresh=False)
         self.release(slots)
         return slots
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes] | KeyArray) -> None:
         """Count a use of the chain's leading blocks that have slots. The tail of a chain is evicted before its head."""
+        keys = key_list(keys)
         if self._index is not None and keys:
             self._index.match_prefix(b"".join(keys), time.monotonic(), True, self._ticks(len(keys)))
 
-    def acquire(self, keys: Sequence[bytes], *, refresh: bool = True) -> Slots:
+    def acquire(self, keys: Sequence[bytes] | KeyArray, *, refresh: bool = True) -> Slots:
         """Do the same as `find`, and also take a reference on each slot found. `refresh`: whether to count this call as
         a use of the blocks."""
+        keys = key_list(keys)
         if self._index is None or not keys:
             return np.full(len(keys), -1, dtype=np.int32)
         return self._index.acquire(b"".join(keys), time.monotonic(), self._ticks(len(keys)), refresh)
@@ -66,9 +71,10 @@ class HostTier:
         if self._index is not None and len(slots):
             self._index.release(np.asarray(slots, dtype=np.int32))
 
-    def reserve(self, keys: Sequence[bytes]) -> Slots:
+    def reserve(self, keys: Sequence[bytes] | KeyArray) -> Slots:
         """Reserve a slot for each new key, and evict other blocks if necessary. Return the slots. A slot is negative
         either if the block is known already (see `is_known`) or if there is no room."""
+        keys = key_list(keys)
         if not keys:
             return np.empty(0, dtype=np.int32)
         if self._index is None:

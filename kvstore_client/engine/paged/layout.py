@@ -38,7 +38,7 @@ import torch
 
 from kvstore import _cext
 from kvstore_client.engine.jobs import Rows
-from kvstore_client.engine.paged.cache_pages import dense_runs, kind, merged_caches, pages_of_bytes
+from kvstore_client.engine.paged.cache_pages import check_caches, dense_runs, kind, merged_caches, pages_of_bytes
 from kvstore_client.engine.paged.device import Addresses, Fence, Runs, SideStreams, pinned_rows
 from kvstore_client.engine.paged.host_copies import AT_ONCE_BYTES, HostCopies
 from kvstore_client.memory import host_memory
@@ -106,24 +106,18 @@ class BlockLayout:
     def __init__(
         self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, ranges: int = 1, *, slices: int = 1
     ) -> None:
-        """Raises ValueError if there are no tensors, if they are not all on the CPU or all on one CUDA device, or if
-        pages overlap in part. It is also raised if the layers cannot be cut into these ranges or slices.
+        """Raises TypeError if `kv_caches` is no mapping to tensors. Raises ValueError if there are no tensors, if they
+        are not all on the CPU or all on one CUDA device, or if pages overlap in part. It is also raised if the layers
+        cannot be cut into these ranges or slices.
 
-        kv_caches: the tensor of each layer, by layer name, as passed to `register_kv_caches`. If several layers share a
-            cache, a block has it once.
+        kv_caches: the tensor of each layer, by layer name, as passed to `register_kv_caches`. Its first dimension is a
+            multiple of `num_blocks`. If K and V have a tensor each, both have a name. If several layers share a cache,
+            a block has it once.
         ranges: the number of consecutive ranges of heads in a slice. Each has the bytes of a block of only these heads.
         slices: the number of slices of a block. Each has the same number of consecutive layers.
         """
-        views: dict[tuple[object, ...], torch.Tensor] = {}
-        viewing: dict[str, int] = {}  # the number of each layer's view, by layer name
-        for name in sorted(kv_caches, key=_layer_order):
-            tensor = kv_caches[name]
-            view = (tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype)
-            views.setdefault(view, tensor)
-            viewing[name] = list(views).index(view)
-        if not views:
-            raise ValueError("kvstore: the engine registered no KV cache, so there is nothing to store")
-        whole, numbers = merged_caches(list(views.values()), num_blocks)
+        views, viewing = _views(kv_caches)
+        whole, numbers = merged_caches(views, num_blocks)
         sharing = {name: numbers[view] for name, view in viewing.items()}  # the number of each layer's cache
         if len(whole) % slices:
             raise ValueError(
@@ -168,8 +162,8 @@ class BlockLayout:
             )
         [self.slice_bytes] = sizes
         # The first range of heads of each layer is enough, because all ranges of a page are alike.
-        kinds = Counter(kind(_cut(tensor, ranges)[0]) for tensor in views.values())
-        self.dtype = "/".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in views.values()))
+        kinds = Counter(kind(_cut(tensor, ranges)[0]) for tensor in views)
+        self.dtype = "/".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in views))
         self.description = "+".join(f"{count}x{kind}" for kind, count in kinds.items())
         if len(whole) < len(views):
             self.description += f"@{len(whole)}"
@@ -308,6 +302,22 @@ class BlockLayout:
                 f"kvstore: the pool has shape {pool.shape}, type {pool.dtype} and strides {pool.strides}; expected "
                 f"dense rows of {self.slice_bytes} bytes, of type uint8"
             )
+
+
+def _views(kv_caches: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Return the distinct views of the layers' caches, in layer order, and for each layer the number of its view.
+    Raises TypeError if these are not tensors by layer name, and ValueError if there are none."""
+    check_caches(kv_caches)
+    views: dict[tuple[object, ...], torch.Tensor] = {}
+    viewing: dict[str, int] = {}
+    for name in sorted(kv_caches, key=_layer_order):
+        tensor = kv_caches[name]
+        view = (tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype)
+        views.setdefault(view, tensor)
+        viewing[name] = list(views).index(view)
+    if not views:
+        raise ValueError("kvstore: the engine registered no KV cache, so there is nothing to store")
+    return list(views.values()), viewing
 
 
 class _Strip(NamedTuple):

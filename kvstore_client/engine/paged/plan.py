@@ -59,6 +59,8 @@ class Load:
     now. With `waits`, the worker waits for promised blocks, and `within_s` counts from now. `number`: the load's
     number, which is the same on all ranks and rises from load to load. `check`: the check of the weights that must
     agree before the blocks are used, or 0 if none is needed.
+
+    Raises ValueError if `keys` and `block_ids`, or `host_slots` and `host_block_ids`, do not have equal lengths.
     """
 
     request_id: str
@@ -73,6 +75,17 @@ class Load:
     passage: int | None = None
     number: int = 0
     check: int = 0
+
+    def __post_init__(self) -> None:
+        for name, other, count, expected in (
+            ("block_ids", "keys", len(self.block_ids), len(self.keys)),
+            ("host_block_ids", "host_slots", len(self.host_block_ids), len(self.host_slots)),
+        ):
+            if count != expected:
+                raise ValueError(
+                    f"kvstore: the load of request {self.request_id} has {count} {name} and {expected} {other}; "
+                    f"expected one of {name} for each of {other}"
+                )
 
 
 class SavedBlock(NamedTuple):

@@ -23,6 +23,9 @@ class WorkerHalf:
     """The transfers of one rank, which are its `loads` and its `saves`. Call every method from the model's thread.
 
     This object owns the host pool and closes the guard. The scheduler's half assigns the pool's slots.
+
+    Until all loads, copies and sends have ended, call `saves.take_saved`, `loads.take_loaded` and `take_report` in
+    every step, even if the step computes nothing. Copied blocks are sent within these calls.
     """
 
     def __init__(
