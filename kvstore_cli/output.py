@@ -3,11 +3,10 @@
 | status | kind | meaning |
 |---|---|---|
 | 0 | | done |
-| 1 | `unreachable`, `failed` | a server cannot be reached or does not answer in time, or there was another failure |
+| 1 | `unreachable`, `refused`, `failed` | a server cannot be reached or does not answer in time; it does not allow this to the token; or there was another failure |
 | 2 | `usage` | an option, an argument or a file is wrong, and nothing was done |
 | 3 | `not_found` | no block has this key, or there is no such namespace |
 | 4 | `damaged` | `verify` found damage |
-| 5 | `refused` | a server answers, but does not allow this: the token, or its rights |
 
 Every failure prints one message on standard error. With --json, standard output is always one JSON document. If the
 status is not 0, the document has `"error": {"kind": ..., "message": ...}`, in addition to any results.
@@ -26,7 +25,6 @@ from kvstore.exits import BAD_USAGE, FAILED, print_error
 DEFAULT_ENDPOINT: Final = "127.0.0.1:7070"
 NOT_FOUND: Final = 3
 DAMAGED: Final = 4
-REFUSED: Final = 5
 
 Kind: TypeAlias = Literal["unreachable", "failed", "usage", "not_found", "damaged", "refused"]
 
@@ -36,17 +34,16 @@ _STATUS: Final[dict[Kind, int]] = {
     "usage": BAD_USAGE,
     "not_found": NOT_FOUND,
     "damaged": DAMAGED,
-    "refused": REFUSED,
+    "refused": FAILED,
 }
 HELP: Final = (
     "\b\n"
     "Exit status:\n"
     "  0  done\n"
-    "  1  a server cannot be reached, or the command failed\n"
+    "  1  a server cannot be reached, refuses this, or the command failed\n"
     "  2  an option, an argument or a file is wrong\n"
     "  3  no block has this key (get), or no such namespace exists (purge, keys)\n"
-    "  4  damage was found (verify)\n"
-    "  5  the server refuses: it needs a token, or one with more rights"
+    "  4  damage was found (verify)"
 )
 
 

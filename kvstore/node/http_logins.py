@@ -42,16 +42,17 @@ class HttpRefusal(Exception):
 
 
 class HTTPLogins:
-    """Checks the logins of requests."""
+    """Checks the logins of requests. From the start, a thread notices when the file changes, so that a token that has
+    ended opens no page."""
 
     def __init__(self, file: AuthFile, audit: Audit) -> None:
         self._file = file
         self._audit = audit
         self._known = KnownTokens(file)
-        self._watch = watch_policy(file, self._known.adopt)
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
         self._waiting = threading.BoundedSemaphore(MOST_WAITING)
+        watch_policy(file, self._known.adopt).start()
 
     def check(self, environ: WSGIEnvironment) -> None:
         """Raise `HttpRefusal` if the sender of a request may not read the answer. Blocks for up to `FAILURE_S`
@@ -64,8 +65,6 @@ class HTTPLogins:
                 "401 Unauthorized",
                 "this server wants a token: send it as a Bearer token, or as the password of Basic authentication",
             )
-        with self._lock:
-            self._watch.start()
         found = self._known.find(token)
         if found is None or self._file.policy.rights_of(found[0].principal, found[1]) != found[0]:
             found = self._log_in(token, environ.get("REMOTE_ADDR", ""))

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import requests
 
-from kvstore.auth.editing import rotate
+from kvstore.auth.editing import add, rotate
 from kvstore_client import AsyncKVStoreClient, ConnectionLost, KVStoreClient, NotAuthorized
 from kvstore_client.engine.client_store import ClientOptions
 from kvstore_client.engine.guard import Counters, StoreGuard
@@ -32,6 +32,7 @@ from tests.support.harness import (
     PROTOCOL,
     ROOT,
     RawClient,
+    StartServer,
     blocks_of,
     environment,
     make_keys,
@@ -254,6 +255,19 @@ def test_http_requires_a_token_with_access_to_all_tenants(guarded: Guarded) -> N
     assert codes <= {401, 429} and 401 in codes
     text = requests.get(url + "/metrics", headers={"Authorization": bearer}, timeout=10).text
     assert 'kvstore_tenant_connections{shard="0",tenant="a"}' in text and "kvstore_failed_logins_total" in text
+
+
+def test_a_token_that_ended_before_the_first_http_request_opens_no_page(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "auth.toml"
+    ended = add(file, "operator", "*", ["admin"])
+    server = start_server("--auth", str(file), "--http", "127.0.0.1:0")
+    new = rotate(file, "operator", end_old=True)
+    wait_until(lambda: server.log_text().count("is in force") == 2, what="the shard and the supervisor know it")
+    for token, status in ((ended, 401), (new, 200)):
+        headers = {"Authorization": f"Bearer {token}"}
+        assert requests.get(server.http_url + "/metrics", headers=headers, timeout=10).status_code == status
 
 
 def test_a_half_decodable_namespace_is_an_error_for_its_sender_only(guarded: Guarded) -> None:

@@ -602,7 +602,7 @@ COMMANDS += ("bench", "verify", "drain", "load", "size")
 def test_help_lists_exit_statuses_and_an_example_for_every_command() -> None:
     shown = kvstore("-h").stdout
     assert shown == kvstore("--help").stdout
-    for status in range(6):
+    for status in range(5):
         assert f"    {status}  " in shown
     for name in (*COMMANDS, "cluster status", "cluster where"):
         help_text = kvstore(*name.split(), "-h").stdout

@@ -213,7 +213,7 @@ def test_the_command_needs_the_verb_admin(guarded: Guarded, new_namespace: MakeN
     shown = kvstore_keys(guarded.server, namespace, KVSTORE_TOKEN=guarded.tokens["admin"])
     assert [line.split()[1] for line in shown.splitlines()] == [key.hex() for key in keys]
     for who in ("read", "monitor"):
-        refused = kvstore_keys(guarded.server, namespace, status=5, KVSTORE_TOKEN=guarded.tokens[who])
+        refused = kvstore_keys(guarded.server, namespace, status=1, KVSTORE_TOKEN=guarded.tokens[who])
         assert f"HOTTEST: principal '{who}' may not: this needs the verb admin" in refused
     other = kvstore_keys(guarded.server, namespace, status=3, KVSTORE_TOKEN=guarded.tokens["other"])
     assert "there is no such namespace" in other and namespace.model not in other, "another tenant's is not seen"
