@@ -3,7 +3,9 @@
 | status | kind | meaning |
 |---|---|---|
 | 0 | | done |
-| 1 | `unreachable`, `refused`, `failed` | a server cannot be reached or does not answer in time; it does not allow this to the token; or there was another failure |
+| 1 | `unreachable` | a server cannot be reached or does not answer in time |
+| 1 | `refused` | a server answers, but does not allow this to the token |
+| 1 | `failed` | the command failed for another reason |
 | 2 | `usage` | an option, an argument or a file is wrong, and nothing was done |
 | 3 | `not_found` | no block has this key, or there is no such namespace |
 | 4 | `damaged` | `verify` found damage |
