@@ -123,7 +123,7 @@ def test_a_restarted_engine_fails_only_the_requests_it_missed(tmp_path: Path) ->
     engine = StandInEngine(tmp_path / "engine.log")
     engine.behave(gap_s=0.02)
     output = tmp_path / "out"
-    arguments = [*poisson(60, rate=6), "--model", MODEL, "--api", "chat", "--json", "--output", str(output)]
+    arguments = [*poisson(120, rate=6), "--model", MODEL, "--api", "chat", "--json", "--output", str(output)]
     try:
         with forked.running(*command(engine.url, *arguments), env=environment()) as loading:
             wait_until(lambda: len(engine.seen()["requests"]) >= 4, what="requests came")
@@ -133,8 +133,8 @@ def test_a_restarted_engine_fails_only_the_requests_it_missed(tmp_path: Path) ->
     finally:
         engine.kill()
     made = json.loads(done.stdout)
-    assert done.returncode == 0 and made["requests"] == 60
-    assert made["completed"] + made["failed"] == 60 and made["completed"] >= 10
+    assert done.returncode == 0 and made["requests"] == 120
+    assert made["completed"] + made["failed"] == 120 and made["completed"] >= 10
     assert {each["kind"] for each in made["errors"]} <= {"connection", "cut"}
     lines = lines_of(output)
     assert not lines[0]["error"] and not lines[-1]["error"], "it is used again"
