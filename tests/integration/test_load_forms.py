@@ -119,14 +119,14 @@ def test_an_endpoints_reply_in_place_of_an_answer_is_reported(
 
 
 def test_a_restarted_engine_fails_only_the_requests_it_missed(tmp_path: Path) -> None:
-    """The engine is killed during the fourth request. Requests sent before its restart fail, and later ones succeed."""
+    """The engine is killed in the twelfth request. Requests sent before its restart fail, and later ones succeed."""
     engine = StandInEngine(tmp_path / "engine.log")
     engine.behave(gap_s=0.02)
     output = tmp_path / "out"
     arguments = [*poisson(120, rate=6), "--model", MODEL, "--api", "chat", "--json", "--output", str(output)]
     try:
         with forked.running(*command(engine.url, *arguments), env=environment()) as loading:
-            wait_until(lambda: len(engine.seen()["requests"]) >= 4, what="requests came")
+            wait_until(lambda: len(engine.seen()["requests"]) >= 12, what="requests came")
             engine.kill()
             engine.start()
             done = loading.finish(120)
