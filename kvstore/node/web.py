@@ -57,8 +57,8 @@ class _Handler(WSGIRequestHandler):
     timeout = READ_S
 
     def handle(self) -> None:
-        """Answer one request. A client that was given this port by mistake is told so at once, because its greeting has
-        no end of line for which `WSGIRequestHandler` waits."""
+        """Answer one request. A client of the store that connects here by mistake gets an error at once.
+        `WSGIRequestHandler` would wait for the end of a line, which such a client does not send."""
         first = self.rfile.peek(1)[:1]  # type: ignore[attr-defined] # it is a BufferedReader
         if first and not first.isalpha():
             self.wfile.write(_NO_HTTP)

@@ -102,7 +102,7 @@ def embeddings(user: int) -> dict[str, Any]:
     return {"prompt": None, "prompt_embeds": base64.b64encode(file.getvalue()).decode()}
 
 
-def test_salts_and_prompt_embeddings_divide_the_store_for_ever(
+def test_requests_with_other_salts_or_embeddings_share_nothing(
     store: Server, served_model: Path, tmp_path: Path
 ) -> None:
     kinds = [{}, {"cache_salt": "alice"}, {"cache_salt": "bob"}, embeddings(1), embeddings(2)]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from kvstore.auth.editing import add
@@ -18,7 +17,7 @@ from kvstore_client import KVStoreClient, Namespace, NotAuthorized, Timeout
 from tests.support import forked
 from tests.support.certificates import Authority
 from tests.support.faults import impostor
-from tests.support.harness import Server, StartServer, blocks_of, environment, make_keys, pack, wait_until
+from tests.support.harness import Server, StartServer, blocks_of, environment, hung, make_keys, pack, wait_until
 from tests.support.ports import free_ports
 
 BLOCK = 65536  # the block size of the fixture `namespace`
@@ -26,15 +25,6 @@ BOUND_S = 1.5  # docs/python.md promises this
 BUSY_S = 1.5  # what a busy machine may add
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL".ljust(55, b"\0")
 READY = b"\x04\x1c\x05READY\x0bSocket-Type" + len(b"ROUTER").to_bytes(4, "big") + b"ROUTER"
-
-
-@contextlib.contextmanager
-def hung(process: psutil.Process) -> Iterator[None]:
-    process.suspend()
-    try:
-        yield
-    finally:
-        process.resume()
 
 
 @contextlib.contextmanager

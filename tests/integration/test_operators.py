@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import time
@@ -10,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from kvstore_client import KVStoreClient
 from tests.integration.test_cli import answer, kvstore
-from tests.support.harness import Server, make_keys, make_namespace, put
+from tests.support.harness import Server, hung, make_keys, make_namespace, put
 from tests.support.logins import Guarded
 
 BUSY_S = 12.0  # what a busy machine may add; the timeout is 30 s
@@ -26,15 +24,6 @@ def two_shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("two") / "log", "--shards", "2", "--memory", "64MiB")
     yield server
     server.kill()
-
-
-@contextlib.contextmanager
-def hung(process: psutil.Process) -> Iterator[None]:
-    process.suspend()
-    try:
-        yield
-    finally:
-        process.resume()
 
 
 @pytest.mark.parametrize("shard", [0, 1])

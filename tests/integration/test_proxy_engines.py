@@ -366,8 +366,9 @@ def test_the_proxy_says_ready_once_readyz_succeeds(tcp_server: Server, tmp_path:
     with ProxyProcess(tmp_path / "proxy", *options) as proxy:
         assert proxy.first_line == f"kvstore proxy listens {proxy.url} prefill=0 decode=1"
         assert get(proxy.url, "/readyz") == (503, b"no healthy engine\n")
-        assert post(proxy.url, "/v1/completions", ASK, **{"x-request-id": "nobody"})[0] == 503
-        assert [proxy.record("nobody")[name] for name in ("decision", "ttft_s")] == ["none", None]
+        refused, _ = post(proxy.url, "/v1/completions", ASK, **{"x-request-id": "no-engine"})
+        record = proxy.record("no-engine")
+        assert (refused, record["decision"], record["ttft_s"]) == (503, "none", None)
         assert b'{decision="none",endpoint="/v1/completions",outcome="failed"} 1.0' in get(proxy.url, "/metrics")[1]
         [engine] = proxy.status()["pools"]["decode"]
         assert engine["why_down"] == f"cannot connect to {url.removeprefix('http://')}: Connection refused"

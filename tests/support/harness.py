@@ -132,6 +132,16 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
+@contextmanager
+def hung(process: psutil.Process) -> Iterator[None]:
+    """Stop one process (SIGSTOP) while the body runs."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
 class Server:
     """A real `kvstore-server`. Its standard error goes to the file `log`. `restart` starts another one on the same
     port. Without a Unix socket in the arguments, the server has none, so that clients use TCP.
