@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 from kvstore.wire import MAX_LISTED_CLIENTS
@@ -46,23 +48,26 @@ def test_all_connections_are_listed_and_lists_stay_bounded(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
     server = start_server(memory="32MiB")
-    with all_places(server) as raws, RawClient(server) as operator, MemoryWatch(server, 32 << 20):
+    with all_places(server) as raws, MemoryWatch(server, 32 << 20), contextlib.ExitStack() as stack:
         for raw in raws:
             assert raw.ask(pack(HELLO, 0, PROTOCOL, NAMESPACE.canonical(), NAME))[0] == WELCOME
+        # On a slow machine, the first of these connections are idle for so long that the following ones take their
+        # places. The last ones keep theirs.
+        operator = stack.enter_context(RawClient(server))
         operator.hello()
         rows = listed(operator)
-        assert len(rows) == CLIENTS + 1
+        assert CLIENTS <= len(rows) <= CLIENTS + 1
         assert {len(str(row[2])) for row in rows} == {len("raw"), 64} and max(len(str(row[6])) for row in rows) == 200
 
         with KVStoreClient(server.endpoint, new_namespace()) as client:
             (seen,) = client.clients(timeout_s=60).values()
-            assert len(seen) >= CLIENTS + 1
+            assert len(seen) >= CLIENTS
         shown = kvstore("clients", "--json", "--timeout", "60", server=server)
-        assert shown.returncode == 0 and len(msgspec.json.decode(shown.stdout)["clients"]) >= CLIENTS + 1
+        assert shown.returncode == 0 and len(msgspec.json.decode(shown.stdout)["clients"]) >= CLIENTS
         table = kvstore("clients", "--limit", "3000", "--timeout", "60", server=server)
         assert table.returncode == 0 and all(line.isprintable() for line in table.stdout.splitlines())
-        _ask_without_reading(server, raws[0])
-        assert pings(raws[1]) and pings(operator)
+        _ask_without_reading(server, raws[-1])
+        assert pings(raws[-2]) and pings(operator)
 
 
 def _ask_without_reading(server: Server, raw: RawClient) -> None:

@@ -32,8 +32,8 @@ from tests.support.slow_link import SlowLink
 
 BLOCKS = 40  # of a prompt
 TOKENS = BLOCKS * BLOCK + 5
-SLOW, FAST = 1_500_000, 40_000_000  # bytes/s: 11 and 300 blocks a second
-TIMEOUT_S = 20.0  # the connector's timeout_s: these machines are busy
+CRAWL, SLOW, FAST = 300_000, 1_500_000, 40_000_000  # bytes/s: 2, 11 and 300 blocks a second
+TIMEOUT_S = 60.0  # the connector's timeout_s: these machines are busy
 VLLM_WORKER_S = 9  # the time after which vLLM kills a worker of an engine that ends
 SAID = re.compile(r"at the end of this engine, (\d+) blocks that waited were sent, and (\d+) are lost")
 
@@ -121,7 +121,8 @@ def fleet(whole_fleet: Fleet) -> Iterator[Fleet]:
 
 
 def leaves_first(fleet: Fleet) -> None:
-    """Check that proxies learn of the end while blocks still wait to be sent."""
+    """Check that proxies learn of the end while blocks still wait to be sent. The caller sets the link's speed anew."""
+    fleet.link.bytes_per_s = CRAWL
     wait_until(lambda: not fleet.heard[-1], what="it has left the directory")
     assert fleet.missing > 0, "it left before it had sent all"
 
@@ -213,6 +214,7 @@ def test_with_a_shutdown_timeout_requests_finish_and_are_sent_too(fleet: Fleet) 
     os.kill(engine.pid, signal.SIGTERM)
     leaves_first(fleet)
     assert asking.is_alive(), "proxies send nothing more while it finishes what it has begun"
+    fleet.link.bytes_per_s = SLOW
     asking.join(60)
     assert not asking.is_alive()
     fleet.asked += (TOKENS + answer - 1) // BLOCK
