@@ -51,8 +51,7 @@ def test_all_connections_are_listed_and_lists_stay_bounded(
     with all_places(server) as raws, MemoryWatch(server, 32 << 20), contextlib.ExitStack() as stack:
         for raw in raws:
             assert raw.ask(pack(HELLO, 0, PROTOCOL, NAMESPACE.canonical(), NAME))[0] == WELCOME
-        # On a slow machine, the first of these connections are idle for so long that the following ones take their
-        # places. The last ones keep theirs.
+        # On a slow machine, the connections below take the places of the first ones here, which are idle by then.
         operator = stack.enter_context(RawClient(server))
         operator.hello()
         rows = listed(operator)
