@@ -61,6 +61,7 @@ MEASURES: Final[dict[str, tuple[str, ...]]] = {
     "bench_hand_over": CONNECTOR,
     "bench_request_time": CONNECTOR,
     "bench_layer_parts": CONNECTOR,
+    "bench_layer_loads": CONNECTOR,
     "bench_proxy_links": PROXY,
     "bench_proxy_capacity": ("kvstore_serving/proxy", "kvstore_serving/sse.py"),
     "bench_proxy_frozen": ("kvstore_serving/proxy", "kvstore_serving/sse.py"),

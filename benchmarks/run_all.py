@@ -92,6 +92,7 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.bench_request_time", 17, ("--model", "mid"), engine=True, variant="mid"),
     Entry(f"{REMOTE}.bench_layer_parts", 14, engine=True),
     Entry(f"{REMOTE}.bench_layer_parts", 8, ("--round-trip-ms", "20"), engine=True, variant="delayed"),
+    Entry(f"{REMOTE}.bench_layer_loads", 14, engine=True),
     Entry(f"{REMOTE}.bench_proxy_links", 5, engine=True),
     Entry(f"{REMOTE}.bench_proxy_capacity", 10),
     Entry(f"{REMOTE}.bench_proxy_frozen", 6),

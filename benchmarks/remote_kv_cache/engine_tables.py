@@ -12,6 +12,8 @@ from benchmarks.remote_kv_cache.bench_documents import DOCUMENTS, ENGINES
 from benchmarks.remote_kv_cache.bench_faults import PHASES
 from benchmarks.remote_kv_cache.bench_hand_over import ALONE, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.bench_hand_over import FIRST_TOKEN as TO_FIRST
+from benchmarks.remote_kv_cache.bench_layer_loads import BEFORE as LOAD_FIRST
+from benchmarks.remote_kv_cache.bench_layer_loads import MODES as LAYER_LOADS
 from benchmarks.remote_kv_cache.bench_layer_parts import CHUNKED_WHOLE, IN_CHUNKS, WHOLE_BLOCKS
 from benchmarks.remote_kv_cache.bench_load_generators import OURS, THEIRS
 from benchmarks.remote_kv_cache.bench_long_prefill import MODES, ROWS
@@ -277,6 +279,13 @@ ENGINE_TABLES: Final[dict[str, Section]] = {
     )),
     "request_time": _request_time("bench_request_time"), "request_time_mid": _request_time("bench_request_time_mid"),
     "layer_parts": _layer_parts("bench_layer_parts"), "layer_parts_delayed": _layer_parts("bench_layer_parts_delayed"),
+    "layer_loads": section("bench_layer_loads",
+        Table(cases(),
+            ("first token, s", "{case}"), Each((WITHOUT, *(mode.name for mode in LAYER_LOADS)), "{s:.2f}"),
+            Each(tuple(mode.name for mode in LAYER_LOADS if mode.layered), "{x:.2f~}", f"{{}} ÷ {LOAD_FIRST}"),
+        ),
+        _and_checked("{p[model][name]} model; {p[stored_tokens]} tokens are stored; medians"),
+    ),
     "proxy_links": section("bench_proxy_links",
         Table(cases(OF_STREAM[0]),
             ("links", _LINK), ("the prompt's KV on the link, ms", "{p[transfer_s]:ms.0f}"),
