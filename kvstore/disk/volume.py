@@ -282,7 +282,8 @@ class Volume:
         member.remove_lapsed()  # before the commit, because lapsed blocks may have the same keys
         member.index.commit(slots, sums, self.store.ticks(len(slots)), expires)
         member.index.link(*links)
-        self._record(member, slots, before)
+        kept = member.index.states_of(slots) == BlockIndex.READY  # linking drops blocks that expired during the write
+        self._record(member, slots[kept], before[kept])
 
     def record(self, member: DiskBlocks, slots: Slots) -> None:
         """Send the entries of these READY slots to the keeper."""

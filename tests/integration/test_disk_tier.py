@@ -264,6 +264,26 @@ def test_delete_removes_from_both_tiers_permanently(
         assert all(read(client, [key for key in keys if key not in set(gone)], BLOCK))
 
 
+def test_blocks_that_expire_while_they_are_written_to_disk_disturb_nothing(
+    start_server: StartServer, folder: Path, new_namespace: MakeNamespace
+) -> None:
+    server = start_server(*disk_flags(folder, "1GiB"), memory="512MiB", segment="4MiB")
+    kept, keys = make_keys(20), make_keys(256, first=1000)
+    lasting, short = new_namespace(BLOCK), new_namespace(64 * KiB)
+    with open_client(server, lasting) as client, open_client(server, short) as other:
+        fill(client, kept, BLOCK)
+        blocks = blocks_of(keys, 64 * KiB)
+        for number in range(20):  # chains, which are linked again when they are on disk
+            renewed = [key[:-1] + bytes([number]) for key in keys]
+            other.set(renewed, blocks, deferred=False, ttl_s=1.0 if number % 2 else None)
+            other.get(renewed)
+            other.expire(renewed, ttl_s=0.001)
+        wait_until_written(client)
+        assert all(read(client, kept, BLOCK))
+        wait_until(lambda: not other.contains(renewed).any(), what="the blocks expire")
+    assert "Traceback" not in server.log_text() and "is off" not in server.log_text()
+
+
 def test_a_block_deleted_right_after_its_set_does_not_return(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:
