@@ -346,8 +346,8 @@ class KVStoreClient:
         * `parent`: The key before `keys[0]`, if the chain is set in several calls. For keys of several chains, give a
           sequence with the key before each key, and None for the first key of a chain.
         * `position`: The index of `keys[0]` in its chain; 0 to 2**31 - 1.
-        * `priority`: The priority of the blocks in eviction, 0 to 3. A block is evicted only if no block of a lower
-          priority can be evicted.
+        * `priority`: The priority of the blocks in eviction, 0 to 3. A block is evicted only if no block of its
+          namespace with a lower priority can be evicted.
         * `ttl_s`: The time to live of the blocks that this call stores, in seconds; above 0, at most ten years. By
           default, the server's rule for the namespace applies. A copy that a server sends to another server, or that a
           client sets as a repair, expires when the original does.

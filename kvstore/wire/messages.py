@@ -186,7 +186,7 @@ class Set(KeyedRequest, tag=2, frozen=True):
     """
 
     force: bool = False
-    priority: int = 0  # 0 to MAX_PRIORITY; blocks are evicted only when none of a lower priority is left
+    priority: int = 0  # 0 to MAX_PRIORITY; evicted only when its namespace has no block of a lower priority left
     outcomes: bool = False  # whether the reply contains an `Outcome` for each block
     ttl_s: float = 0.0  # the blocks expire after this many seconds; if 0, the shard's rule for the namespace applies
     chained: bool = False

@@ -169,7 +169,8 @@ class Store(Protocol):
         * `blocks`: Bytes-like objects of `block_bytes` bytes each.
         * `deferred`: Return as soon as the store owns the bytes. Every later lookup finds the blocks.
         * `parent`: For each block, the key of the block before it in its chain; None for the first block of a chain.
-        * `priority`: The priority of the blocks in eviction, 0 to 3. Blocks with a lower priority are evicted first.
+        * `priority`: The priority of the blocks in eviction, 0 to 3. Blocks of the same namespace with a lower priority
+          are evicted first.
         * `ttl_s`: The time in seconds after which the blocks expire; above 0 and at most ten years. By default, the
           store's rule for the namespace applies.
         * `generation`: The generation in which the blocks were computed; by default, the present generation.
