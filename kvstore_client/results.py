@@ -54,7 +54,10 @@ class SetResult(NamedTuple):
       set with `deferred=False` did not store on all replicas, and blocks with fewer copies than the client's
       `min_copies`.
     * `copies`: The lowest number of copies that any block of the call is known to have; 0 if one was not stored.
-    * `evicted`: Other blocks that were evicted to make room, as reported by the shards that have answered.
+    * `evicted`: Other blocks, of any namespace, that shards evicted from memory to make room. They may be on disk.
+      If a shard evicts a block, the node's other shards may evict the blocks after it in its chain. Each of them counts
+      these blocks in its next answer to a set of the namespace. Not counted are evictions by a set that failed, by
+      reads from disk, and at replicas whose answer a deferred set did not wait for.
     * `refused`: The blocks in `error` that a shard refused. Except for those in `stale`, it had no room, or could have
       made room only by evicting earlier blocks of the same chain. A tenant has no room, either, when its limit is
       reached: compare `memory_bytes` and `memory_limit_bytes` of its `TenantInfo`. Transient blocks have a limit of

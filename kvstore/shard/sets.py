@@ -225,7 +225,7 @@ class Sets:
             duplicated=outcomes.count(_DUPLICATED),
             error=outcomes.count(_ERROR),
             outcomes=self._outcomes(write, outcomes, replaced) if request.outcomes else b"",
-            evicted=write.evicted,
+            evicted=write.evicted + namespace.take_cut_off(),
         )
         written = slots[slots >= 0]
         if self._disk is not None and len(written) and not request.reads:  # transient blocks are never written to disk

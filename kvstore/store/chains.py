@@ -228,6 +228,7 @@ class Chains:
             return True
         evicted, left = namespace.memory.index.cut(last, cut.call, cut.offset, now, CUT_BLOCKS)
         namespace.memory.evicted += evicted
+        namespace.cut_off += evicted
         self._shorten(name, left)
         return evicted < CUT_BLOCKS
 

@@ -74,6 +74,7 @@ class NamespaceStore:
     hits: int = 0
     misses: int = 0
     created: int = 0
+    cut_off: int = 0  # blocks evicted because another shard evicted an earlier block; reset by `take_cut_off`
     pins: int = 0  # an upper bound of the number of pinned blocks in memory
     pins_counted_at: float = float("-inf")  # monotonic seconds
     empty_since: float | None = None  # monotonic seconds, set by `ShardStore.expire`
@@ -101,6 +102,12 @@ class NamespaceStore:
         if not self.memory.empty:
             return False
         return not (self.waiters or self.promises) and (self.disk is None or self.disk.empty)
+
+    def take_cut_off(self) -> int:
+        """Return how many blocks have been evicted since the last call because another shard had evicted or refused a
+        block before them in their chain."""
+        count, self.cut_off = self.cut_off, 0
+        return count
 
     def count_pins(self, now: float) -> None:
         """Count the pinned blocks in memory."""

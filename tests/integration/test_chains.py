@@ -81,6 +81,38 @@ def evicted_of(client: KVStoreClient) -> int:
     return sum(info.evicted for info in infos)
 
 
+def present_by_owner(client: KVStoreClient, keys: Sequence[bytes]) -> list[bytes]:
+    """Return the key of one present block for each shard."""
+    owners = client._pool.view.owners(pack_keys(keys), 1)[:, 0]
+    present = client.contains(keys)
+    return [keys[int(np.flatnonzero(present & (owners == shard))[0])] for shard in range(len(client._pool.links))]
+
+
+@pytest.mark.parametrize("call", [8, CALL])
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_sets_count_every_block_evicted_for_them(
+    start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path, shards: int, disk: bool, call: int
+) -> None:
+    flags = disk_flags(tmp_path / "disk", size="64MiB") if disk else []
+    server = start_server("--shards", str(shards), "--node-id", "n1", *flags, memory="16MiB", segment="1MiB")
+    with KVStoreClient(server.endpoint, new_namespace(BLOCK), timeout_s=20) as client:
+        chains = [make_keys(CALL, first=1000 * number) for number in range(1, 21)]
+        told = sum(set_chain([client], chain, call)[1] for chain in chains)
+        assert told >= (20 * CALL - 256) / 2
+        # A shard counts the blocks that it evicted because of another shard in its next answer.
+        known = present_by_owner(client, chains[-1])
+
+        def counted() -> int:
+            nonlocal told
+            result = client.set(known, rows(len(known)), parent=[None] * len(known))
+            assert result.existed == len(known)
+            told += result.evicted
+            return told
+
+        wait_until(lambda: counted() == evicted_of(client), what="every evicted block is counted")
+
+
 @every_policy
 @pytest.mark.parametrize("connections", [1, 3])
 @pytest.mark.parametrize("shards", [1, 4])
