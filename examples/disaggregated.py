@@ -228,6 +228,7 @@ def run(prompt_tokens: int, model_name: str) -> Iterator[tuple[dict[str, Any], F
                 "answer": reader_of(model_name, model)(answers[0]["token_ids"]),
                 "phases_s": {phase: phases.get(phase, 0.0) / (counts.get(phase) or 1.0) for phase in PHASES},
                 "hand_overs": hand_overs.get("decode", 0.0),
+                "late": sum(record["cached_tokens"] < record["prompt_tokens"] // 2 for record in records),
                 "token_ids_equal": [each["token_ids"] for each in answers] == [each["token_ids"] for each in alone],
             }
             yield result, fleet
@@ -284,6 +285,11 @@ def show(result: dict[str, Any]) -> None:
     for phase, what in PHASES.items():
         phases.add_row(phase, what, f"{result['phases_s'][phase]:.3f}")
     console.print(phases)
+    console.print(f"{result['hand_overs']:.0f} of {WARM_UPS + REQUESTS} prompts were handed over.")
+    if result["late"]:
+        console.print(
+            f"For {result['late']} of them P's blocks came too late, so D computed most of the prompt itself."
+        )
     console.print(
         f"The answers are those of the one engine: {'yes' if result['token_ids_equal'] else 'NO'}. The first:"
     )

@@ -194,6 +194,8 @@ def _check_files(output: Path | None, chart: Path | None, trace: Path | None) ->
             fail("usage", f"{option} {file}: this is the file of --trace; expected another file")
     if output is not None and output == chart:
         fail("usage", f"--output and --chart are both {output}; expected two files")
+    from kvstore_serving.files import check_writable
+
     if chart is not None:
         from kvstore_serving.load.chart import CHART_FORMATS
 
@@ -202,7 +204,7 @@ def _check_files(output: Path | None, chart: Path | None, trace: Path | None) ->
     for option, file in (("--output", output), ("--chart", chart)):
         try:
             if file is not None:
-                file.open("ab").close()  # keeps the file's content until there is new content
+                check_writable(file)
         except OSError as error:
             fail("usage", f"{option} {file}: {error.strerror}")
 
@@ -340,10 +342,12 @@ def _write(
 ) -> None:
     import msgspec
 
+    from kvstore_serving.files import replace_file
+
     try:
         if output is not None:
             lines = [outcome.line() | {"rate_rps": report.rate_rps} for report, each in runs for outcome in each]
-            output.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            replace_file(output, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
         if chart is not None:
             from kvstore_serving.load.chart import draw
 

@@ -47,6 +47,7 @@ def parse_bytes(option: str, text: str) -> int:
 
 def check_writable(chart: Path | None, *others: Path | None) -> None:
     """Check the files before the search, so that the command does not fail after it."""
+    from kvstore_serving import files
     from kvstore_serving.load.chart import CHART_FORMATS
 
     if chart is not None and chart.suffix not in CHART_FORMATS:
@@ -54,7 +55,7 @@ def check_writable(chart: Path | None, *others: Path | None) -> None:
     for file in (chart, *others):
         try:
             if file is not None:
-                file.open("ab").close()
+                files.check_writable(file)
         except OSError as error:
             fail("usage", f"{file}: {error.strerror}")
 

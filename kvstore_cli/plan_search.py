@@ -320,6 +320,8 @@ def _curve(file: Path, hit_rate: float, kept: int | None) -> HitCurve:
 
 
 def _write(plan: PlanDocument, question: Question, given: SearchOptions) -> None:
+    from kvstore_serving.files import replace_file
+
     try:
         if given.chart is not None:
             from kvstore_serving.planning.chart import draw
@@ -327,7 +329,7 @@ def _write(plan: PlanDocument, question: Question, given: SearchOptions) -> None
             draw(given.chart, plan)
         if given.pools is not None:
             model = question.pools[0].profile.model
-            given.pools.write_text(_pools_file(plan, model, given.prefill_url, given.decode_url))
+            replace_file(given.pools, _pools_file(plan, model, given.prefill_url, given.decode_url).encode())
     except OSError as error:
         fail("failed", f"{error.filename}: {error.strerror}")
 

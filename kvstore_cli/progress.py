@@ -100,7 +100,7 @@ class _ProgressLines:
         if self._unit != "bytes":
             parts[0] += f" {self._unit}"
         if self._grows and total is not None:
-            parts[0] += " so far"
+            parts[0] += " known so far"
         parts += [self._note] if self._note else []
         parts.append(f"{elapsed_s:.0f} s")
         if done and total and not self._grows:

@@ -10,6 +10,8 @@ import math
 import multiprocessing
 import os
 import pickle
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -37,6 +39,7 @@ KEEPS_UP: Final = 0.95
 AT_ONCE: Final = 100  # requests that are sent at once to estimate the rate that is served
 _Result = TypeVar("_Result")
 _LOWEST_RPS: Final = 1e-4
+_INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
 _HIGHEST_RPS: Final = 1e6
 # Student's t for 95 %, two-sided, by degrees of freedom.
 _T95: Final = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -190,7 +193,8 @@ class Crew:
 
     def each(self, function: Callable[..., _Result], tasks: Iterable[tuple[object, ...]]) -> list[_Result]:
         """Call a module's function for each task, in parallel. Returns the results in the order of the tasks."""
-        futures = [self._executor.submit(function, *task) for task in tasks]
+        with _interrupts_wait():  # in `submit`, they could leave a process that nobody ends
+            futures = [self._executor.submit(function, *task) for task in tasks]
         self._begun += len(futures)
         for future in futures:
             future.add_done_callback(self._count)
@@ -202,12 +206,42 @@ class Crew:
 
 
 @contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM after the body, if this is the main thread. Other threads get no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {each: signal.signal(each, lambda number, _: came.append(number)) for each in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    for number in came[:1]:
+        signal.raise_signal(number)
+
+
+def _end_with_the_command() -> None:
+    """Run in each process of a crew. It ends the process when the command has ended, even if it was killed."""
+    command = multiprocessing.parent_process()
+    assert command is not None
+
+    def wait() -> None:
+        command.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@contextmanager
 def crew(progress: Callable[[int, int], None], processes: int | None = None) -> Iterator[Crew]:
     """Yield a crew with this many processes, or with one for each core if `processes` is None. They are forked from a
     process that has imported the simulator, so they need not import it themselves."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvstore_serving.planning.outage"])  # with all that it imports
-    with ProcessPoolExecutor(processes or len(os.sched_getaffinity(0)), mp_context=context) as executor:
+    number = processes or len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(number, mp_context=context, initializer=_end_with_the_command) as executor:
         try:
             yield Crew(executor, progress)
         except KeyboardInterrupt:

@@ -22,6 +22,8 @@ from typing import Annotated, Final
 
 import msgspec
 
+from kvstore_serving.files import replace_file
+
 # A prefill saturates the GPU if its fixed cost is at most this share of its time (see `saturating_tokens`).
 FIXED_SHARE: Final = 0.2
 
@@ -233,7 +235,7 @@ def read_profile(given: str) -> Profile:
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a file that `read_profile` reads. Raises `OSError`."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+    replace_file(path, msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
 
 
 # ---- DistServe's -------------------------------------------------------------------------------------------------

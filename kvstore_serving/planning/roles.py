@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from kvstore_client.engine.directory import EngineRecord
+from kvstore_serving.files import replace_file
 from kvstore_serving.proxy.pools_file import read_pools
 from kvstore_serving.proxy.settings import SettingsError
 
@@ -58,7 +57,11 @@ def shift_roles(path: Path, prefill: int, decode: int) -> Shifted:
         if old.roles != new.roles
     ]
     if changed:
-        _replace(path, "\n".join(line for engine in fresh for line in _entry(engine)) + "\n")
+        text = "\n".join(line for engine in fresh for line in _entry(engine)) + "\n"
+        try:
+            replace_file(path, text.encode())
+        except OSError as error:
+            raise RolesError(f"{path}: {error.strerror}") from error
     return Shifted(prefill, decode, changed)
 
 
@@ -68,13 +71,3 @@ def _entry(engine: EngineRecord) -> Iterator[str]:
         if value != "":
             yield f"{name} = {msgspec.json.encode(value).decode()}"
     yield ""
-
-
-def _replace(path: Path, text: str) -> None:
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.resolve().parent, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        Path(file.name).chmod(path.stat().st_mode & 0o777)
-        os.replace(file.name, path.resolve())
-    except OSError as error:
-        raise RolesError(f"{path}: {error.strerror}") from error

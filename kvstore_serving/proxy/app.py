@@ -220,7 +220,7 @@ class Proxy:
     def _ended(self, user: User, record: Record) -> None:
         record.status = user.status
         record.seconds = time.monotonic() - record.began
-        if record.ttft_s is None and record.decision != NOT_SERVED:
+        if record.stream and record.ttft_s is None and record.decision != NOT_SERVED:
             record.ttft_s = user.first_s
         self.serving.metrics.ended(record)
         self._recent.add(record)

@@ -48,7 +48,10 @@ class Following:
         if self._settings.engines:
             await self._follow_directory(self._settings.engines)
             return
-        file = PoolsFile(self._settings.pools) if self._settings.pools else None
+        try:
+            file = PoolsFile(self._settings.pools) if self._settings.pools else None
+        except SettingsError as error:
+            raise SettingsError(f"--pools {error}") from None
         problems = await self.take_over(file.engines if file is not None else self._settings.named())
         if problems:
             raise SettingsError("; ".join(problems))

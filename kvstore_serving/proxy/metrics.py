@@ -86,7 +86,7 @@ class Metrics:
         self.prompt_tokens.inc(record.prompt_tokens)
         self.cached_tokens.inc(record.cached_tokens)
         self.output_tokens.inc(record.output_tokens)
-        if record.stream and record.ttft_s is not None:
+        if record.ttft_s is not None:
             self.ttft.labels(decision).observe(record.ttft_s)
         if record.tpot_s is not None:
             self.tpot.labels(decision).observe(record.tpot_s)

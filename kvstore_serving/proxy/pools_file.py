@@ -70,7 +70,7 @@ class PoolsFile:
                 self.engines = await asyncio.to_thread(read_pools, self._path)
             except SettingsError as error:
                 if str(error) != complained:
-                    log.warning("%s; the engines stay as they are", error)
+                    log.warning("--pools %s; the engines stay as they are", error)
                 complained = str(error)
                 continue
             self._stamp, complained = now, ""
@@ -81,7 +81,7 @@ class PoolsFile:
         try:
             found = self._path.stat()
         except OSError as error:
-            raise SettingsError(f"--pools: {error}; expected a TOML file with [[engines]]") from None
+            raise _unusable(self._path, error) from None
         return found.st_mtime_ns, found.st_size, found.st_ino
 
 
@@ -90,8 +90,13 @@ def read_pools(path: Path) -> tuple[EngineRecord, ...]:
     try:
         engines = _read(msgspec.json.encode(tomllib.loads(path.read_text(encoding="utf-8")))).engines
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as error:
-        raise SettingsError(f"--pools {path}: {error}; expected [[engines]] entries, each with url and roles") from None
+        raise _unusable(path, error) from None
     for number, engine in enumerate(engines):
         if any(engine.url == other.url for other in engines[:number]):
-            raise SettingsError(f"--pools {path}: {engine.url} is named twice; expected one entry with both roles")
+            raise SettingsError(f"{path}: {engine.url} is named twice; expected one entry with both roles")
     return engines
+
+
+def _unusable(path: Path, error: Exception) -> SettingsError:
+    why = error.strerror if isinstance(error, OSError) else error  # the text of an `OSError` names the path again
+    return SettingsError(f"{path}: {why}; expected a TOML file of [[engines]] entries, each with url and roles")

@@ -46,7 +46,7 @@ class _Slot:
         self.tokens["output"] += record.output_tokens
         sample, latency = (
             self.latencies.setdefault(decision, []),
-            _Latency(record.ttft_s if record.stream else None, record.tpot_s),
+            _Latency(record.ttft_s, record.tpot_s),
         )
         if len(sample) < SAMPLED:
             sample.append(latency)

@@ -57,7 +57,7 @@ class Record:
     retries: int = 0
     status: int = 0
     outcome: str = ""
-    ttft_s: float | None = None
+    ttft_s: float | None = None  # None unless the answer was streamed
     tpot_s: float | None = None
     seconds: float = 0.0
     prefill_outcome: str = ""

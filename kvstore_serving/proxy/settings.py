@@ -16,6 +16,15 @@ from kvstore_client.engine.directory import EngineRecord
 Policy: TypeAlias = Literal["auto", "colocate", "split"]
 PROXY_POLICIES: Final = get_args(Policy)
 _LISTEN_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s\[\]:/]*)):([0-9]{1,5})")
+_TIMES: Final = {
+    "drain_s": "--drain-seconds",
+    "connect_s": "--connect-seconds",
+    "first_byte_s": "--first-byte-seconds",
+    "idle_s": "--idle-seconds",
+    "answer_s": "--answer-seconds",
+    "check_interval_s": "--check-seconds",
+    "user_stall_s": "--user-stall-seconds",
+}
 
 
 class SettingsError(ValueError):
@@ -75,18 +84,18 @@ class Settings:
             )
         if self.policy not in PROXY_POLICIES:
             raise SettingsError(f"--policy is {self.policy!r}; expected one of {', '.join(PROXY_POLICIES)}")
-        for name in ("drain_s", "connect_s", "first_byte_s", "idle_s", "answer_s", "check_interval_s", "user_stall_s"):
+        for name, flag in _TIMES.items():
             if not 0 < getattr(self, name) < 86_400:
-                raise SettingsError(f"{name} is {getattr(self, name)!r}; expected more than 0 and less than a day")
+                raise SettingsError(f"{flag} is {getattr(self, name)!r}; expected more than 0 and less than a day")
         if self.otlp_endpoint:
             parts = urlsplit(self.otlp_endpoint)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
                 raise SettingsError(f"--otlp-endpoint is {self.otlp_endpoint!r}; expected http://HOST:PORT")
         if self.split_tokens is not None and self.split_tokens < 1:
-            raise SettingsError(f"split_tokens is {self.split_tokens!r}; expected auto, or 1 or more")
-        for name in ("max_in_flight", "max_body_bytes"):
+            raise SettingsError(f"--split-tokens is {self.split_tokens!r}; expected auto, or 1 or more")
+        for name, flag in (("max_in_flight", "--max-in-flight"), ("max_body_bytes", "--max-body")):
             if getattr(self, name) < 1:
-                raise SettingsError(f"{name} is {getattr(self, name)!r}; expected 1 or more")
+                raise SettingsError(f"{flag} is {getattr(self, name)!r}; expected 1 or more")
         if self.max_bodies_bytes < self.max_body_bytes:
             raise SettingsError(
                 f"--max-bodies is {self.max_bodies_bytes} bytes; expected at least --max-body, which is "

@@ -276,7 +276,9 @@ def test_search_names_an_slo_that_no_placement_meets() -> None:
     assert error["kind"] == "failed" and "TTFT of 0.001 s" in error["message"]
 
 
-def test_sigterm_ends_a_search_and_its_processes_at_once() -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("after_s", [0, 0.01, 0.03])  # while the first simulating process, or another one, starts
+def test_a_signal_ends_a_search_and_its_processes_at_once(sent: signal.Signals, after_s: float) -> None:
     command = [sys.executable, "-m", "kvstore_cli", "plan", "search", *ENGINE[:2], "--nodes", "2"]
     command += ["--gpus-per-node", "8", *LOAD[2:], *SEARCH, "--json"]
     # The output ends only when the last process that can write to it, a simulating one too, has ended.
@@ -289,9 +291,12 @@ def test_sigterm_ends_a_search_and_its_processes_at_once() -> None:
 
         started = str(searching.pid)
         wait_until(lambda: any(map(children, children(started))), START_S, "processes simulate")
-        searching.terminate()
+        with pytest.raises(subprocess.TimeoutExpired):
+            searching.wait(after_s)
+        searching.send_signal(sent)
         out, err = searching.communicate(timeout=START_S)
-    assert (searching.returncode, out) == (130, "") and "resource_tracker" not in err, err
+    assert (searching.returncode, out) == (130 if sent == signal.SIGTERM else -sent, "")
+    assert sent == signal.SIGKILL or ("Traceback" not in err and "resource_tracker" not in err), err
 
 
 # ---- roles and watch ---------------------------------------------------------------------------------------------
@@ -337,6 +342,12 @@ def test_role_changes_affect_as_few_engines_as_possible(tmp_path: Path) -> None:
     assert pools.stat().st_mtime_ns == stamp, "nothing to change, nothing written"
     message = document("roles", str(pools), "--prefill", "3", "--decode", "2", status=2)["error"]["message"]
     assert "names 4 engines, but --prefill 3 and --decode 2 are 5 together" in message
+
+
+def test_roles_name_a_missing_file_once(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nix")
+    message = document("roles", missing, "--prefill", "1", "--decode", "1", status=2)["error"]["message"]
+    assert message.startswith(f"{missing}: No such file") and message.count(missing) == 1
 
 
 class _Proxy(BaseHTTPRequestHandler):

@@ -43,6 +43,18 @@ def test_profile_measures_fits_and_writes(paced_endpoint: Endpoint, tmp_path: Pa
     assert planned["enough"]
 
 
+def test_a_profile_that_fails_leaves_no_file_and_an_old_one_as_it_was(tmp_path: Path) -> None:
+    output = tmp_path / "engine.json"
+    what = ["--url", "http://127.0.0.1:1", "--model", "m", "--kv-bytes-per-token", "1000", "--output", str(output)]
+    document("profile", *what, status=1)
+    assert list(tmp_path.iterdir()) == []
+    output.write_text("old")
+    document("profile", *what, status=1)
+    assert output.read_text() == "old"
+    missing = document("profile", *what[:-1], str(tmp_path / "nix" / "engine.json"), status=2)["error"]["message"]
+    assert "engine.json: No such file" in missing, "known before anything is measured"
+
+
 def test_profile_measures_interference_between_engines(tmp_path: Path) -> None:
     """One of two endpoints takes three times as long while the other one has requests, like engines on one host."""
     output = tmp_path / "engine.json"

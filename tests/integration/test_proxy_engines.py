@@ -344,6 +344,14 @@ def test_an_unusable_file_prevents_the_start(tcp_server: Server, tmp_path: Path,
     assert "Traceback" not in done.stderr
 
 
+def test_a_missing_file_prevents_the_start_and_is_named_once(tcp_server: Server, tmp_path: Path) -> None:
+    missing = str(tmp_path / "nix")
+    words = ["proxy", "--listen", "127.0.0.1:0", "--store", tcp_server.endpoint, "--pools", missing]
+    done = forked.run("kvstore_cli", *words, env=environment())
+    assert done.returncode == 2 and f"--pools {missing}: No such file" in done.stderr, done.stderr
+    assert done.stderr.count(missing) == 1
+
+
 def test_an_invalid_store_prevents_the_start_with_one_line() -> None:
     words = ["proxy", "--listen", "127.0.0.1:0", "--decode", "http://127.0.0.1:1", "--store", "foo"]
     done = forked.run("kvstore_cli", *words, env=environment())

@@ -46,7 +46,7 @@ def test_a_pipe_gets_lines_with_an_estimate(said: Said) -> None:
 def test_no_estimate_is_made_of_a_total_that_grows(said: Said) -> None:
     with progress_bar("simulating", True, "runs", grows=True) as update:
         update(20, 40)
-        said.line(r"^simulating: 20 of 40 runs so far, \d+ s$")
+        said.line(r"^simulating: 20 of 40 runs known so far, \d+ s$")
 
 
 def test_bytes_are_shown_as_sizes(said: Said) -> None:

@@ -50,7 +50,7 @@ def test_shares_and_tokens_are_those_of_the_window(clock: list[float]) -> None:
     some.add(ended(decision="split", prompt_tokens=100, cached_tokens=40, output_tokens=10, ttft_s=0.1))
     clock[0] += 200
     some.add(ended(decision="colocate", prompt_tokens=100, cached_tokens=100, output_tokens=5, ttft_s=0.3))
-    some.add(ended(decision="none", outcome="rejected", stream=False, ttft_s=9.0))
+    some.add(ended(decision="none", outcome="rejected", stream=False))
     status = some.status()
     assert status["decisions"] == {"split": 1, "colocate": 1, "none": 1}
     assert status["outcomes"] == {"ok": 2, "rejected": 1}
