@@ -58,12 +58,19 @@ class Content:
     """The content of a namespace, summed over all shards."""
 
     def __init__(self, parts: Sequence[NamespaceInfo]) -> None:
+        from kvstore.node.status import tenant_of
+
         self.id = parts[0].id
-        self.model = model_of(parts[0])
+        self.model, self.tenant = model_of(parts[0]), tenant_of(parts[0])
         self.blocks = sum(part.blocks for part in parts)
         self.disk_blocks = sum(part.disk_blocks for part in parts)
         self.bytes = self.blocks * parts[0].block_bytes
         self.disk_bytes = self.disk_blocks * parts[0].block_bytes
+
+    @property
+    def title(self) -> str:
+        """Its model and its tenant, as a text to print."""
+        return printable(self.model) + (f", tenant {printable(self.tenant)}" if self.tenant else "")
 
 
 def contents_of(infos: Sequence[NamespaceInfo]) -> list[Content]:
@@ -76,11 +83,14 @@ def contents_of(infos: Sequence[NamespaceInfo]) -> list[Content]:
 
 
 def named(contents: Sequence[Content]) -> str:
-    """Return a text with the namespaces' ids and models."""
-    shown = [f"{content.id[:12]} ({printable(content.model)})" for content in contents[:SHOWN]]
+    """Return a text with the namespaces' ids, models and tenants."""
+    shown = [f"{content.id[:12]} ({content.title})" for content in contents[:SHOWN]]
     return ", ".join(shown) + (f" and {len(contents) - SHOWN} more" if len(contents) > SHOWN else "")
 
 
 def no_such_namespace(infos: Sequence[NamespaceInfo]) -> str:
     """Return the message that names the namespaces that exist."""
-    return f"there is no such namespace; the store has {named(contents_of(infos)) or 'none'}"
+    contents = contents_of(infos)
+    tenants = any(content.tenant for content in contents)
+    hint = '; the JSON of --namespace names the tenant, too: "tenant": "NAME"' if tenants else ""
+    return f"there is no such namespace; the store has {named(contents) or 'none'}{hint}"

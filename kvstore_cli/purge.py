@@ -32,7 +32,7 @@ from kvstore_cli.options import (
     connected,
     parse_namespace,
 )
-from kvstore_cli.output import CommandFailed, fail, printable, show
+from kvstore_cli.output import CommandFailed, fail, show
 
 if TYPE_CHECKING:
     from kvstore.wire import PurgeReply
@@ -94,7 +94,7 @@ def purge(
             if report.left:
                 fail(
                     "unreachable",
-                    f"the shards that answer have no such namespace. {', '.join(report.left)} did not answer and may "
+                    f"the shards that answer have no such namespace. {_addresses(report.left)} did not answer and may "
                     "have its blocks: run this again when they are back",
                 )
             fail("not_found", no_such_namespace(infos))
@@ -125,6 +125,10 @@ def _purge(client: KVStoreClient, every: bool, model: str, prefix: str, as_json:
     return replies
 
 
+def _addresses(shards: Sequence[ShardStatus]) -> str:
+    return ", ".join(shard.endpoint for shard in shards)
+
+
 class _Report:
     """The result of a purge."""
 
@@ -133,7 +137,7 @@ class _Report:
     ) -> None:
         self._contents = contents
         self._removed = sum(reply.purged for reply in replies.values())
-        self.left = [shard.name for shard in shards if shard.name not in replies]
+        self.left = [shard for shard in shards if shard.name not in replies]
         # Each engine has a connection to every shard.
         self.told = max((reply.told for reply in replies.values()), default=0)
         self._silent = sorted({address for reply in replies.values() for address in reply.silent})
@@ -143,7 +147,7 @@ class _Report:
     def document(self) -> dict[str, Any]:
         """Return the report in the form that --json prints."""
         holders = {"clients": {"told": self.told, "silent": self._silent}} if self.told else {}
-        left = {"shards_left": self.left} if self.left else {}
+        left = {"shards_left": [shard.name for shard in self.left]} if self.left else {}
         return {"namespaces": len(self._contents), "blocks": self._removed, **holders, **left}
 
     def print(self) -> None:
@@ -157,7 +161,7 @@ class _Report:
         """The failure that says what is left to do. It is None if nothing is left."""
         problems = []
         if self.left:
-            problems.append(f"{', '.join(self.left)} did not answer and may have older blocks")
+            problems.append(f"{_addresses(self.left)} did not answer and may have older blocks")
         if self._silent:
             problems.append(f"{', '.join(self._silent)} did not say that they have dropped their copies")
         if not problems:
@@ -178,7 +182,7 @@ def _ask(contents: Sequence[Content], as_json: bool) -> None:
         fail("usage", f"this would remove {summary}: give --yes to do it; nothing was removed")
     print(f"This removes {summary}, and the copies that engines hold:")
     for content in contents[:SHOWN]:
-        print(f"  {content.id[:12]}  {printable(content.model)}  {format_size(content.bytes)} in memory")
+        print(f"  {content.id[:12]}  {content.title}  {format_size(content.bytes)} in memory")
     if len(contents) > SHOWN:
         print(f"  and {len(contents) - SHOWN} more")
     if not typer.confirm("Remove them?"):

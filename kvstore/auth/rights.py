@@ -76,8 +76,8 @@ def refuse(rights: Rights, request: wire.Request) -> WireError:
     if rights is NONE:
         return WireError(
             ErrorCode.NOT_AUTHORIZED,
-            f"{name}: this server wants a token first: give the client token=, or set KVSTORE_TOKEN or "
-            "KVSTORE_TOKEN_FILE",
+            f"{name}: this server wants a token first: set KVSTORE_TOKEN_FILE or KVSTORE_TOKEN, or give a command "
+            "--token-file and a Python client token=",
         )
     wanted = " or ".join(right for right, bit in RIGHTS.items() if bit & verb.right)
     return WireError(

@@ -82,6 +82,19 @@ def of_cluster(status: RegistrationStatus, reason: str) -> Iterator[Finding]:
         yield Finding("note", f"{done.done:,} of {done.total:,} blocks are copied to {filling.nodes}{left}.")
 
 
+def _at_quota(shards: Iterable[Seen]) -> list[str]:
+    """Return the tenants that may take no more memory of a shard because of their quota, by name."""
+    states = [shard.state for shard in shards if isinstance(shard.state, ShardInfo)]
+    return sorted(
+        {
+            tenant.tenant
+            for state in states
+            for tenant in state.tenants
+            if 0 <= tenant.memory_limit_bytes < tenant.memory_bytes + state.segment_bytes
+        }
+    )
+
+
 def _of_all(shards: Sequence[Seen], when: str) -> Iterator[Finding]:
     silent = [shard for shard in shards if isinstance(shard.state, str)]
     if silent and len(silent) == len(shards):
@@ -95,12 +108,16 @@ def _of_all(shards: Sequence[Seen], when: str) -> Iterator[Finding]:
         yield Finding(
             "note", f"The disk is full: the oldest blocks are evicted, {from_disk:,} {when}. See --disk-size."
         )
-    if evicted and any(disk.state == "on" for disk in disks):
-        yield Finding("note", f"Memory is full: blocks are evicted from it, {evicted:,} {when}.")
+    limited = _at_quota(shards)
+    cause = f" Tenants at their memory quota, which evict their own blocks: {', '.join(limited)}." if limited else ""
+    if evicted and limited and all(isinstance(shard.state, str) or shard.state.room_bytes for shard in shards):
+        yield Finding("note", f"Memory has room, but blocks are evicted, {evicted:,} {when}.{cause}")
+    elif evicted and any(disk.state == "on" for disk in disks):
+        yield Finding("note", f"Memory is full: blocks are evicted from it, {evicted:,} {when}.{cause}")
     elif evicted:
         yield Finding(
             "note",
-            f"Memory is full: the least useful blocks are evicted, {evicted:,} {when}. See --memory.",
+            f"Memory is full: the least useful blocks are evicted, {evicted:,} {when}. See --memory.{cause}",
         )
     if slow := below(recent, "slow_requests"):
         stages = [key for key in recent if key[0] == "slow_requests"]

@@ -174,7 +174,7 @@ def test_a_purge_does_not_call_a_namespace_unknown_while_a_shard_is_silent(
                 env=environment(),
             )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "did not answer and may" in done.stderr
+    assert f"{shards[0].endpoint} did not answer and may" in done.stderr
 
 
 def test_commands_say_which_shard_does_not_answer(start_server: StartServer) -> None:

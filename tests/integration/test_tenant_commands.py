@@ -43,6 +43,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoTenants]:
     file = folder / "auth.toml"
     tokens = {name: add(file, name, name, ["read", "write"]) for name in ("chat", "search", "measured")}
     tokens["operator"] = add(file, "operator", "*", ["monitor"])
+    tokens["owner"] = add(file, "owner", "*", ["admin", "monitor", "read"])
     tokens["reader"] = add(file, "reader", "chat", ["read"])
     with file.open("a") as lines:
         lines.write('\n[tenants.chat]\nmemory = "16MiB"\n')
@@ -87,6 +88,16 @@ def test_a_token_that_cannot_write_measures_nothing(two: TwoTenants) -> None:
 
 def test_a_purge_without_its_rights_names_them(two: TwoTenants) -> None:
     assert "purge needs a token with the verb admin" in two.run("chat", "purge", "--all", "--yes", status=1)
+
+
+def test_commands_tell_the_namespaces_of_two_tenants_apart(two: TwoTenants) -> None:
+    without_tenant = make_namespace(BLOCK, "shared-model").canonical().decode()
+    for command in (("purge", "--yes"), ("keys",)):
+        shown = two.run("owner", *command, "--namespace", without_tenant, status=3)
+        assert "(shared-model, tenant chat)" in shown and "(shared-model, tenant search)" in shown, shown
+        assert '"tenant": "NAME"' in shown
+    with KVStoreClient(two.server.endpoint, make_namespace(BLOCK, "shared-model"), token=two.tokens["chat"]) as client:
+        assert client.contains(make_keys(30)).all(), "nothing was removed"
 
 
 def test_info_shows_each_tenants_use_and_limits(two: TwoTenants) -> None:

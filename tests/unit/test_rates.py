@@ -15,7 +15,7 @@ from kvstore.node.rates import change, counts_of, hit_rate, quantile_s, table_of
 from kvstore.shard.timing import Timing
 from kvstore.shard.turns import STAGES
 from kvstore.wire import DiskInfo, RequestTimes, ShardInfo
-from kvstore.wire.status import REQUEST_BOUNDS_S
+from kvstore.wire.status import REQUEST_BOUNDS_S, TenantInfo
 from kvstore_cli.top_state import TopRow, sorted_rows
 from tests.support.info import zeros
 
@@ -26,6 +26,10 @@ def shard(**known: Any) -> ShardInfo:
 
 def disk(**known: Any) -> DiskInfo:
     return zeros(DiskInfo, **{"state": "on", **known})
+
+
+def tenant(name: str, memory_bytes: int, limit: int = -1) -> TenantInfo:
+    return zeros(TenantInfo, tenant=name, memory_bytes=memory_bytes, memory_limit_bytes=limit)
 
 
 # ---- the times of requests -------------------------------------------------------------------------------------------
@@ -102,6 +106,21 @@ def test_a_change_is_the_difference_of_two_counts() -> None:
             shard(),
             {("evicted",): 7},
             ["note: Memory is full: the least useful blocks are evicted, 7 in the last minute."],
+        ),
+        (
+            shard(
+                room_bytes=100, segment_bytes=10, tenants=[tenant("a", 95, 100), tenant("b", 90, 100), tenant("c", 5)]
+            ),
+            {("evicted",): 7},
+            [
+                "note: Memory has room, but blocks are evicted, 7 in the last minute. Tenants at their memory quota, "
+                "which evict their own blocks: a."
+            ],
+        ),
+        (
+            shard(room_bytes=0, segment_bytes=10, tenants=[tenant("a", 95, 100)]),
+            {("evicted",): 7},
+            ["note: Memory is full: the least useful blocks are evicted, 7 in the last minute. See --memory. Tenants"],
         ),
         (
             shard(disk=disk()),
