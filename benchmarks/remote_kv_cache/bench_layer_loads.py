@@ -22,9 +22,9 @@ from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.report import case_table, console
 
-RATES: Final = (80e6, 200e6, 1e9)
+RATES: Final = (80e6, 1e9)
 STORED: Final = 2048
-RESTS: Final = (256, 2048)
+RESTS: Final = (256, 1024)
 BEFORE: Final = "load, then compute"
 _FULL: Final = 10e9  # bytes/s: the rate while the store is filled
 _WARM_UP: Final = 1_000_000
@@ -45,7 +45,7 @@ class Mode:
         return f"layer by layer, {self.parts} parts"
 
 
-MODES: Final = (Mode(False, 1), Mode(True, 2), Mode(True, 4), Mode(True, 12))
+MODES: Final = (Mode(False, 1), Mode(True, 2), Mode(True, 4))
 
 
 def _engine(mode: Mode, model: EngineModel, endpoint: str, arguments: dict[str, Any]) -> Engine:
@@ -122,7 +122,7 @@ def measure(benchmark: Benchmark, model: EngineModel, checks: Checks) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_engine_model_option(parser, default="mid")
+    add_engine_model_option(parser, default="tiny")
 
 
 def main() -> int:
@@ -130,7 +130,7 @@ def main() -> int:
     if benchmark.lacks(missing_module("vllm"), unavailable()):
         return 0
     checks = Checks()
-    measure(benchmark, ENGINE_MODELS[benchmark.options.model or ("tiny" if benchmark.quick else "mid")], checks)
+    measure(benchmark, ENGINE_MODELS[benchmark.options.model or "tiny"], checks)
     for case in benchmark.cases:
         console().print(case_table(case))
     return conclude(benchmark, checks)

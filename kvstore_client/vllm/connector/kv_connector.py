@@ -510,7 +510,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._worker.loads.load(load)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing, because a request runs only after its load has ended."""
+        """Do nothing, because a request runs only after its load has ended: see "Load" in docs/vllm-inside.md."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
