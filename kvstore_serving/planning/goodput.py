@@ -193,7 +193,7 @@ class Crew:
 
     def each(self, function: Callable[..., _Result], tasks: Iterable[tuple[object, ...]]) -> list[_Result]:
         """Call a module's function for each task, in parallel. Returns the results in the order of the tasks."""
-        with _interrupts_wait():  # in `submit`, they could leave a process that nobody ends
+        with _interrupts_wait():  # an interrupt inside `submit` may leave a process without an owner
             futures = [self._executor.submit(function, *task) for task in tasks]
         self._begun += len(futures)
         for future in futures:
