@@ -198,7 +198,7 @@ class Writing:
         disk, volume = namespace.disk, self._volume
         assert disk is not None
         kept = namespace.states_of(slots) == BlockIndex.READY  # the other blocks were deleted after they became dirty
-        expires = namespace.memory.index.expires_of(slots)
+        expires = namespace.expires_of(slots)
         kept &= (expires == 0) | (expires > now)
         self._clean(namespace, slots[~kept])
         slots = slots[kept]

@@ -88,6 +88,7 @@ class NamespaceStore:
         self.acquire, self.hold, self.release = index.acquire, index.acquire_slot, index.release
         self.commit, self.link, self.renew, self.disown = index.commit, index.link, index.renew, index.disown
         self.keys_of, self.checksums, self.priorities_of = index.keys_of, index.checksums, index.priorities_of
+        self.expires_of = index.expires_of
 
     @property
     def free_slots(self) -> int:

@@ -16,7 +16,7 @@ from kvstore_client.engine.directory import EngineRecord
 Policy: TypeAlias = Literal["auto", "colocate", "split"]
 PROXY_POLICIES: Final = get_args(Policy)
 _LISTEN_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s\[\]:/]*)):([0-9]{1,5})")
-_TIMES: Final = {
+_DURATIONS: Final = {
     "drain_s": "--drain-seconds",
     "connect_s": "--connect-seconds",
     "first_byte_s": "--first-byte-seconds",
@@ -84,7 +84,7 @@ class Settings:
             )
         if self.policy not in PROXY_POLICIES:
             raise SettingsError(f"--policy is {self.policy!r}; expected one of {', '.join(PROXY_POLICIES)}")
-        for name, flag in _TIMES.items():
+        for name, flag in _DURATIONS.items():
             if not 0 < getattr(self, name) < 86_400:
                 raise SettingsError(f"{flag} is {getattr(self, name)!r}; expected more than 0 and less than a day")
         if self.otlp_endpoint:

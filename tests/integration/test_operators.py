@@ -32,7 +32,7 @@ def test_bench_and_purge_name_a_hung_shard_within_seconds(two_shards: Server, sh
     with hung(two_shards.shards()[shard]):
         for command, named in (
             (("bench", *at), f"127.0.0.1:{two_shards.port + shard}"),
-            (("purge", "--all", "--yes", *at), f"/{shard} did not answer"),
+            (("purge", "--all", "--yes", *at), f"127.0.0.1:{two_shards.port + shard} did not answer"),
         ):
             began = time.monotonic()
             done = kvstore(*command, status=1)
@@ -81,7 +81,7 @@ def test_keys_finds_a_tenants_namespace_by_its_id_or_model(guarded: Guarded) -> 
     found = shown("--model", "keys-of")
     assert found["block_bytes"] == 4096 and [row["key"] for row in found["keys"]] == keys
     several = shown("--model", "keys-*", status=2)["error"]["message"]
-    ids = dict(re.findall(r"([0-9a-f]{12}) \((keys-off?)\)", several))
+    ids = dict(re.findall(r"([0-9a-f]{12}) \((keys-off?), tenant \w+\)", several))
     assert sorted(ids.values()) == ["keys-of", "keys-off"] and "--namespace-id" in several
     for id_, model in ids.items():
         assert shown("--namespace-id", id_, KVSTORE_NAMESPACE="{}")["block_bytes"] == {"keys-of": 4096}.get(model, 8192)
