@@ -30,7 +30,7 @@ from tests.support.slow_link import SlowLink
 BLOCK_BYTES = 64 << 10
 MANY = 600  # with half of this many blocks, a fill over a slow link takes ten seconds on any machine
 SLOW_BYTES_PER_S = 8 << 20
-FILL_S = 60.0
+FILL_S = 120.0
 OVER = re.compile(r"filling (\S.*?) is over: to_copy=(\d+) copied=(\d+) present=(\d+) failed=(\d+) seconds=([\d.]+)")
 
 

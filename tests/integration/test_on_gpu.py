@@ -202,7 +202,7 @@ def child_of(lines: Iterable[str]) -> int:
 def test_a_step_that_fails_or_is_too_slow_costs_only_itself(tmp_path: Path) -> None:
     steps = {
         "fails": ("print('what happened'); raise SystemExit(3)", 30, ""),
-        "hangs": (HANGS, 2, ""),
+        "hangs": (HANGS, 10, ""),
         "lacks": ("", 30, "no-such-program"),
         "works": (WRITES, 30, ""),
     }

@@ -98,6 +98,7 @@ class Etcd:
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"etcd={peer}"),
+            "--unsafe-no-fsync",  # a killed etcd loses nothing by it, and a busy disk does not make etcd slow
         ]
         if self._certificate:
             command += [f"--cert-file={self._certificate.cert}", f"--key-file={self._certificate.key}"]
