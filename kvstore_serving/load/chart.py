@@ -6,18 +6,21 @@ matplotlib is imported when a chart is drawn, and needs no screen.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvstore_serving.files import replace_file
 from kvstore_serving.load.records import RequestOutcome
 from kvstore_serving.load.report import LoadReport
 from kvstore_serving.load.sweep import TARGET
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CHART_FORMATS: Final = (".svg", ".png")
 
@@ -48,7 +51,14 @@ def draw(path: Path, runs: Sequence[tuple[LoadReport, Sequence[RequestOutcome]]]
     _timeline(axes_of["T"], report, [outcome for outcome in outcomes if outcome.planned.counted])
     _attainment(axes_of["A"], [report for report, _ in runs])
     figure.suptitle(f"{report.model}, {report.source}")
-    figure.savefig(path)
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a chart into a file of one of the `CHART_FORMATS`. Raises `OSError`."""
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:])
+    replace_file(path, content.getvalue())
 
 
 def _distribution(axes: Axes, values: list[float], label: str) -> None:

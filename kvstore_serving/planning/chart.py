@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore_serving.load.chart import save
 from kvstore_serving.planning.document import Placed, PlanDocument, Point
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def draw(path: Path, plan: PlanDocument) -> None:
     figure.suptitle(
         f"{', '.join(plan.profiles)}; {plan.workload}; TTFT {plan.slo.ttft_s:g} s, TPOT {plan.slo.tpot_s:g} s"
     )
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _spell(placed: Placed) -> str:

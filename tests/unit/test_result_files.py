@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,21 @@ def test_a_write_that_fails_leaves_the_old_file_and_names_it(tmp_path: Path) -> 
     with pytest.raises(TypeError):
         replace_file(file, None)  # type: ignore[arg-type] # fails between opening and replacing
     assert file.read_bytes() == b"old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_that_is_a_mount_is_written_and_stays(tmp_path: Path) -> None:
+    outside, inside = tmp_path / "outside", tmp_path / "inside"
+    for file in (outside, inside):
+        file.write_bytes(b"old")
+    if os.geteuid() or subprocess.run(["mount", "--bind", outside, inside], check=False).returncode:
+        pytest.skip("this user may not mount files")
+    try:
+        check_writable(inside)
+        replace_file(inside, b"new")
+    finally:
+        subprocess.run(["umount", inside], check=True)
+    assert (outside.read_bytes(), inside.read_bytes()) == (b"new", b"old")
+    assert {each.name for each in tmp_path.iterdir()} == {"outside", "inside"}
 
 
 def test_what_is_no_regular_file_is_written_and_stays(tmp_path: Path) -> None:
