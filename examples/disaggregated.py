@@ -218,6 +218,7 @@ def run(prompt_tokens: int, model_name: str) -> Iterator[tuple[dict[str, Any], F
             records = [json.loads(line) for line in (logs / "proxy.log.jsonl").read_text().splitlines()]
             phases = sums(fleet.url, "kvstore_proxy_phase_seconds_sum", "phase")
             counts = sums(fleet.url, "kvstore_proxy_phase_seconds_count", "phase")
+            [failed_loads] = sums(fleet.decode.url, "vllm:kvstore_failed_loads_total", "engine").values()
             hand_overs = sums(fleet.decode.url, "vllm:kvstore_hand_overs_total", "side")
             result = {
                 "model": model_name,
@@ -228,7 +229,7 @@ def run(prompt_tokens: int, model_name: str) -> Iterator[tuple[dict[str, Any], F
                 "answer": reader_of(model_name, model)(answers[0]["token_ids"]),
                 "phases_s": {phase: phases.get(phase, 0.0) / (counts.get(phase) or 1.0) for phase in PHASES},
                 "hand_overs": hand_overs.get("decode", 0.0),
-                "late": sum(record["cached_tokens"] < record["prompt_tokens"] // 2 for record in records),
+                "failed_loads": failed_loads,
                 "token_ids_equal": [each["token_ids"] for each in answers] == [each["token_ids"] for each in alone],
             }
             yield result, fleet
@@ -286,9 +287,9 @@ def show(result: dict[str, Any]) -> None:
         phases.add_row(phase, what, f"{result['phases_s'][phase]:.3f}")
     console.print(phases)
     console.print(f"{result['hand_overs']:.0f} of {WARM_UPS + REQUESTS} prompts were handed over.")
-    if result["late"]:
+    if result["failed_loads"]:
         console.print(
-            f"For {result['late']} of them P's blocks came too late, so D computed most of the prompt itself."
+            f"For {result['failed_loads']:.0f} of them blocks were late or missing, so D computed these tokens itself."
         )
     console.print(
         f"The answers are those of the one engine: {'yes' if result['token_ids_equal'] else 'NO'}. The first:"
