@@ -282,7 +282,7 @@ ENGINE_TABLES: Final[dict[str, Section]] = {
     "layer_loads": section("bench_layer_loads",
         Table(cases(),
             ("first token, s", "{case}"), Each((WITHOUT, *(mode.name for mode in LAYER_LOADS)), "{s:.2f}"),
-            Each(tuple(mode.name for mode in LAYER_LOADS if mode.layered), "{x:.2f~}", f"{{}} ÷ {LOAD_FIRST}"),
+            Each(tuple(mode.name for mode in LAYER_LOADS if mode.layered), "{x:.2f~}", f"{{name}} ÷ {LOAD_FIRST}"),
         ),
         _and_checked("{p[model][name]} model; {p[stored_tokens]} tokens are stored; medians"),
     ),
