@@ -214,6 +214,18 @@ def test_connections_closed_by_an_engine_are_no_failure(proxy: ProxyProcess, eng
     assert not any(each["shunned"] for each in engines_of(proxy))
 
 
+@pytest.mark.parametrize("policy", ["split", "colocate"])
+def test_only_streamed_answers_have_a_time_to_the_first_token(proxy: ProxyProcess, policy: str) -> None:
+    for stream in (False, True):
+        headers = {"x-request-id": f"first-token-{policy}-{stream}", "x-kvstore-policy": policy}
+        if stream:
+            chunks_of(proxy.url, COMPLETIONS, completion(), **headers)
+        else:
+            assert post(proxy.url, COMPLETIONS, completion(), **headers)[0] == 200
+        record = proxy.record(headers["x-request-id"])
+        assert record["stream"] is stream and (record["ttft_s"] is not None) is stream, record
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("more", [{}, {"n": 2}], ids=str)
 def test_users_see_as_cached_what_was_cached_before_their_request(

@@ -38,7 +38,7 @@ bytes_per_s = "1MiB"
 class Tenants:
     """A server with the tenants above, and a token for each."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disk_write: str = "evicted") -> None:
         self.file = file = folder / "auth.toml"
         self.tokens = {
             name: add(file, name, name, ["read", "write", "delete", "monitor"])
@@ -50,7 +50,7 @@ class Tenants:
             folder / "log",
             *("--auth", str(file), "--audit", str(self.audit), "--memory", "32MiB", "--segment", "1MiB"),
             *("--disk", str(folder / "disk"), "--disk-size", "64MiB", "--http", "127.0.0.1:0"),
-            *("--disk-write", "evicted"),
+            *("--disk-write", disk_write),
         )
 
     def client(self, tenant: str, namespace: Namespace | None = None) -> KVStoreClient:
@@ -64,6 +64,20 @@ def tenants(tmp_path: Path) -> Iterator[Tenants]:
     tenants = Tenants(tmp_path)
     yield tenants
     if tenants.server.running:
+        tenants.server.stop()
+
+
+def test_a_burst_that_waits_for_the_disk_is_refused_beyond_the_memory_of_its_tenant(tmp_path: Path) -> None:
+    tenants = Tenants(tmp_path, disk_write="all")
+    try:
+        with tenants.client("small") as client:
+            keys = make_keys(160)  # 10 MiB, and the tenant has 4 MiB
+            found = [client.set(some, blocks_of(some, BLOCK_BYTES)) for some in (keys[:48], keys[48:])]
+            assert (found[0].created, found[0].refused) == (48, 0)
+            assert found[1].refused >= 48 and found[1].created + found[1].refused == 112
+            present = client.contains(keys)
+            assert present[:48].all() and present.sum() == 160 - found[1].refused, "nothing that was stored is lost"
+    finally:
         tenants.server.stop()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import sys
@@ -13,13 +14,14 @@ import msgspec
 import pytest
 
 from kvstore_cli.plan_search import _pools_file
+from kvstore_cli.proxy import ProxyOptions
 from kvstore_client.engine.directory import EngineRecord
 from kvstore_client.engine.routing import Routes
 from kvstore_client.vllm.connector.registration import as_reached
 from kvstore_serving.planning.document import PlanDocument
 from kvstore_serving.proxy.engine_events import EngineEvents
 from kvstore_serving.proxy.pools_file import PoolsFile, read_pools
-from kvstore_serving.proxy.settings import Settings, SettingsError
+from kvstore_serving.proxy.settings import _DURATIONS, Settings, SettingsError
 from tests.unit.test_cli_tables import Filler
 
 A, B = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
@@ -172,6 +174,15 @@ def test_a_half_written_file_is_not_read(tmp_path: Path) -> None:
 def test_engines_are_given_in_one_way_only(given: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match="expected"):
         Settings(host="127.0.0.1", port=0, store=STORE, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flag", [*_DURATIONS.values(), "--max-in-flight", "--max-body"])
+def test_an_error_names_a_flag_that_exists(flag: str) -> None:
+    fields = {flag: field for field, flag in _DURATIONS.items()}
+    fields |= {"--max-in-flight": "max_in_flight", "--max-body": "max_body_bytes"}
+    with pytest.raises(SettingsError, match=f"^{flag} is -1; expected"):
+        Settings("127.0.0.1", 0, STORE, decode=(A,), **{fields[flag]: -1})  # type: ignore[arg-type]
+    assert flag.removeprefix("--").replace("-", "_") in {each.name for each in dataclasses.fields(ProxyOptions)}
 
 
 def test_flags_give_the_same_records() -> None:

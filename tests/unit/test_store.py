@@ -50,11 +50,13 @@ def store() -> Iterator[ShardStore]:
     store.arena.close()
 
 
-def put(store: ShardStore, namespace: NamespaceStore, keys: Sequence[bytes], now: float = 0.0) -> np.ndarray:
+def put(
+    store: ShardStore, namespace: NamespaceStore, keys: Sequence[bytes], now: float = 0.0, priority: int = 0
+) -> np.ndarray:
     """Do what a SET does to a store. Return the slots."""
     joined = b"".join(keys)
     store.memory.make_room(namespace.memory, namespace.memory.index.missing(joined), now)
-    slots = namespace.memory.index.reserve(joined, False, store.ticks(len(keys)))
+    slots = namespace.memory.index.reserve(joined, False, store.ticks(len(keys)), priority)
     namespace.memory.index.commit(slots, np.zeros(len(keys), dtype=np.uint64), store.ticks(len(keys)))
     return slots
 
@@ -230,6 +232,19 @@ def test_a_growing_namespace_takes_the_least_used_segment(store: ShardStore) -> 
     assert len(grows.memory.segments) == 1 and len(old.memory.segments) == 3
     assert [all(present(old, keys)) for keys in groups] == [True, False, True, True]
     assert old.memory.evicted == 4 and old.memory.index.ready == 12
+
+
+def test_priorities_compare_only_the_blocks_of_one_namespace(store: ShardStore) -> None:
+    old, grows = store.open(canonical("old"), 16), store.open(canonical("new"), 16)
+    important, others, unimportant = (make_keys(4, first=first) for first in (0, 100, 200))
+    put(store, old, important, priority=3)
+    put(store, old, others)
+    for first in (300, 400):
+        put(store, old, make_keys(4, first=first))
+    put(store, old, make_keys(1, first=500))
+    assert all(present(old, important)) and not all(present(old, others))
+    put(store, grows, unimportant)
+    assert not any(present(old, important)), "recency decides which namespace gives up a segment"
 
 
 def test_a_growing_namespace_takes_segments_only_from_older_ones(store: ShardStore) -> None:
